@@ -4,6 +4,7 @@
 # make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
 # make test-network    the suite on GPUs, each in a process as if on a host of its own
 # make fuzz    random exchanges on the portable path against the oracle, for SECONDS=600 from SEED=1
+# make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
@@ -35,6 +36,7 @@ JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
 SECONDS ?= 600
 SEED ?= 1
+RUNS ?= 200
 NUM_PROCESSES ?= 2
 PYTHONS ?= python3.11 python3.12
 SITE ?= build/site
@@ -42,7 +44,7 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network fuzz emulate emulate-quick sanitize lint docs bench wheels \
+.PHONY: demo test test-processes network test-network fuzz faults emulate emulate-quick sanitize lint docs bench wheels \
   test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -61,6 +63,9 @@ test-network: $(VENV)/.network
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.faults --runs $(RUNS) --seed $(SEED)
 
 emulate:
 	$(PYTHON) -m tests.emulation
@@ -88,6 +93,7 @@ docs: $(VENV)/.docs
 wheels: $(VENV)/.release
 	rm -rf dist
 	$(BIN)/python tools/wheels.py $(PYTHONS)
+	$(BIN)/python -m twine check --strict dist/*
 
 test-wheels: $(VENV)/.test
 	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py

@@ -1,6 +1,6 @@
 """Time models with our exchange and with our own versions of the exchanges that it replaces.
 
-    python -m benchmarks.integrations            # the tables of docs/integrations
+    python -m benchmarks.integrations            # the figures of docs/integrations
 
 A model has a few blocks of a router, experts and a residual. Its program computes the loss and all
 gradients (sglang-jax: the outputs). Compilations and steps of both kinds take turns, so that other

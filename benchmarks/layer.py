@@ -49,7 +49,7 @@ SAMPLES = 5
 
 
 class Shape(NamedTuple):
-    """Hold one layer to measure."""
+    """One layer to measure."""
 
     name: str
     workload: Workload
@@ -130,7 +130,7 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
 
 
 class Bench:
-    """Hold what the measurements of a shape with one grouped product share."""
+    """What the measurements of a shape with one grouped product share."""
 
     def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped

@@ -29,7 +29,7 @@ GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the 
 
 
 class Dispatched(NamedTuple):
-    """Hold the inputs of a rank's experts, and the state that combine needs."""
+    """The inputs of a rank's experts, and the state that combine needs."""
 
     rows: Any
     """[capacity, hidden], grouped by local expert; zero after the last group. Or values and scales
@@ -42,7 +42,7 @@ class Dispatched(NamedTuple):
 
 
 class Method(NamedTuple):
-    """Hold a way to exchange. ``route`` is None if routing is not a step of its own."""
+    """A way to exchange. ``route`` is None if routing is not a step of its own."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
     """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
@@ -274,7 +274,7 @@ CALLS_OURS = ("ours", "encoded")
 
 
 class Links(NamedTuple):
-    """Hold the choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
+    """The choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
 
     row_choice: jax.Array
     """[N]"""

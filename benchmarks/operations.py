@@ -35,7 +35,7 @@ FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
 
 class Operation(NamedTuple):
-    """Hold something to repeat."""
+    """Something to repeat."""
 
     op: str
     includes_route: bool

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Repeated(NamedTuple):
-    """Hold something to repeat."""
+    """Something to repeat."""
 
     exchanges: int
     tied_axes: int | None
@@ -84,7 +84,7 @@ class Repeated(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Name what a program does."""
+    """What identifies a program."""
 
     op: str
     """Or "products", or "products, backward"."""
@@ -94,7 +94,7 @@ class Key(NamedTuple):
 
 
 class Bench:
-    """Hold what all measurements of a run share."""
+    """What all measurements of a run share."""
 
     def __init__(self, run: Run, args: argparse.Namespace, workload: Workload):
         self.run, self.args, self.workload = run, args, workload

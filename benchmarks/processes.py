@@ -42,7 +42,7 @@ SECONDS_OF_LAYOUT = 150.0  # to start, to compile and to measure
 
 
 class Layout(NamedTuple):
-    """Hold how the ranks are divided into processes and hosts."""
+    """How the ranks are divided into processes and hosts."""
 
     processes: int
     p2p_world_size: int = 0

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 
 from . import experts as of_rank
-from . import record as records
 from . import run as runs
 from . import timing
 from .operations import relative_error, squares
@@ -48,7 +46,7 @@ TINY = 64  # how many times fewer rows and columns, without a GPU
 
 
 class Setting(NamedTuple):
-    """Hold products to time: rows [rows, k] with matrices [k, n] by group.
+    """Products to time: rows [rows, k] with matrices [k, n] by group.
 
     Experts then gate n / 2 columns by the other half, and multiply them by matrices [n / 2, k].
     """
@@ -116,7 +114,7 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """Hold what to compute with a grouped product."""
+    """What to compute with a grouped product."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
@@ -252,27 +250,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = runs.make_parser("benchmarks.products", __doc__)
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
-    runs.set_platform(args.ranks)
-    device = jax.devices()[0]
-    on_gpu = device.platform == "gpu"
-    settings = FIRST_OF_EACH if args.quick or not on_gpu else SETTINGS
-    settings = settings if on_gpu else [tiny(setting) for setting in settings]
+    num_gpus = runs.set_platform(args.ranks)
+    run = runs.open_run(args, num_gpus, ["products"], "products", SAMPLES)
+    settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
+    settings = settings if num_gpus else [tiny(setting) for setting in settings]
     likely = settings[0]
-    why = ma.why_no_grouped_gemm(
+    why = run.record["why_no_grouped_gemm"] = ma.why_no_grouped_gemm(
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
         jax.ShapeDtypeStruct((GROUPS, likely.k, likely.n), jnp.bfloat16),
     )
-    gpus = f"1 x {device.device_kind}" if on_gpu else "none"
-    record = records.head(gpus, 1, why_no_grouped_gemm=why, failures=[])
-    path, samples = runs.choose_path(args, record, "products"), args.samples or SAMPLES
-    mesh = Mesh(np.array([device]), ("ep",))
-    run = runs.Run(mesh, record, path, samples, deadline=time.perf_counter() + args.budget)
-    print(f"{device.device_kind}; {'the kernel runs' if not why else f'no kernel: {why}'}")
+    runs.say(f"no kernel: {why}" if why else "the kernel runs")
     for setting in settings:
         with run.attempt(f"{setting.name}, {setting.rows} rows"):
             run.check_time()
             measure(run, setting)
-    return runs.finish(record, path, not args.no_plot)
+    return runs.finish(run.record, run.path, not args.no_plot)
 
 
 def tiny(setting: Setting) -> Setting:

@@ -23,7 +23,7 @@ Rows = Sequence[Row]
 
 
 class Found(NamedTuple):
-    """Hold a record and its path."""
+    """A record and its path."""
 
     path: pathlib.Path
     record: dict[str, Any]

@@ -33,7 +33,10 @@ OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
 )
 # By column: the entries of the row with its figure, and the name of the figure.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
-SUMMARY |= {"this package": OURS, "link limit": dict(OURS, name="wire_us")}
+SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
+SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
+SUMMARY |= {"this package, GB/s": dict(OURS, name="gb_per_s")}
+SUMMARY |= {"link limit, GB/s": dict(op="dispatch", method="wire", name="gb_per_s")}
 DETAILS: dict[str, Row] = {
     "link limit": dict(COMBINE, name="wire_us"),
     "dispatch": dict(op="dispatch", includes_route=True, method="ours"),
@@ -93,15 +96,12 @@ def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
-    gain = lambda plain, us: f"{plain / us:.1f} times faster" if plain and us else "-"
     lines = [
         [f"{tokens:,}", *(number(entry(here, **column)) for column in columns.values())]
-        + [gain(entry(here, **GATHER), entry(here, **OURS))] * (columns is SUMMARY)
         for tokens, here in grouped(rows, lambda row: row["tokens"]).items()
     ]
     source = f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."
-    header = ["tokens per rank", *columns, *["compared with `all_gather`"] * (columns is SUMMARY)]
-    return table(header, lines) + "\n\n" + source
+    return table(["tokens per rank", *columns], lines) + "\n\n" + source
 
 
 def machine(record: Row) -> str:
@@ -179,18 +179,17 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
         panels = panels_of(sweep, rows)
         if not panels:  # without a GPU, rows have no number of SMs
             continue
-        across = min(3, len(panels))
-        down = -(-len(panels) // across)
-        most = 0 if sweep in X else max(map(len, panels.values()))
-        figure = plt.figure(figsize=(max(6 * across, 9), down * max(4.8, 0.2 * most + 1.2)))
-        for place, (title, here) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(down, across, place)
+        # One panel below the other: a page shows each in its full width.
+        heights = [4.8 if sweep in X else 0.2 * len(here) + 1.2 for here in panels.values()]
+        figure = plt.figure(figsize=(9, sum(heights) + 0.3), layout="constrained")
+        grid = figure.add_gridspec(len(panels), height_ratios=heights)
+        for place, (title, here) in zip(grid, panels.items()):
+            axis = figure.add_subplot(place)
             (lines if sweep in X else bars)(axis, sweep, here)
             axis.set_title(title, fontsize=9)
             axis.grid(True, alpha=0.3)
             axis.set_axisbelow(True)
         figure.suptitle(f"{PLOTTED.get(sweep, sweep)}; {machine(record)}", fontsize=10)
-        figure.tight_layout()
         made.append(plot_of(path, sweep))
         figure.savefig(made[-1], dpi=120)
         plt.close(figure)

@@ -83,7 +83,7 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """Hold a future program of several repetitions, or of one whose results are needed."""
+    """A future program of several repetitions, or of one whose results are needed."""
 
     compiling: concurrent.futures.Future
     reps: int
@@ -119,7 +119,7 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Hold what all measurements of a run share, and their results."""
+    """What all measurements of a run share, and their results."""
 
     mesh: Mesh
     record: dict[str, Any]

@@ -40,7 +40,7 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Hold one workload and what to time of it."""
+    """One workload and what to time of it."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
@@ -60,7 +60,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """Name ties that take about the same time."""
+    """What identifies ties that take about the same time."""
 
     num_tied: int
     num_elements: int
@@ -69,7 +69,7 @@ class TieKey(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Hold an operation and its future program."""
+    """An operation and its future program."""
 
     operation: operations.Operation
     program: Program
@@ -77,7 +77,7 @@ class Timed(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Hold a method with options, and its programs."""
+    """A method with options, and its programs."""
 
     plan: Plan
     method: str

@@ -36,7 +36,7 @@ WITHOUT_MODE = dict(replicated="local")  # what one writes instead
 
 
 class Sweep(NamedTuple):
-    """Hold what a sweep varies, and what it measures."""
+    """What a sweep varies, and what it measures."""
 
     cases: Callable[[Any], Iterable[dict[str, Any]]]
     """From a size to changes of the base setting."""

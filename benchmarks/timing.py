@@ -47,7 +47,7 @@ _KERNEL = re.compile(r"\b(?:fusion|custom-call|dot)\(")
 
 
 class Timing(NamedTuple):
-    """Hold the microseconds of one repetition, over the samples."""
+    """The microseconds of one repetition, over the samples."""
 
     median_us: float
     min_us: float

@@ -19,7 +19,7 @@ CAPACITY_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Hold the sizes of one exchange; ``tokens`` is per rank."""
+    """The sizes of one exchange; ``tokens`` is per rank."""
 
     tokens: int
     hidden: int
@@ -110,7 +110,7 @@ LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Hold a setting and a routing drawn for it; R is the number of ranks.
+    """A setting and a routing drawn for it; R is the number of ranks.
 
     Bytes are of token rows; a token crosses to a rank once, and not at all to its own.
     """

@@ -20,7 +20,7 @@ namespace moe_a2a {
 struct CounterRegion {
   std::string kernel, words;
   int64_t offset, bytes, count, stride;
-  int64_t ring_stride;  // to the same span of the next ring half; 0 if ring halves share the words
+  int64_t half_stride;  // to the same span of the next ring half; 0 if ring halves share the words
 };
 
 // Returns the regions of exchanges of `num_tokens` per rank with `top_k` choices each. `route_chunks`: chunks of route.
@@ -30,9 +30,9 @@ inline std::vector<CounterRegion> counter_regions(int64_t num_ranks, int64_t num
   constexpr int64_t kControl = offsetof(Header, control);
   std::vector<CounterRegion> regions;
   const auto add = [&](const std::string& kernel, const char* words, size_t offset, int64_t bytes,
-                       int64_t count = 1, int64_t stride = 0, int64_t ring_stride = 0) {
+                       int64_t count = 1, int64_t stride = 0, int64_t half_stride = 0) {
     regions.push_back(
-        {kernel, words, static_cast<int64_t>(offset), bytes, count, stride, ring_stride});
+        {kernel, words, static_cast<int64_t>(offset), bytes, count, stride, half_stride});
   };
   const auto add_kernel = [&](const std::string& name, int64_t num_chunks) {
     const std::string send = name + "_send", receive = name + "_receive";

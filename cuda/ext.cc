@@ -1,8 +1,11 @@
 // The nanobind module: it exposes names and capsules to Python and has no logic.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "calls/why_not.h"
 #include "counters.h"
 #include "ffi/targets.h"
 #include "kernels/grid.h"
@@ -28,6 +31,40 @@ struct nanobind::detail::type_caster<moe_a2a::Problem> {
   }
 };
 
+namespace {
+
+// Reads the attributes of a call that is being lowered. Returns false if one is missing or has
+// another type.
+class AttributeReader {
+ public:
+  explicit AttributeReader(nb::dict attributes) : attributes_(std::move(attributes)) {}
+
+  template <typename T>
+  bool operator()(const char* name, T* value) const {
+    return attributes_.contains(name) && nb::try_cast(attributes_[name], *value);
+  }
+
+ private:
+  nb::dict attributes_;
+};
+
+// An array of a call in Python: the type's name in XLA, and the axes.
+using Type = std::pair<std::string, std::vector<int64_t>>;
+
+moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated) {
+  moe_a2a::Arrays arrays;
+  for (const auto& [name, axes] : types) {
+    moe_a2a::Array& array = arrays.emplace_back();
+    array.type = moe_a2a::TypeNamed(name);
+    array.dimensions = axes;
+    array.bytes = moe_a2a::NumElements(array, 0) * array.type.bytes;
+    if (is_colocated) array.address_bits = array.bytes;  // the next rank's array follows
+  }
+  return arrays;
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
   m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
   m.attr("RING_DEPTH") = moe_a2a::kRingDepth;
@@ -40,8 +77,6 @@ NB_MODULE(_native, m) {
   m.attr("MAX_TOP_K") = moe_a2a::kMaxTopK;
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
-  m.attr("VECTOR_BYTES") = moe_a2a::kVectorBytes;
-  m.attr("WARP_THREADS") = moe_a2a::kWarpThreads;
   m.attr("TAIL_ROW") = moe_a2a::kTailRow;
   const auto names = [](const auto& list) {
     nb::list all;
@@ -50,23 +85,31 @@ NB_MODULE(_native, m) {
   };
   m.attr("ROUTING_ARRAYS") = names(moe_a2a::kRoutingArrayNames);
   m.attr("PLAN_ARRAYS") = names(moe_a2a::kPlanArrayNames);
-  // A tuple per format: (name, code, numbers in a group, bits of a value, bytes of a scale).
+  // A tuple per format: (name, numbers in a group, bits of a value, bytes of a scale).
   nb::list formats;
   moe_a2a::for_each(moe_a2a::TokenFormats{}, [&](auto format) {
     using Format = moe_a2a::Format<format>;
-    formats.append(nb::make_tuple(Format::kName, static_cast<int>(format.value), Format::kGroup,
-                                  Format::kValueBits, sizeof(typename Format::Scale)));
+    formats.append(nb::make_tuple(Format::kName, Format::kGroup, Format::kValueBits,
+                                  sizeof(typename Format::Scale)));
   });
   m.attr("TOKEN_FORMATS") = formats;
   nb::dict tuning;
   for (const auto& [name, value] : moe_a2a::kLoweringTuning) tuning[name] = value;
   m.attr("tuning") = tuning;
+  m.def("why_not",
+        [](const std::string& target, nb::dict attributes, const std::vector<Type>& operands,
+           const std::vector<Type>& results, int num_ranks, bool is_multi_host, bool is_colocated) {
+          const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
+              target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
+              ToArrays(results, is_colocated), num_ranks, is_multi_host, is_colocated);
+          return nb::make_tuple(std::string(verdict.why), verdict.half_bytes);
+        });
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
   m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
     nb::list regions;
     for (const auto& r : moe_a2a::counter_regions(ranks, tokens, top_k, route_chunks)) {
       regions.append(
-          nb::make_tuple(r.kernel, r.words, r.offset, r.bytes, r.count, r.stride, r.ring_stride));
+          nb::make_tuple(r.kernel, r.words, r.offset, r.bytes, r.count, r.stride, r.half_stride));
     }
     return regions;
   });
@@ -86,9 +129,9 @@ NB_MODULE(_native, m) {
 #endif
 
   using moe_a2a::Problem;
-  using moe_a2a::Ring;
   using moe_a2a::Topology;
   using moe_a2a::Workspace;
+  using moe_a2a::WorkspaceKind;
   using Devices = std::vector<int64_t>;
   m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
   m.attr("sources") = MOE_A2A_SOURCES;
@@ -133,32 +176,33 @@ NB_MODULE(_native, m) {
     return nb::make_tuple(problem, endpoint.socket, endpoint.secret);
   });
   auto workspace = [](Devices devices, int num_ranks, int p2p_world_size,
-                      int64_t ring) -> Workspace& {
-    return Workspace::Get({std::move(devices), num_ranks, p2p_world_size}, static_cast<Ring>(ring));
+                      int64_t kind) -> Workspace& {
+    return Workspace::Get({std::move(devices), num_ranks, p2p_world_size},
+                          static_cast<WorkspaceKind>(kind));
   };
-  m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+  m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
     std::string failure;
     Problem problem;
     {
       nb::gil_scoped_release release;
       problem =
-          workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadFailure(&failure);
+          workspace(std::move(devices), num_ranks, p2p_world_size, kind).ReadFailure(&failure);
     }
     return nb::make_tuple(problem, failure);
   });
   m.def("check_access", [=](Devices devices, int num_ranks, int p2p_world_size) -> Problem {
     return workspace(std::move(devices), num_ranks, p2p_world_size, 0).CheckAccess();
   });
-  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).slot_bytes();
+  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
+    return workspace(std::move(devices), num_ranks, p2p_world_size, kind).half_bytes();
   });
-  m.def("counters", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+  m.def("counters", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
     {
       nb::gil_scoped_release release;
       problem =
-          workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadCounters(&values);
+          workspace(std::move(devices), num_ranks, p2p_world_size, kind).ReadCounters(&values);
     }
     nb::list counters;
     for (const auto& v : values) {
@@ -169,28 +213,28 @@ NB_MODULE(_native, m) {
   // The next functions wait for devices or for other threads, so they release the GIL.
   m.def(
       "mapped_bytes",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).MappedBytes();
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).MappedBytes();
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "reserve",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t slot_bytes,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t half_bytes,
           int64_t timeout_ns) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
-            .Reserve(slot_bytes, timeout_ns);
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
+            .Reserve(half_bytes, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "wait",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Wait(timeout_ns);
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).Wait(timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close(timeout_ns);
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).Close(timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("load_network", &moe_a2a::LoadNetwork);
@@ -208,46 +252,47 @@ NB_MODULE(_native, m) {
     return moe_a2a::StartNetwork(ordinal, id.c_str(), process, num_processes);
   });
   m.def(
-      "prepare_wide",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).PrepareWide();
+      "prepare_multi_host",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).PrepareMultiHost();
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
-      "open_wide",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring,
-          int64_t slot_bytes) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).OpenWide(slot_bytes);
+      "open_multi_host",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind,
+          int64_t half_bytes) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
+            .OpenMultiHost(half_bytes);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
           uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
             .SetHooks(index, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
           uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
             .SetEpoch(index, epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_credits",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
           uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
             .SetCredits(index, epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("set_uncapped",
-        [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, bool is_uncapped) {
-          workspace(std::move(devices), num_ranks, p2p_world_size, ring).SetUncapped(is_uncapped);
+        [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, bool is_uncapped) {
+          workspace(std::move(devices), num_ranks, p2p_world_size, kind).SetUncapped(is_uncapped);
         });
 #endif
 }

@@ -39,8 +39,8 @@ constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one 
 // Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split exchanges, which
 // may run at the same time. A multi-host topology has such a pair for each size of exchanges, because its workspaces do
 // not grow (jax_moe_a2a/_src/group/network.py).
-enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
-constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1; }
+enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
+constexpr bool is_split(WorkspaceKind kind) { return static_cast<int64_t>(kind) % 2 == 1; }
 
 // Limits of routed_dispatch, in which every block computes the whole routing in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
@@ -58,7 +58,7 @@ constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kZoneAlignment = 128;
-constexpr int64_t kSlotStride = int64_t{32} << 30;  // from one ring half to the next
+constexpr int64_t kHalfStride = int64_t{32} << 30;  // from one ring half to the next
 
 // A flag is `epoch << kSignatureBits | signature & kSignatureMask`.
 constexpr int kSignatureBits = 16;
@@ -101,12 +101,12 @@ struct Control {
 #endif
 };
 
-// How a rank reaches inter-node ranks: through puts of NVSHMEM. A put copies from the rank's outgoing memory, in which
+// The way to inter-node ranks: puts of NVSHMEM. A put copies from the rank's outgoing memory, in which
 // rows are laid out as in the destination's zone. All zero if no rank is inter-node.
 struct Network {
   uint64_t inter_node;    // bit r: rank r is inter-node
   char* outgoing;         // ring halves; each is | zone for rank 0 | zone for rank 1 | ... |
-  int64_t slot_stride;    // from one ring half to the next, here and in the slab
+  int64_t half_stride;    // from one ring half to the next, here and in the slab
   int32_t pe[kMaxRanks];  // NVSHMEM's number of each rank's process
 };
 
@@ -121,12 +121,12 @@ struct alignas(128) Header {
 };
 
 constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
-constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kSlotStride;
-static_assert(kHeaderBytes % kZoneAlignment == 0 && kSlotStride % kZoneAlignment == 0);
+constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kHalfStride;
+static_assert(kHeaderBytes % kZoneAlignment == 0 && kHalfStride % kZoneAlignment == 0);
 
-MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_half,
-                                                  int64_t slot_stride = kSlotStride) {
-  return kHeaderBytes + ring_half * slot_stride;
+MOE_A2A_HOST_DEVICE constexpr int64_t half_offset(int ring_half,
+                                                  int64_t half_stride = kHalfStride) {
+  return kHeaderBytes + ring_half * half_stride;
 }
 
 // Bytes from one row of a payload array to the next in a zone.

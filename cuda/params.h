@@ -164,7 +164,7 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
-// How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales. `in` of the values is
+// The way the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales. `in` of the values is
 // the operand. If the destination decodes, their `out` has decoded rows.
 struct Encoding {
   TokenFormat format;
@@ -225,6 +225,9 @@ struct RoutedDispatchParams {
   int32_t num_results;  // of the payload
 };
 
+// The type of partial sums while they travel: `type` of the rows, or float32.
+enum class WireType : uint8_t { kOfRows, kFloat32 };
+
 // A payload array whose rows are summed.
 struct SummedArray {
   const void* rows;  // [capacity, elements]; null in a weighted combine, which has pairs
@@ -237,11 +240,11 @@ struct SummedArray {
 struct CombineParams {
   RankView view;
   RoutingView routing;
-  ElementType type;   // of all summed arrays
-  bool float32_wire;  // the wire dtype of partial sums is float32; otherwise `type`
-  bool listed;        // all sums go through a warp's list (device/sum.cuh)
+  ElementType type;  // of all summed arrays
+  WireType wire;     // of partial sums without a format
+  bool listed;       // all sums go through a warp's list (device/sum.cuh)
   int32_t num_summed;
-  int32_t num_moved;  // choice scalars: `in` is [capacity], `out` is [num_tokens, top_k]
+  int32_t num_moved;  // choice arrays: `in` is [capacity], `out` is [num_tokens, top_k]
   Roles roles;
   int64_t zone_bytes;
   SummedArray summed[kMaxArrays];
@@ -253,7 +256,7 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and `float32_wire` is false.
+  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
 };

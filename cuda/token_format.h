@@ -4,6 +4,7 @@
 #define MOE_A2A_TOKEN_FORMAT_H_
 
 #include <cstdint>
+#include <string_view>
 
 #include "layout.h"
 #include "lists.h"
@@ -11,7 +12,6 @@
 
 namespace moe_a2a {
 
-// Python has the same codes (FORMAT_CODES).
 enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
 constexpr TokenFormat kNoFormat{};  // nothing is quantized
 
@@ -48,14 +48,14 @@ using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
 constexpr int kNumFormats = TokenFormats::kCount;
 
-constexpr bool has_codes_from_1(int last) {
-  bool has_all = !contains(TokenFormats{}, kNoFormat);
-  for (int code = 1; code <= last; ++code) {
-    has_all = has_all && contains(TokenFormats{}, static_cast<TokenFormat>(code));
-  }
-  return has_all;
+// Returns the format of a Python class, or kNoFormat if no format has that name.
+inline TokenFormat format_named(std::string_view name) {
+  TokenFormat found = kNoFormat;
+  for_each(TokenFormats{}, [&](auto format) {
+    if (name == Format<format>::kName) found = format;
+  });
+  return found;
 }
-static_assert(has_codes_from_1(kNumFormats), "handlers accept codes from 1 to kNumFormats");
 
 // The numbers of a format that is known only at run time.
 struct FormatNumbers {

@@ -2,10 +2,13 @@
 
 Documents link to files of the repository by relative paths, which work on any host that shows the
 repository. In the site those files lie under ``repository/``, and this hook rewrites the links.
+Examples and the notebook become pages. The home page begins with the first part of README.md.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,15 +19,24 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 FOLDER = "repository"
 PAGES = ("CONTRIBUTING.md",)
+FOR_CONTRIBUTORS = (f"{FOLDER}/", "protocol", "history/")  # the search of users omits these pages
+OPENING = "<!-- the opening of README.md -->"  # up to the first heading that is not in HOME
+HOME = ("Install", "Quick start")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
+PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.M)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages, and every file that a page links to."""
+    for example in sorted((ROOT / "examples").iterdir()):
+        if example.suffix in (".py", ".ipynb"):
+            uri = f"examples/{example.stem}.md"
+            files.append(File.generated(config, uri, content=_page_of(example)))
     wanted = list(PAGES)
-    pages = [Path(file.abs_src_path) for file in files.documentation_pages()]
-    for page in [*pages, *(ROOT / name for name in PAGES)]:
-        for _, target, _ in LINK.findall(page.read_text()):
+    pages = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
+    texts = {page: page.read_text() for page in [*pages, *(ROOT / name for name in PAGES)]}
+    for page, text in {**texts, ROOT / "README.md": _opening_of_readme()}.items():
+        for _, target, _ in LINK.findall(text):
             if (name := _outside(page, target)) is not None:
                 wanted.append(name)
     known = {file.src_uri for file in files}
@@ -44,7 +56,16 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite the links of a page to files outside docs/, and of those files into docs/."""
     uri = page.file.src_uri
+    if uri.startswith(FOR_CONTRIBUTORS):
+        page.meta["search"] = {"exclude": True}
     own = Path(uri).relative_to(FOLDER) if uri.startswith(FOLDER + "/") else Path("docs") / uri
+    opening = _in_site(_opening_of_readme(), Path("README.md"), uri) if OPENING in markdown else ""
+    markdown = _in_site(markdown, own, uri).replace(OPENING, opening)
+    return PICTURE.sub(r"[\g<0>](\1)", markdown)  # a click shows the picture alone
+
+
+def _in_site(markdown: str, own: Path, uri: str) -> str:
+    """Rewrite links of a file of the repository for the page of that URI."""
 
     def rewrite(match: re.Match[str]) -> str:
         before, target, after = match.groups()
@@ -54,9 +75,30 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         in_site = name.removeprefix("docs/") if name.startswith("docs/") else f"{FOLDER}/{name}"
         if name == "README.md":
             in_site = "index.md"
+        if name.startswith("examples/"):
+            in_site = str(Path(name).with_suffix(".md"))
         return before + posixpath.relpath(in_site, posixpath.dirname(uri) or ".") + after
 
     return LINK.sub(rewrite, markdown)
+
+
+def _opening_of_readme() -> str:
+    """Return README.md without its title, up to the first section that is not of the home page."""
+    opening, *sections = re.split(r"^(?=## )", (ROOT / "README.md").read_text(), flags=re.M)
+    kept = [text for text in sections if text.startswith(tuple(f"## {name}\n" for name in HOME))]
+    return "".join([opening.partition("\n")[2], *kept])
+
+
+def _page_of(example: Path) -> str:
+    """Return the page of an example: its docstring or its Markdown cells, and its code."""
+    text = example.read_text()
+    if example.suffix == ".ipynb":
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        body = "\n\n".join(f"```python\n{t}\n```" if kind == "code" else t for kind, t in cells)
+        return f"{body}\n\nRun `examples/{example.name}` in Jupyter to see results and pictures.\n"
+    first, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n")
+    code = text[text.index('"""', 3) + 3 :].strip()
+    return f"# {example.name}\n\n{first}\n{rest}\n\n```python\n{code}\n```\n"
 
 
 def _outside(page: Path, target: str) -> str | None:
@@ -66,4 +108,5 @@ def _outside(page: Path, target: str) -> str | None:
     path = (page.parent / target).resolve()
     if not path.is_file() or path == ROOT / "README.md" or (ROOT / "docs") in path.parents:
         return None
-    return path.relative_to(ROOT).as_posix()
+    name = path.relative_to(ROOT)
+    return None if name.parts[0] == "examples" else name.as_posix()

@@ -1,9 +1,9 @@
-"""Write a mixture-of-experts layer as a Flax NNX module, and train it on a toy regression.
+"""Train a Flax NNX transformer whose feed-forward layers are mixtures of experts.
 
     python examples/flax_nnx_moe.py
 
-Use it as a pattern for a module of your own; `jax_moe_a2a.integrations.nnx.MoE` is ready to use.
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
+Sequences are divided over the mesh axes "data" and "ep", and experts over "ep". Runs on all GPUs of
+a host, or on 8 virtual CPU devices without GPUs.
 """
 
 import os
@@ -15,65 +15,64 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import jax_moe_a2a as ma
+from jax_moe_a2a.integrations.nnx import MoE
 
-# %% The module. Its experts are split over the mesh axis of its group, and so are the tokens.
+VOCAB, HIDDEN, HEADS, LENGTH, BATCH = 64, 32, 4, 16, 16
+EXPERTS = dict(expert_hidden=48, num_experts=8, top_k=2, capacity_factor=2.0)
 
 
-class MoE(nnx.Module):
-    def __init__(self, hidden, expert_hidden, num_experts, top_k, group, *, rngs):
-        init = nnx.initializers.lecun_normal(batch_axis=0)
-        self.router = nnx.Linear(hidden, num_experts, use_bias=False, rngs=rngs)
-        self.w_in = nnx.Param(init(rngs.params(), (num_experts, hidden, expert_hidden)))
-        self.w_out = nnx.Param(init(rngs.params(), (num_experts, expert_hidden, hidden)))
-        self.num_experts, self.top_k, self.group = num_experts, top_k, group
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1, self.norm2 = (nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(HEADS, HIDDEN, decode=False, rngs=rngs)
+        self.moe = MoE(HIDDEN, **EXPERTS, group="ep", data_axes="data", rngs=rngs)
 
     def __call__(self, x):
-        """Apply the layer to x [tokens, hidden] of all ranks; returns the same shape."""
-        axis = self.group.axis_name
-
-        def on_rank(x, logits, w_in, w_out):
-            top_logits, topk_ids = jax.lax.top_k(logits, self.top_k)
-            topk_weights = jax.nn.softmax(top_logits)
-            numbers = dict(group=self.group, num_experts=self.num_experts)
-            experts = dict(w_in=w_in, w_out=w_out, activation=jax.nn.gelu)
-            return ma.moe_mlp(x, topk_ids, topk_weights, **experts, **numbers)
-
-        layer = jax.shard_map(on_rank, mesh=self.group.mesh, in_specs=P(axis), out_specs=P(axis))
-        return layer(x, self.router(x), self.w_in[...], self.w_out[...])
+        x += self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        y, stats = self.moe(self.norm2(x))
+        return x + y, stats
 
 
-# %% A mesh of all devices. Flax leaves shardings to the compiler, hence the Auto axis.
+# %% A mesh of all devices. nnx.Embed needs Auto axes. Parameters are made where they belong.
 
-mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
-group = ma.Group(mesh, "ep")
-model = MoE(hidden=32, expert_hidden=64, num_experts=8, top_k=2, group=group, rngs=nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-
-# %% A function that needs several experts: a different rotation of x in each quadrant.
-
-x = jax.random.normal(jax.random.key(1), (1024, 32))
-rotations = jax.random.orthogonal(jax.random.key(2), 32, shape=(4,))
-quadrant = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)
-target = jnp.einsum("th,thg->tg", x, rotations[quadrant])
-x, target = jax.device_put((x, target), NamedSharding(mesh, P("ep")))
-
-# %% Train.
+shape = (2, jax.device_count() // 2) if jax.device_count() % 2 == 0 else (1, jax.device_count())
+jax.set_mesh(jax.make_mesh(shape, ("data", "ep"), axis_types=(AxisType.Auto,) * 2))
+rngs = nnx.Rngs(0)
+embed, out = nnx.Embed(VOCAB, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
+model = nnx.List([embed, Block(rngs), Block(rngs), out])
+optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
 
 @nnx.jit
-def train_step(model, optimizer, x, target):
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - target) ** 2))(model)
+def train_step(model, optimizer, ids):
+    def loss(model):
+        embed, *blocks, out = model
+        x, statistics = embed(ids[:, :-1]), []
+        for block in blocks:
+            x, stats = block(x)
+            statistics.append(stats)
+        nats = optax.softmax_cross_entropy_with_integer_labels(out(x), ids[:, 1:]).mean()
+        balance = sum(stats.balance_loss for stats in statistics)
+        return nats + 0.01 * balance, (nats, [stats.load for stats in statistics])
+
+    grads, results = nnx.grad(loss, has_aux=True)(model)
     optimizer.update(model, grads)
-    return loss
+    return results
 
 
+# %% Train on sequences with a pattern: each number is the previous number plus 3.
+
+first = jax.random.randint(jax.random.key(1), (BATCH, 1), 0, VOCAB)
+ids = jax.device_put((first + 3 * jnp.arange(LENGTH + 1)) % VOCAB, P(("data", "ep")))
 losses = []
-for step in range(101):
-    losses.append(float(train_step(model, optimizer, x, target)))
-    if step % 20 == 0:
-        print(f"step {step:3d}  loss {losses[-1]:.4f}", flush=True)
+for step in range(26):
+    loss, loads = train_step(model, optimizer, ids)
+    losses.append(float(loss))
+    if step % 5 == 0:
+        busiest = max(float(load.max_over_mean) for load in loads)
+        dropped = sum(int(load.dropped_per_rank.sum()) for load in loads)
+        print(f"step {step:3d}  loss {loss:.4f}  busiest rank {busiest:.2f} x, dropped {dropped}")
 assert losses[-1] < losses[0] / 2

@@ -2,6 +2,7 @@
 
     python examples/train_moe.py            # train, draw the curves, let the model write Python
     python examples/train_moe.py --check    # train twice, expert-parallel and dense: same losses?
+    python examples/train_moe.py --fp8      # products of experts in FP8; --check allows for it
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts. One mesh axis, "ep", carries both the data and the experts: each rank has its own sequences
@@ -152,7 +153,7 @@ def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) ->
 
 
 class Stats(NamedTuple):
-    """Hold what a training step reports, over all ranks."""
+    """What a training step reports, over all ranks."""
 
     nats: Any  # [] cross-entropy of a byte
     share: Any  # [layers, experts] of the router's choices
@@ -178,6 +179,7 @@ def experts_parallel(
     *,
     group: ma.Group,
     capacity: float,
+    fp8: bool,
 ) -> tuple:
     """Apply the experts of all ranks to this rank's tokens x, inside shard_map.
 
@@ -189,7 +191,10 @@ def experts_parallel(
     """
     room = dict(capacity_factor=capacity or None)
     routing = ma.route(topk_ids, group=group, num_experts=EXPERTS, **room)
-    y = ma.moe_mlp(x, routing, topk_weights, w_in, w_out, activation=jax.nn.gelu)
+    fmt = ma.BlockwiseFp8() if fp8 else None
+    y = ma.moe_mlp(
+        x, routing, topk_weights, w_in, w_out, activation=jax.nn.gelu, experts_format=fmt
+    )
     return y, ma.expert_load(routing)
 
 
@@ -321,6 +326,7 @@ def draw(curves: dict[str, Stats], tokens: int, path: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with one device, dense")
+    parser.add_argument("--fp8", action="store_true", help="multiply rows of experts in FP8")
     parser.add_argument("--steps", type=int, help="default: 400, or 60 with --check")
     parser.add_argument("--sequences", type=int, default=16, help="in a step, over all ranks")
     parser.add_argument(
@@ -375,7 +381,7 @@ def main() -> int:
     # Rounding errors grow in training until they change a token's choice between two experts. From
     # then on the curves of --check are close but no longer the same. In float64 this takes too long
     # to matter. The kernels sum float32; with TF32 products it would happen at once.
-    float64 = args.check and group.path == "portable"
+    float64 = args.check and group.path == "portable" and not args.fp8
     jax.config.update("jax_enable_x64", float64)
     if args.check:
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -392,7 +398,7 @@ def main() -> int:
     # Outside shard_map a replicated parameter is one array, so jax.grad sums its gradient over the
     # ranks by itself; the gradient of an expert's weights stays with the expert.
     specs = specs_of(shapes)
-    experts = partial(experts_parallel, group=group, capacity=args.capacity)
+    experts = partial(experts_parallel, group=group, capacity=args.capacity, fp8=args.fp8)
     average = partial(lax.pmean, axis_name="ep")
     parallel_loss = jax.shard_map(
         partial(loss, experts=experts, mean=average),
@@ -426,6 +432,15 @@ def main() -> int:
         curves["dense, 1 device"] = dense
     if jax.process_index() == 0:
         draw(curves, args.sequences * LENGTH, args.out)
+    if args.check and args.fp8:
+        ends = [curve.nats[-max(args.steps // 4, 1) :].mean() for curve in (stats, dense)]
+        apart = abs(ends[0] / ends[1] - 1)
+        agree = apart <= 0.01
+        print(
+            f"check: {'ok' if agree else 'FAILED'}: with experts in FP8, the mean loss of the last "
+            f"quarter differs by {apart:.2%} from that of float32 (tolerance 1%)"
+        )
+        return 0 if agree else 1
     if args.check:
         apart = np.abs(stats.nats - dense.nats)
         early, late = (1e-7, 1e-4) if float64 else (5e-3, 0.1)
@@ -438,7 +453,7 @@ def main() -> int:
         return 0 if agree else 1
 
     # One sequence for each rank; nothing may be dropped here, and the first one is shown.
-    experts = partial(experts_parallel, group=group, capacity=0)
+    experts = partial(experts_parallel, group=group, capacity=0, fp8=args.fp8)
     logits_fn = jax.shard_map(
         lambda params, text: model(params, text, experts, average)[0],
         mesh=mesh,

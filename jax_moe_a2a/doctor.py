@@ -48,7 +48,7 @@ GUIDE = 'docs/multi_host.md, "What each failure looks like"'
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Hold one line of the table. ``ok`` is None for a note, which cannot fail."""
+    """One line of the table. ``ok`` is None for a note, which cannot fail."""
 
     name: str
     said: str
@@ -138,7 +138,7 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     wait forever for a missing process."""
     count = jax.process_count()
     try:
-        meetings.meet("to exchange with each other", MEETING_SECONDS)
+        meetings.meet("exchanging with all processes", MEETING_SECONDS)
     except RuntimeError as error:
         yield Finding(
             "processes",
@@ -417,8 +417,8 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     if group.path != "cuda":
         return Finding("memory", f"{said}; no workspace on the portable path", ok=None)
     workspace_bytes = estimate.workspace_bytes
-    if group.is_wide:
-        workspace_bytes = network.bytes_to_reserve(estimate.slot_bytes)
+    if group.is_multi_host:
+        workspace_bytes = network.bytes_to_reserve(estimate.half_bytes)
         said += " (NVSHMEM: rounded up, for both directions)"
     needed = workspace_bytes + native.limit("HEADER_BYTES")
     said += f", workspace {readable(needed)}"
@@ -522,7 +522,7 @@ def exchange_problem(group: Group) -> str:
 
 
 class _Driver:
-    """Query the CUDA driver directly, because the extension may be missing."""
+    """The CUDA driver, queried directly because the extension may be missing."""
 
     def __init__(self, library: Any):
         self._library = library

@@ -18,7 +18,7 @@ FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Hold the static numbers of one exchange except the number of ranks; capacity None is the
+    """The static numbers of one exchange except the number of ranks; capacity None is the
     default."""
 
     name: str

@@ -53,23 +53,23 @@ def shown_by_counters(group):
     """
     total = Count()
     for topology in (group.topology, group.single_rank.topology):
-        whole, split = (num_exchanges(topology, ring) for ring in native.RINGS)
+        whole, split = (num_exchanges(topology, kind) for kind in native.WORKSPACE_KINDS)
         total += Count(whole, split)
     return total
 
 
-def num_exchanges(topology, ring):
+def num_exchanges(topology, kind):
     """Return how many exchanges each rank of a topology has made; 0 while its workspace is closed.
 
     Epochs number the exchanges of a rank from 1.
     """
-    of_ranks = {next_epoch - 1 for next_epoch, *_ in native.counters(topology, ring)}
+    of_ranks = {next_epoch - 1 for next_epoch, *_ in native.counters(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0
 
 
 class Unknown(Exception):
-    """Raised where a program decides while it runs how many exchanges it makes."""
+    """Error raised where a program decides while it runs how many exchanges it makes."""
 
 
 def predicted(closed_jaxpr, is_compiled=True):
@@ -216,7 +216,7 @@ def of_dispatch(params, avals, inputs):
 
 
 def moved(inputs, params):
-    options = str(params.get("encoding")), params["num_scalars"], params.get("tail")
+    options = str(params.get("encoding")), params["num_choice_arrays"], params.get("tail")
     return [("dispatch", inputs, *options)]
 
 
@@ -242,16 +242,16 @@ def of_routed_dispatch(params, avals, inputs):
 def of_combine(params, avals, inputs):
     """Count the launches of a combine: one for each dtype that is summed. Scalars go with the
     first."""
-    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
     leaves = avals[:num_leaves]
-    if num_leaves + num_scalars > MAX_ARRAYS or not are_summed(leaves, params, avals):
+    if num_leaves + num_choice_arrays > MAX_ARRAYS or not are_summed(leaves, params, avals):
         return []
-    keys, scalars = [], inputs[num_leaves : num_leaves + num_scalars]
+    keys, choice_arrays = [], inputs[num_leaves : num_leaves + num_choice_arrays]
     for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:
         own = tuple(x for x, aval in zip(inputs, leaves) if aval.dtype == dtype)
         wire = params["wire_dtype"] or dtype
-        keys.append(("combine", own, scalars, inputs[-NUM_ROUTING_ARRAYS:], str(wire)))
-        scalars = ()
+        keys.append(("combine", own, choice_arrays, inputs[-NUM_ROUTING_ARRAYS:], str(wire)))
+        choice_arrays = ()
     return keys
 
 
@@ -273,14 +273,14 @@ def of_weighted_dispatch(params, avals, inputs):
 
     On a single rank XLA computes all of it.
     """
-    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
-    g, *payload = avals[: 1 + num_leaves + num_scalars]
+    num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
+    g, *payload = avals[: 1 + num_leaves + num_choice_arrays]
     rows, weights = payload[:num_leaves], payload[num_leaves:]
     if params["group"].size == 1:
         return []
     row_bytes = math.prod(g.shape[1 + params["emulated"] :]) * g.dtype.itemsize
     is_one = (
-        max(num_leaves, num_scalars) == 1
+        max(num_leaves, num_choice_arrays) == 1
         and params["num_weight_axes"] == 0
         and g.dtype.name in SUMMED_DTYPES
         and all(aval.dtype == g.dtype for aval in rows)
@@ -288,8 +288,8 @@ def of_weighted_dispatch(params, avals, inputs):
         and row_bytes % VECTOR_BYTES == 0
     )
     if is_one:
-        return [("weighted_dispatch", inputs, num_leaves, num_scalars)]
-    return moved((inputs[0], *inputs[-NUM_ROUTING_ARRAYS:]), dict(num_scalars=0))
+        return [("weighted_dispatch", inputs, num_leaves, num_choice_arrays)]
+    return moved((inputs[0], *inputs[-NUM_ROUTING_ARRAYS:]), dict(num_choice_arrays=0))
 
 
 def is_format(wire_dtype):

@@ -108,17 +108,17 @@ def _register(target, name, library, instantiate=None):
     jax.ffi.register_ffi_target(target, stages, platform="cpu")
 
 
-def attributes(*, slot_bytes=MIB, raise_failures=True, split=False):
+def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
     """Return what all calls of an exchange between two devices carry."""
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),
         p2p_world_size=np.int64(NUM_DEVICES),
-        ring=np.int64(split),
+        workspace_kind=np.int64(split),
         num_sms=np.int64(8),
         timeout_ns=np.int64(10**9),
         first_timeout_ns=np.int64(10**9),
-        slot_bytes=np.int64(slot_bytes),
+        half_bytes=np.int64(half_bytes),
         raise_failures=raise_failures,
         scopes=np.int64(0),
     )

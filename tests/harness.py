@@ -276,7 +276,7 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
 
 class Ledger:
-    """Count the exchanges of all tests without a GPU, and hold the statements of the running
+    """The exchanges of all tests without a GPU, counted, and the statements of the running
     test."""
 
     def __init__(self):

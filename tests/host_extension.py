@@ -6,6 +6,7 @@ It decides what kernels support and describes their calls. It has no kernels."""
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -35,6 +36,16 @@ def provide():
     sys.path.append(folder)
     inherited = filter(None, (os.environ.get("PYTHONPATH"), folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
+
+
+def pretend():
+    """Use the extension over the fake driver in this process, also where there is another one. Call
+    this before the package is imported."""
+    name = f"{PACKAGE}._native"
+    (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
+    spec = importlib.util.spec_from_file_location(name, library)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 
 def built():

@@ -476,6 +476,27 @@ def grouped_dot(rows, w, sizes):
     return out
 
 
+def grouped_dot_fp8(rows, w, sizes, block=128):
+    """Multiply rows (values [C, K], scales [C, K / block]) of each group by its weights (values
+    [L, N, K], scales [L, N / block, K / block]), as docs/fp8.md defines it.
+
+    Returns the float32 sums [C, N], and sums of magnitudes, to which errors are relative.
+    """
+    (values, scales), (w_values, w_scales) = rows, w
+    wide = lambda x: x.astype(np.float64)
+    out = np.zeros((len(values), w_values.shape[1]), np.float32)
+    magnitudes = np.zeros(out.shape)
+    for group, (start, end) in enumerate(spans(sizes, len(values))):
+        of_columns = np.repeat(w_scales[group], block, axis=0)[: out.shape[1]]  # [N, K / block]
+        for i in range(scales.shape[1]):
+            part = np.s_[i * block : (i + 1) * block]
+            a, b = wide(values[start:end, part]), wide(w_values[group, :, part])
+            scale = scales[start:end, i, None] * of_columns[None, :, i]  # rounded to float32
+            out[start:end] += (a @ b.T).astype(np.float32) * scale
+            magnitudes[start:end] += np.abs(a) @ np.abs(b.T) * wide(scale)
+    return out, magnitudes
+
+
 def grouped_outer(x, y, sizes):
     """Sum over the rows of each group x^T y: the gradient of `w` in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Hold what the package reads from a GPU of any process."""
+    """What the package reads from a GPU of any process."""
 
     id: int
     process_index: int

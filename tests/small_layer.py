@@ -26,7 +26,7 @@ LAYOUT = cases.Layout(
 compiled = functools.partial(harness.jit, compiler_options=harness.QUICKLY)
 
 
-def numbers(group, layout=LAYOUT):
+def route_args(group, layout=LAYOUT):
     """Return the keyword arguments of `ma.route`."""
     return dict(
         group=group,
@@ -47,7 +47,7 @@ def layer_of(group, layout=LAYOUT):
     """Return the layer as a function of one rank's arrays."""
 
     def layer(x, topk_weights, w, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
+        recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
         return ma.combine(experts(recv.rows, recv.row_offsets, w), recv)
 
     return layer
@@ -61,7 +61,7 @@ def dense_layer(x, topk_weights, w, ids, kept):
 
 
 class Arguments(typing.NamedTuple):
-    """Hold for all ranks the differentiated arrays, the ids, and which choices have a row."""
+    """For all ranks the differentiated arrays, the ids, and which choices have a row."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -188,12 +188,12 @@ def shapes_of_one_rank(eqn):
 
 
 def payload(eqn):
-    """Return (leaves, scalars): shapes of the payload operands of a dispatch or combine.
+    """Return (leaves, choice arrays): shapes of the payload operands of a dispatch or combine.
 
     For a weighted dispatch, these are the rows and the weights that meet what it moves.
     """
-    num_leaves, num_scalars = eqn.params["num_leaves"], eqn.params["num_scalars"]
+    num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
         shapes = shapes[1:]  # the ids; what is moved
-    return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_scalars]
+    return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

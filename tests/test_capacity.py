@@ -67,18 +67,18 @@ MODES = [
 def test_every_function_makes_rows_of_the_factor(modes):
     group = harness.group_of(RANKS)
     tokens, top_k, experts = 6, 2, 3 * RANKS
-    numbers = dict(num_experts=experts, **modes)
-    rows = ma.capacity(1.5, num_tokens=tokens, top_k=top_k, group_size=RANKS, **numbers)
+    route_args = dict(num_experts=experts, **modes)
+    rows = ma.capacity(1.5, num_tokens=tokens, top_k=top_k, group_size=RANKS, **route_args)
 
     def on_rank(ids, x):
-        numbers_ = dict(numbers, group=group, capacity_factor=1.5)
-        routing = ma.route(ids, **numbers_)
-        recv = ma.dispatch(x, ids, **numbers_)
+        other_args = dict(route_args, group=group, capacity_factor=1.5)
+        routing = ma.route(ids, **other_args)
+        recv = ma.dispatch(x, ids, **other_args)
         again = ma.dispatch(x, routing, capacity_factor=1.5)
         assert routing.capacity == recv.routing.capacity == again.routing.capacity == rows
         assert recv.rows.shape[0] == rows
         if not modes.get("replicated"):
-            started = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers_))
+            started = ma.dispatch_done(ma.dispatch_start(x, ids, **other_args))
             assert started.routing.capacity == rows
         return recv.num_rows
 
@@ -88,14 +88,14 @@ def test_every_function_makes_rows_of_the_factor(modes):
     )
 
 
-def trace(**numbers):
+def trace(**route_args):
     """Trace a route and a dispatch by its Routing with these arguments."""
 
     def on_rank(ids):
         routing = ma.route(ids, group=group, num_experts=4)
-        ma.dispatch(ids, routing, **numbers) if numbers.pop("by_routing", False) else ma.route(
-            ids, group=group, num_experts=4, **numbers
-        )
+        ma.dispatch(ids, routing, **route_args) if route_args.pop(
+            "by_routing", False
+        ) else ma.route(ids, group=group, num_experts=4, **route_args)
         return ids
 
     group = ma.Group(axis_name="ep", size=2, implementation="portable")
@@ -103,7 +103,7 @@ def trace(**numbers):
 
 
 @pytest.mark.parametrize(
-    "numbers, error, says",
+    "route_args, error, says",
     [
         (dict(capacity=20.0), TypeError, r"capacity must be an int; got 20.0: use int\(...\)"),
         (dict(capacity="20"), TypeError, r"capacity must be an int; got '20': use int\(...\)"),
@@ -128,9 +128,9 @@ def trace(**numbers):
     ],
     ids=str,
 )
-def test_an_error_says_what_to_do(numbers, error, says):
+def test_an_error_says_what_to_do(route_args, error, says):
     with pytest.raises(error, match=says):
-        trace(**numbers)
+        trace(**route_args)
 
 
 @pytest.mark.parametrize("name", ("capacity", "capacity_factor"))

@@ -282,14 +282,14 @@ def test_weights_come_from_recv_an_array_or_nowhere():
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
 
     def combine(ids, x, topk_weights, y, own):
-        numbers = dict(
+        route_args = dict(
             group=group,
             num_experts=layout.num_experts(ranks),
             capacity=layout.capacity,
             alignment=layout.alignment,
         )
-        weighted = ma.dispatch(x, ids, topk_weights, **numbers)
-        plain = ma.dispatch(x, ids, **numbers)
+        weighted = ma.dispatch(x, ids, topk_weights, **route_args)
+        plain = ma.dispatch(x, ids, **route_args)
         return {
             "default": ma.combine(y, weighted),
             "recv": ma.combine(y, weighted, weights="recv"),

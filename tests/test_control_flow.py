@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small_layer
 from jax import lax
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -86,7 +86,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
-        routings = lax.map(lambda each: ma.route(each, **numbers(group)), ids)
+        routings = lax.map(lambda each: ma.route(each, **route_args(group)), ids)
         first = jax.tree.map(lambda leaf: leaf[0], routings)
 
         def step(carry, each):
@@ -108,7 +108,7 @@ def test_a_routing_from_outside_a_scan_serves_every_step():
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
-        routing = ma.route(ids[1], **numbers(group))
+        routing = ma.route(ids[1], **route_args(group))
 
         def step(x, each):
             topk_weights, w = each
@@ -158,7 +158,9 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
     def of_one_rank(x, topk_weights, w, ids, branch):
         def with_capacity(capacity):
             def layer(x):
-                recv = ma.dispatch(x, ids, topk_weights, **dict(numbers(group), capacity=capacity))
+                recv = ma.dispatch(
+                    x, ids, topk_weights, **dict(route_args(group), capacity=capacity)
+                )
                 return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 
             return layer

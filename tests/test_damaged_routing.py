@@ -191,7 +191,7 @@ def test_the_primitives_check_all_seven_arrays(name):
     group = flat_group()
 
     def layer(routing, x, y):
-        numbers = dict(group=group, num_leaves=1, num_scalars=0, wire_dtype=None)
+        numbers = dict(group=group, num_leaves=1, num_choice_arrays=0, wire_dtype=None)
         for damage in DAMAGES.values():
             arrays = replaced(routing, name, damage).arrays
             with pytest.raises(TypeError, match=f"{name}|choice_rank"):

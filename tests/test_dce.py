@@ -12,7 +12,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.interpreters import partial_eval
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -48,13 +48,13 @@ def of_recv(uses):
     """Return a function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
 
     def fn(payload, topk_weights, ids):
-        return uses(ma.dispatch(payload, ids, topk_weights, **numbers(harness.group_of(RANKS))))
+        return uses(ma.dispatch(payload, ids, topk_weights, **route_args(harness.group_of(RANKS))))
 
     return fn
 
 
 @pytest.mark.parametrize(
-    "uses, leaves, scalars",
+    "uses, leaves, choice_arrays",
     [
         (lambda recv: recv.rows["a"], [TOKENS], []),
         (lambda recv: recv.rows["position"], [(LAYOUT.tokens,)], []),
@@ -64,16 +64,16 @@ def of_recv(uses):
     ],
     ids=("one_leaf", "integers", "weights", "leaf_and_weights", "two_leaves"),
 )
-def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, scalars):
+def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, choice_arrays):
     jaxpr = without_dead_code(of_recv(uses), *inputs())
     assert harness.count_primitives(jaxpr) == {"routed_dispatch": 1}
     (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
-    assert small_layer.payload(eqn) == (leaves, scalars)
+    assert small_layer.payload(eqn) == (leaves, choice_arrays)
 
 
 def test_unused_leaves_and_weights_drop_out_of_a_dispatch_by_a_given_routing():
     def fn(payload, topk_weights, ids):
-        routing = ma.route(ids, **numbers(harness.group_of(RANKS)))
+        routing = ma.route(ids, **route_args(harness.group_of(RANKS)))
         return ma.dispatch(payload, routing, topk_weights).rows["b"]
 
     jaxpr = without_dead_code(fn, *inputs())
@@ -108,7 +108,7 @@ def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scal
     """
 
     def fn(y, weights, ids):
-        routing = ma.route(ids, **numbers(harness.group_of(RANKS)))
+        routing = ma.route(ids, **route_args(harness.group_of(RANKS)))
 
         def loss(y, weights):
             return small_layer.loss(ma.combine(y, routing, weights=weights))
@@ -181,11 +181,11 @@ def test_what_is_left_after_elimination_is_what_it_was():
     group = harness.group_of(RANKS)
 
     def fn(payload, topk_weights, ids):
-        first = ma.dispatch(payload, ids, topk_weights, **numbers(group))
+        first = ma.dispatch(payload, ids, topk_weights, **route_args(group))
         ma.combine(first.rows["a"], first)  # eliminated, and half of what it came from
-        dead = ma.dispatch(payload["a"], ids[::-1], **numbers(group))
+        dead = ma.dispatch(payload["a"], ids[::-1], **route_args(group))
         ma.combine(dead.rows, dead)  # eliminated with its dispatch and route
-        last = ma.dispatch(payload["a"][::-1], ids[::-1], **numbers(group))
+        last = ma.dispatch(payload["a"][::-1], ids[::-1], **route_args(group))
         return first.rows["b"], first.rows["position"], ma.combine(last.rows, last)
 
     jaxpr = without_dead_code(fn, payload, topk_weights, ids)

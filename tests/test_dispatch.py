@@ -271,7 +271,7 @@ def test_a_routing_may_come_with_its_own_numbers_again():
     layout, ranks = cases.CUT, harness.SEVERAL
     (ids, x, weights, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     group = harness.group_of(ranks)
-    numbers = dict(
+    route_args = dict(
         group=group,
         num_experts=layout.num_experts(ranks),
         capacity=layout.capacity,
@@ -279,7 +279,7 @@ def test_a_routing_may_come_with_its_own_numbers_again():
     )
 
     def dispatch(ids, x, weights):
-        return ma.dispatch(x, ma.route(ids, **numbers), weights, **numbers)
+        return ma.dispatch(x, ma.route(ids, **route_args), weights, **route_args)
 
     program = harness.on_each_rank(dispatch, harness.mesh_of(ranks), exchanges=2)
     assert_recv_is(program(ids, x, weights), x, weights, expected)

@@ -186,12 +186,12 @@ def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_
 
 def test_processes_that_do_not_come_are_named(monkeypatch):
     def meet(what, timeout):
-        raise RuntimeError("jax_moe_a2a: process 3 has not come")
+        raise RuntimeError("jax_moe_a2a: process 3 has not arrived")
 
     monkeypatch.setattr(meetings, "meet", meet)
     (found,) = doctor._together(None, types.SimpleNamespace(portable=True))
     assert found.ok is False
-    assert "process 3 has not come" in found.said
+    assert "process 3 has not arrived" in found.said
 
 
 def test_a_wrong_sum_alone_is_reported(monkeypatch, one_device, capsys):
@@ -410,18 +410,18 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
     assert doctor._links(None, gpus(2)).said == "unknown"
 
 
-@pytest.mark.parametrize("is_wide", (False, True))
+@pytest.mark.parametrize("is_multi_host", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
-def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_wide):
+def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_multi_host):
     """A group on the portable path needs no workspace; a group that runs the kernels needs all of
     it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
     # By NVSHMEM 64 MiB at least, two ring halves for received rows and two for outgoing tokens.
-    workspace = 4 * (64 << 20) if is_wide else estimate.workspace_bytes
+    workspace = 4 * (64 << 20) if is_multi_host else estimate.workspace_bytes
     header = 1 << 20
-    monkeypatch.setattr(ma.Group, "is_wide", is_wide)
+    monkeypatch.setattr(ma.Group, "is_multi_host", is_multi_host)
     monkeypatch.setattr(ma.Group, "path", "cuda")
     monkeypatch.setattr(native, "limit", lambda name: header)
     flags = types.SimpleNamespace(tokens=64, experts=None, **sizes)

@@ -24,8 +24,8 @@ def program(capacity, alignment, shared_expert):
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
-        numbers = dict(num_experts=EXPERTS, capacity=capacity, alignment=alignment)
-        recv = ma.dispatch(ids, ids, group=group, shared_expert=shared_expert, **numbers)
+        route_args = dict(num_experts=EXPERTS, capacity=capacity, alignment=alignment)
+        recv = ma.dispatch(ids, ids, group=group, shared_expert=shared_expert, **route_args)
         one_hot = jax.nn.one_hot(recv.src_info.k, ids.shape[1] + shared_expert)
         return ma.combine(one_hot, recv, weights=None) > 0
 

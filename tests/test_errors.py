@@ -43,7 +43,7 @@ def assert_refuses(fn, *args, naming):
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
 
 
-def numbers(**changed):
+def route_args(**changed):
     """Return valid keyword arguments of route and dispatch, except those changed or LEFT_OUT."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
@@ -58,7 +58,7 @@ def test_right_input_is_accepted():
     """This call is valid. The other tests change one argument of it."""
 
     def layer(x, ids, weights, y):
-        recv = ma.dispatch(x, ids, weights, **numbers())
+        recv = ma.dispatch(x, ids, weights, **route_args())
         return ma.combine(y, recv)
 
     assert trace(layer, X, IDS, WEIGHTS, Y).shape == (RANKS, TOKENS, HIDDEN)
@@ -77,24 +77,24 @@ def test_right_input_is_accepted():
 )
 def test_ids_must_be_integers_of_two_axes(ids, value):
     naming = ("topk_ids", "num_tokens, top_k", value)
-    assert_refuses(lambda ids: ma.route(ids, **numbers()), ids, naming=naming)
+    assert_refuses(lambda ids: ma.route(ids, **route_args()), ids, naming=naming)
     x = array((*ids.shape[:1], HIDDEN)) if ids.shape else X
-    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **numbers()), x, ids, naming=naming)
+    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **route_args()), x, ids, naming=naming)
 
 
 def test_ids_that_are_no_array_are_refused():
     naming = ("topk_ids",)
     for ids in (None, "ids", {"ids": 1}, object()):
-        assert_refuses(lambda x, ids=ids: ma.route(ids, **numbers()), X, naming=naming)
+        assert_refuses(lambda x, ids=ids: ma.route(ids, **route_args()), X, naming=naming)
 
 
 def test_top_k_over_the_limit_is_refused():
     ids = array((TOKENS, 33), "int32")
     assert_refuses(
-        lambda ids: ma.route(ids, **numbers()), ids, naming=("top_k|topk_ids", "32", "33")
+        lambda ids: ma.route(ids, **route_args()), ids, naming=("top_k|topk_ids", "32", "33")
     )
     at_limit = array((TOKENS, 32), "int32")
-    trace(lambda ids: ma.route(ids, **numbers()), at_limit)
+    trace(lambda ids: ma.route(ids, **route_args()), at_limit)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_top_k_over_the_limit_is_refused():
         (dict(alignment=-8), ("alignment", "-8")),
         (dict(alignment=1.5), ("alignment", r"1\.5")),
         (dict(group=LEFT_OUT), ("group",)),
-        (dict(group="ep"), ("group", "ep|str")),
+        (dict(group="other"), ("group", "other", "scope", "shard_map", "ma.moe")),
+        (dict(group=["ep"]), ("group", "ep", "name")),
         (dict(group=4), ("group", "4|int")),
     ],
     ids=lambda value: (
@@ -124,8 +125,10 @@ def test_top_k_over_the_limit_is_refused():
     ),
 )
 def test_static_numbers_out_of_range_are_refused(changed, naming):
-    assert_refuses(lambda ids: ma.route(ids, **numbers(**changed)), IDS, naming=naming)
-    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **numbers(**changed)), X, IDS, naming=naming)
+    assert_refuses(lambda ids: ma.route(ids, **route_args(**changed)), IDS, naming=naming)
+    assert_refuses(
+        lambda x, ids: ma.dispatch(x, ids, **route_args(**changed)), X, IDS, naming=naming
+    )
 
 
 @pytest.mark.parametrize("name", ("num_experts", "capacity", "alignment"))
@@ -133,28 +136,30 @@ def test_static_numbers_must_not_be_traced(name):
     """A traced value decides no shape: the message says which argument it was."""
     value = array((), "int32")
     assert_refuses(
-        lambda ids, value: ma.route(ids, **numbers(**{name: value})), IDS, value, naming=(name,)
+        lambda ids, value: ma.route(ids, **route_args(**{name: value})), IDS, value, naming=(name,)
     )
 
 
 def test_numpy_integers_are_integers():
     for make in (np.int32, np.int64, np.uint8):
         changed = dict(num_experts=make(4), capacity=make(10), alignment=make(2))
-        routing = trace(lambda ids, changed=changed: ma.route(ids, **numbers(**changed)), IDS)
+        routing = trace(lambda ids, changed=changed: ma.route(ids, **route_args(**changed)), IDS)
         assert routing.row_rank.shape == (RANKS, 10)
 
 
 @pytest.mark.parametrize("x", (array(()), array((TOKENS + 1, HIDDEN)), array((HIDDEN, TOKENS))))
 def test_every_leaf_of_x_must_have_the_token_axis(x):
     naming = (r"\bx\b", "6", re.escape(str(x.shape[0])) if x.shape else r"\[\]|\(\)|scalar")
-    dispatch = lambda x, ids: ma.dispatch(x, ids, **numbers())
+    dispatch = lambda x, ids: ma.dispatch(x, ids, **route_args())
     assert_refuses(dispatch, x, IDS, naming=naming)
     assert_refuses(dispatch, {"good": X, "bad": x}, IDS, naming=naming)
 
 
 def test_a_payload_without_leaves_is_refused():
     for x in ({}, None, ()):
-        assert_refuses(lambda ids, x=x: ma.dispatch(x, ids, **numbers()), IDS, naming=(r"\bx\b",))
+        assert_refuses(
+            lambda ids, x=x: ma.dispatch(x, ids, **route_args()), IDS, naming=(r"\bx\b",)
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,7 @@ def test_a_payload_without_leaves_is_refused():
 )
 def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
     assert_refuses(
-        lambda x, ids, w: ma.dispatch(x, ids, w, **numbers()),
+        lambda x, ids, w: ma.dispatch(x, ids, w, **route_args()),
         X,
         IDS,
         weights,
@@ -182,13 +187,13 @@ def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
 def test_a_wire_dtype_is_a_float(wire_dtype):
     naming = ("wire_dtype", wire_dtype)
     assert_refuses(
-        lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **numbers()),
+        lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **route_args()),
         X,
         IDS,
         naming=naming,
     )
     assert_refuses(
-        lambda y, ids: ma.combine(y, ma.route(ids, **numbers()), wire_dtype=wire_dtype),
+        lambda y, ids: ma.combine(y, ma.route(ids, **route_args()), wire_dtype=wire_dtype),
         Y,
         IDS,
         naming=naming,
@@ -202,9 +207,11 @@ def test_numbers_given_with_a_routing_must_be_its_own():
         "alignment": 2,
         "group": harness.emulated_group(4),
     }.items():
-        changed = numbers(**{name: value})
+        changed = route_args(**{name: value})
         assert_refuses(
-            lambda x, ids, changed=changed: ma.dispatch(x, ma.route(ids, **numbers()), **changed),
+            lambda x, ids, changed=changed: ma.dispatch(
+                x, ma.route(ids, **route_args()), **changed
+            ),
             X,
             IDS,
             naming=(name,),
@@ -222,7 +229,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
     (name,) = changed
 
     def call(x, ids):
-        return dispatch(x, ma.route(ids, shared_expert=True, **numbers()), **changed)
+        return dispatch(x, ma.route(ids, shared_expert=True, **route_args()), **changed)
 
     with pytest.raises(TypeError, match=rf"{name} must be an? \w+; got {changed[name]}"):
         trace(call, X, IDS)
@@ -230,7 +237,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
     """2 local experts: a row of each makes twice the alignment."""
-    fits, wraps = (numbers(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
+    fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
     assert_refuses(lambda ids: ma.route(ids, **wraps), IDS, naming=naming)
@@ -246,7 +253,7 @@ def test_experts_that_no_memory_could_count_are_refused():
         (2**31 - 2, True),
         (2**40, True),
     ):
-        call = lambda ids, n=num_experts: ma.route(ids, **numbers(num_experts=n))
+        call = lambda ids, n=num_experts: ma.route(ids, **route_args(num_experts=n))
         if is_refused:
             naming = ("num_experts", str(num_experts), str(most), "each rank")
             assert_refuses(call, IDS, naming=naming)
@@ -263,10 +270,10 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
         x = jax.ShapeDtypeStruct((sizes[0], HIDDEN), jnp.float32)
         for capacity in (None, CAPACITY):
             assert_refuses(
-                lambda i, c=capacity: ma.route(i, **numbers(capacity=c)), ids, naming=naming
+                lambda i, c=capacity: ma.route(i, **route_args(capacity=c)), ids, naming=naming
             )
             assert_refuses(
-                lambda x, i, c=capacity: ma.dispatch(x, i, **numbers(capacity=c)),
+                lambda x, i, c=capacity: ma.dispatch(x, i, **route_args(capacity=c)),
                 *(x, ids),
                 naming=naming,
             )
@@ -277,12 +284,12 @@ def test_another_symbolic_size_is_refused_with_advice():
     (size,) = jax.export.symbolic_shape("h")
     naming = ("symbolic", r"h\]|h,", "jax.export once")
     x, y = array((TOKENS, size)), array((CAPACITY, size))
-    assert_refuses(lambda x, i: ma.dispatch(x, i, **numbers()), x, IDS, naming=("x ", *naming))
-    route = functools.partial(ma.route, **numbers())
+    assert_refuses(lambda x, i: ma.dispatch(x, i, **route_args()), x, IDS, naming=("x ", *naming))
+    route = functools.partial(ma.route, **route_args())
     assert_refuses(lambda y, i: ma.combine(y, route(i)), y, IDS, naming=("y ", *naming))
 
     def layer(x, i, topk_weights, w_in, w_out):
-        mlp = functools.partial(ma.moe_mlp, activation=jnp.tanh, **numbers())
+        mlp = functools.partial(ma.moe_mlp, activation=jnp.tanh, **route_args())
         return mlp(x, i, topk_weights, w_in, w_out)
 
     w_in, w_out = array((2, HIDDEN, size)), array((2, size, HIDDEN))
@@ -301,7 +308,7 @@ def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
 
 def test_x_must_have_the_tokens_of_its_routing():
     assert_refuses(
-        lambda x, ids: ma.dispatch(x, ma.route(ids, **numbers())),
+        lambda x, ids: ma.dispatch(x, ma.route(ids, **route_args())),
         array((TOKENS + 2, HIDDEN)),
         IDS,
         naming=(r"\bx\b", "8", "6"),
@@ -312,7 +319,7 @@ def combine_with(y, weights="recv", with_weights=True, **kwargs):
     """Trace a combine of y after a valid dispatch."""
 
     def layer(x, ids, topk_weights, y, *array):
-        recv = ma.dispatch(x, ids, topk_weights if with_weights else None, **numbers())
+        recv = ma.dispatch(x, ids, topk_weights if with_weights else None, **route_args())
         return ma.combine(y, recv, weights=array[0] if array else weights, **kwargs)
 
     extra = (weights,) if isinstance(weights, jax.ShapeDtypeStruct) else ()
@@ -369,16 +376,16 @@ def test_the_groups_axis_must_be_in_scope():
     """Outside shard_map and vmap there is no rank to exchange with; the message names the axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
-            ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **numbers(group=group))
+            ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **route_args(group=group))
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
-            jax.eval_shape(lambda ids, g=group: ma.route(ids, **numbers(group=g)), IDS)
+            jax.eval_shape(lambda ids, g=group: ma.route(ids, **route_args(group=g)), IDS)
     other = ma.Group(axis_name="other", size=RANKS)
-    assert_refuses(lambda ids: ma.route(ids, **numbers(group=other)), IDS, naming=("other",))
+    assert_refuses(lambda ids: ma.route(ids, **route_args(group=other)), IDS, naming=("other",))
 
 
 def test_the_group_must_have_the_size_of_its_axis():
     group = harness.emulated_group(4)
-    assert_refuses(lambda ids: ma.route(ids, **numbers(group=group)), IDS, naming=("4", "2"))
+    assert_refuses(lambda ids: ma.route(ids, **route_args(group=group)), IDS, naming=("4", "2"))
 
 
 @pytest.mark.several_devices("it needs meshes of two sizes")
@@ -395,7 +402,7 @@ def test_the_group_must_match_the_mesh_in_scope():
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
         def route(ids):
-            return ma.route(ids, **numbers(group=group, num_experts=8)).group_sizes
+            return ma.route(ids, **route_args(group=group, num_experts=8)).group_sizes
 
         with pytest.raises((ValueError, TypeError), match="mesh|size"):
             jax.eval_shape(route, array((mesh.shape[harness.AXIS] * TOKENS, TOP_K), "int32"))
@@ -477,24 +484,24 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
 @pytest.mark.parametrize(
     "fn, args, remedy",
     [
-        (lambda x, ids: ma.combine(x, ma.route(ids, **numbers())), (X, IDS), "recv.rows"),
+        (lambda x, ids: ma.combine(x, ma.route(ids, **route_args())), (X, IDS), "recv.rows"),
         (
-            lambda x, ids: ma.combine(ma.route(ids, **numbers()), x),
+            lambda x, ids: ma.combine(ma.route(ids, **route_args()), x),
             (X, IDS),
             r"swapped: call combine\(y, recv\)",
         ),
         (
-            lambda x, ids: ma.dispatch(x, ids, **numbers()),
+            lambda x, ids: ma.dispatch(x, ids, **route_args()),
             (X, array((*SEQUENCES, TOP_K), "int32")),
             r"topk_ids.reshape\(-1, 3\)",
         ),
         (
-            lambda x, ids: ma.dispatch(x, ids, **numbers()),
+            lambda x, ids: ma.dispatch(x, ids, **route_args()),
             (array((*SEQUENCES, HIDDEN)), IDS),
             r"x.reshape\(-1, 5\)",
         ),
         (
-            lambda x, ids, weights: ma.dispatch(x, ids, weights, **numbers()),
+            lambda x, ids, weights: ma.dispatch(x, ids, weights, **route_args()),
             (X, IDS, array((*SEQUENCES, TOP_K))),
             r"topk_weights.reshape\(-1, 3\)",
         ),
@@ -507,7 +514,7 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
             "experts of this rank only: split it with in_specs",
         ),
         (
-            lambda x, ids: ma.dispatch(x, ids, **numbers(), wire_dtype="bf16"),
+            lambda x, ids: ma.dispatch(x, ids, **route_args(), wire_dtype="bf16"),
             (X, IDS),
             "jnp.bfloat16 or 'bfloat16'.*got 'bf16'",
         ),
@@ -532,7 +539,7 @@ def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
 
     @functools.partial(jax.shard_map, mesh=group.mesh, in_specs=spec, out_specs=spec)
     def route(ids):
-        return ma.route(ids, **numbers(group=group)).group_sizes
+        return ma.route(ids, **route_args(group=group)).group_sizes
 
     with pytest.raises((ValueError, TypeError, RuntimeError), match="(?s)implementation.*cuda"):
         jax.eval_shape(route, array((harness.FEW * TOKENS, TOP_K), "int32"))

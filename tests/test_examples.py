@@ -68,6 +68,14 @@ def test_training_equals_dense_training_on_one_device(tmp_path):
     assert "check: ok" in printed and "dropped 0 of" in printed
 
 
+def test_training_in_fp8_reaches_the_loss_of_float32(tmp_path):
+    args = ["--steps=16", "--sequences=8", f"--out={tmp_path}/a.png"]
+    printed = run("train_moe.py", "--check", "--fp8", *args)
+    assert "check: ok: with experts in FP8" in printed
+    losses = step_losses(printed, "expert-parallel")
+    assert losses[-1] < losses[0] - 0.5 and losses != step_losses(printed, "dense, 1 device")
+
+
 def test_check_notices_rows_that_were_dropped(tmp_path):
     args = ["--steps=5", "--sequences=8", "--capacity=0.5", f"--out={tmp_path}/a.png"]
     assert "check: FAILED" in run("train_moe.py", "--check", *args, status=1)

@@ -8,7 +8,7 @@ import pytest
 import small_layer
 from exchanges import Count, predicted
 from jax import lax
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -17,7 +17,7 @@ GROUP = ma.Group(axis_name=harness.AXIS, size=RANKS)
 
 
 def there_and_back(x, ids, group=GROUP, **options):
-    recv = ma.dispatch(x, ids, **numbers(group), **options)
+    recv = ma.dispatch(x, ids, **route_args(group), **options)
     return ma.combine(recv.rows, recv)
 
 
@@ -69,7 +69,7 @@ def test_sums_of_float64_are_portable():
 @pytest.mark.exchanges(0)
 def test_split_exchanges_count_separately():
     def split(x, ids):
-        recv = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP)))
+        recv = ma.dispatch_done(ma.dispatch_start(x, ids, **route_args(GROUP)))
         return ma.combine_done(ma.combine_start(recv.rows, recv))
 
     assert count(split, *inputs()) == Count(1, split=2)

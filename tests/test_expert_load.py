@@ -38,9 +38,14 @@ def assert_load_is(load, expected):
 
 
 def load_of(ids, layout, group, **options):
-    numbers = dict(num_experts=layout.num_experts(group.size), capacity=layout.capacity)
+    route_args = dict(num_experts=layout.num_experts(group.size), capacity=layout.capacity)
     recv = ma.dispatch(
-        ids.astype(jnp.float32), ids, group=group, alignment=layout.alignment, **numbers, **options
+        ids.astype(jnp.float32),
+        ids,
+        group=group,
+        alignment=layout.alignment,
+        **route_args,
+        **options,
     )
     return ma.expert_load(recv)
 

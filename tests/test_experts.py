@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.experts import lowering as lowered_experts
 from jax_moe_a2a._src.experts import primitives as experts
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
 from jax_moe_a2a._src.group import native
@@ -32,7 +33,7 @@ CLAMPED = ma.clamped_swiglu(limit=0.7, alpha=1.3)
 SWIGLU = FusedActivation("silu", gated=True)
 PLAIN = [FusedActivation(kind) for kind in KINDS if kind != "clamped_swiglu"]
 ACTIVATIONS = [*PLAIN, *(FusedActivation(act.kind, True) for act in PLAIN), CLAMPED]
-NAMES = ("rows", "w_in", "b_in", "weights", "w_out")
+NAMES = ("rows", "w_in", "b_in", "weights", "w_out", "b_out")
 OF_ALL = tuple(range(len(NAMES)))
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
@@ -65,13 +66,14 @@ def operands(
         (len(sizes), width),
         (rows,),
         (len(sizes), intermediate, hidden),
+        (len(sizes), hidden),
     )
     drawn = [0.7 * rng.normal(size=shape) for shape in shapes]
     for i, length in ((1, hidden), (4, intermediate)):
         drawn[i] *= min(1, 2.5 / length**0.5)
     drawn[0][sum(sizes) :: 2], drawn[0][sum(sizes) + 1 :: 2] = np.nan, np.inf
     drawn[3][1:2], drawn[3][sum(sizes) :] = 0, 0
-    dtypes = (dtype, dtype, dtype, "float32", dtype)
+    dtypes = (dtype, dtype, dtype, "float32", dtype, dtype)
     return [jnp.asarray(x, dtype) for x, dtype in zip(drawn, dtypes, strict=True)]
 
 
@@ -82,21 +84,23 @@ def fused(*args, activation=SWIGLU, sizes=SIZES):
 
 
 def dense(*args, activation=SWIGLU, sizes=SIZES):
-    rows, w_in, b_in, weights, w_out = args
+    rows, w_in, b_in, weights, w_out, b_out = args
     end, expert = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
     pre = jnp.einsum("ck,ckn->cn", rows[:end], w_in[expert]) + b_in[expert]
-    h = activation(pre) * weights[:end, None]
-    return jnp.einsum("ci,cih->ch", h, w_out[expert])
+    scale = weights[:end, None]
+    h = activation(pre) * scale
+    return jnp.einsum("ci,cih->ch", h, w_out[expert]) + scale * b_out[expert]
 
 
 def today(*args, activation, sizes=SIZES):
     """Compute what `moe_mlp` computes for an activation that is not fused."""
-    rows, w_in, b_in, weights, w_out = args
+    rows, w_in, b_in, weights, w_out, b_out = args
     sizes, is_row = jnp.array(sizes, jnp.int32), weights != 0
     product = ma.grouped_dot(rows, w_in, sizes, tail="unspecified")
     product += experts.bias_of_rows(b_in, jnp.ones(len(rows), rows.dtype), sizes)
     h = mlp._activate(activation, w_out.shape[1], product, weights, is_row)
-    return ma.grouped_dot(h, w_out, sizes, tail="unspecified")[: sum(SIZES)]
+    y = ma.grouped_dot(h, w_out, sizes, tail="unspecified")
+    return (y + experts.bias_of_rows(b_out, weights, sizes))[: sum(SIZES)]
 
 
 def value_and_grads(fn, wanted=OF_ALL):
@@ -187,7 +191,7 @@ def test_derivatives_of_any_order_are_those_of_dense_experts(activation):
     assert_close(everything(fused), everything(dense), 5e-4)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (1, 4), (3, 4)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (5,), (1, 4), (3, 4)])
 def test_any_subset_of_gradients(wanted):
     args = operands(SWIGLU)
     found = quickly(value_and_grads(fused, wanted))(*args)
@@ -203,7 +207,7 @@ TERMS = ("d_pre", "d_weights", "d_w_out")
 def test_the_tangent_has_a_transpose_in_each_argument(linear):
     linear = tuple(map(bool, linear))
     sizes = jnp.array((4, 0, ROWS - 4), jnp.int32)
-    *_, weights, w_out = operands(SWIGLU)
+    *_, weights, w_out, _ = operands(SWIGLU)
     rng = np.random.default_rng(3)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     pre = draw(ROWS, 2 * INTERMEDIATE)
@@ -233,7 +237,7 @@ def test_the_tangent_has_a_transpose_in_each_argument(linear):
 
 
 def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
-    rows, w_in, b_in, weights, w_out = operands(SWIGLU)
+    rows, w_in, b_in, weights, w_out, _ = operands(SWIGLU)
     rows = rows.at[1].set(jnp.nan).at[5].set(jnp.inf)
     weights = weights.at[5].set(0)
     sizes = jnp.array(SIZES, jnp.int32)
@@ -336,14 +340,16 @@ def test_vmap_over_any_operand(batched):
 
 def test_gradients_of_what_a_batch_shares_are_sums():
     each = [operands(SWIGLU, seed) for seed in range(2)]
-    shared = each[0][1], each[0][2], each[0][4]
+    shared = each[0][1], each[0][2], each[0][4], each[0][5]
     batch = lambda fn: (
-        lambda rows, weights, w_in, b_in, w_out: jax.vmap(
-            lambda rows, weights: fn(rows, w_in, b_in, weights, w_out)
+        lambda rows, weights, w_in, b_in, w_out, b_out: jax.vmap(
+            lambda rows, weights: fn(rows, w_in, b_in, weights, w_out, b_out)
         )(rows, weights)
     )
     args = jnp.stack([x[0] for x in each]), jnp.stack([x[3] for x in each]), *shared
-    found, right = (quickly(value_and_grads(batch(fn), (2, 3, 4)))(*args) for fn in (fused, dense))
+    found, right = (
+        quickly(value_and_grads(batch(fn), (2, 3, 4, 5)))(*args) for fn in (fused, dense)
+    )
     for actual, expected in zip(found, right, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
@@ -404,6 +410,10 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     counted = harness.count_primitives(both)
     of_products = dict(REMAT[policy], act_dot_grad=1, grouped_outer=2)
     assert {name: counted[name] for name in of_products} == of_products
+    biases = dict(b_in=jnp.ones((2, 2 * INTERMEDIATE)), b_out=jnp.ones((2, HIDDEN)))
+    biased = functools.partial(run, options=options | biases)
+    jaxpr = jax.make_jaxpr(jax.vmap(biased, axis_name=harness.AXIS))(*floats, ids)
+    assert passes(jaxpr, (ranks, capacity)) == []
     # The check notices a pass: that of an activation that is not recognized.
     unfused = functools.partial(run, options=dict(options, activation=ma.gated(jnp.tanh)))
     jaxpr = jax.make_jaxpr(jax.vmap(unfused, axis_name=harness.AXIS))(*floats, ids)
@@ -442,6 +452,7 @@ def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lea
         array(groups, width),
         array(rows, dtype="float32"),
         array(groups, intermediate, hidden),
+        array(groups, hidden),
         array(groups, dtype="int32"),
     )
 
@@ -458,12 +469,12 @@ def calls(fn, *args):
 
 
 def forward(*args, activation=SWIGLU):
-    return experts.bind_experts(*args[:5], args[5], activation=activation)
+    return experts.bind_experts(*args, activation=activation)
 
 
 def backward(*args, activation=SWIGLU):
-    fn = lambda *floats: forward(*floats, args[5], activation=activation)
-    y, transpose = jax.vjp(fn, *args[:5])
+    fn = lambda *floats: forward(*floats, args[-1], activation=activation)
+    y, transpose = jax.vjp(fn, *args[:-1])
     return transpose(y)
 
 
@@ -475,7 +486,10 @@ needs_kernel = pytest.mark.skipif(
 @needs_kernel
 def test_each_product_is_one_call_with_the_attributes_of_the_activation(hopper):
     first, second = calls(functools.partial(forward, activation=CLAMPED), *avals())
-    assert [first[0], second[0]] == ["dot_act", "grouped_gemm"]
+    assert [first[0], second[0]] == ["dot_act", "dot_act"]
+    assert second[1]["activation"] == str(lowered_experts.SCALED_BIAS)
+    assert second[2].startswith("(tensor<512x320xbf16>, tensor<4x320x64xbf16>, tensor<3x4xi32>, ")
+    assert "tensor<4x64xbf16>, tensor<512xf32>) -> (tensor<512x64xbf16>, " in second[2]
     numbers = {name: float(first[1].pop(name)) for name in ("alpha", "limit")}
     assert numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
     code = str(list(KINDS).index("clamped_swiglu"))
@@ -488,7 +502,7 @@ def test_each_product_is_one_call_with_the_attributes_of_the_activation(hopper):
     for name, attributes, types in calls(backward, *avals()):
         by_name.setdefault(name, []).append((attributes, types))
     assert {name: len(each) for name, each in by_name.items()} == dict(
-        dot_act=1, grouped_gemm=5, act_dot_grad=1
+        dot_act=2, grouped_gemm=6, act_dot_grad=1
     )
     assert "tensor<512x640xbf16>, tensor<1xi32>)" in by_name["dot_act"][0][1]
     ((attributes, types),) = by_name["act_dot_grad"]
@@ -506,18 +520,20 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
     fn = functools.partial(forward, activation=plain)
     (_, attributes, _), _ = calls(fn, *avals(rows=4 * 32, gated=False))
     assert (attributes["product"], attributes["activation"]) == ("1", "3")
-    no_bias = lambda rows, w_in, _, *args: forward(rows, w_in, None, *args)
-    (_, _, types), _ = calls(no_bias, *avals())
-    assert "tensor<0xbf16>, tensor<512xf32>)" in types
+    no_bias = lambda rows, w_in, _, *args: forward(rows, w_in, None, *args[:2], None, args[-1])
+    (_, _, types), (second, *_) = calls(no_bias, *avals())
+    assert "tensor<0xbf16>, tensor<512xf32>)" in types and second == "grouped_gemm"
     (_, _, types), _ = calls(jax.vmap(forward), *avals(lead=(3,)))
     assert types.startswith("(tensor<1536x64xbf16>, tensor<12x64x640xbf16>, tensor<3x12xi32>")
     names = [name for name, *_ in calls(jax.vmap(backward), *avals(lead=(3,)))]
-    assert names.count("dot_act") == names.count("act_dot_grad") == 1
+    assert (names.count("dot_act"), names.count("act_dot_grad")) == (2, 1)
     # The table has one index for weights and bias, so a batch of biases has its own weights.
-    shared = jax.vmap(forward, (0, None, 0, 0, None, None))
-    rows, w_in, bias, weights, w_out, sizes = avals()
+    shared = jax.vmap(forward, (0, None, 0, 0, None, None, None))
+    rows, w_in, bias, weights, w_out, b_out, sizes = avals()
     more = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
-    (_, _, types), _ = calls(shared, more(rows), w_in, more(bias), more(weights), w_out, sizes)
+    (_, _, types), _ = calls(
+        shared, more(rows), w_in, more(bias), more(weights), w_out, b_out, sizes
+    )
     assert "tensor<8x64x640xbf16>, tensor<3x8xi32>, tensor<8x640xbf16>" in types
 
 
@@ -527,7 +543,7 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
     [
         ("needs bfloat16 or float16; got float32", dict(dtype="float32")),
         ("columns in multiples of 8; got weights of 60 by 640", dict(hidden=60)),
-        ("I in multiples of 8; got I=324", dict(intermediate=324)),
+        ("columns in multiples of 8; got weights of 64 by 324", dict(intermediate=324)),
     ],
 )
 def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, options):
@@ -542,7 +558,7 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
 
 @needs_kernel
 def test_why_not_fused_names_the_reason(hopper):
-    rows, w_in, _, _, w_out, _ = avals()
+    rows, w_in, _, _, w_out, *_ = avals()
     why = functools.partial(ma.why_not_fused, rows=rows, w_in=w_in, w_out=w_out)
     assert why(ma.gated(jax.nn.silu)) == why(ma.clamped_swiglu()) == ""
     assert "the activation is not one of those" in why(ma.gated(jnp.tanh))

@@ -7,7 +7,7 @@ import jax
 import pytest
 import small_layer
 from jax import export
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -107,7 +107,7 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
     chlo.scan there) in a branch for one platform, if a collective is in the branch too."""
     ids = placed_arguments()[3]
     group = harness.group_of(RANKS)
-    route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **numbers(group)))
+    route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group)))
     module = export.export(jax.jit(route), platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)(
         ids
     ).mlir_module()
@@ -124,7 +124,7 @@ def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0
     if platform == "cuda" and group.path == "cuda":
-        expected = 3 if group.topology.is_wide else 2
+        expected = 3 if group.topology.is_multi_host else 2
     assert len(called) == expected
 
 

@@ -33,12 +33,12 @@ def lacks_memory(library):
     handler_calls.register(library)
     library.set_room(1, 64 * MIB)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        jax.jit(lambda: call(slot_bytes=256 * MIB))()
+        jax.jit(lambda: call(half_bytes=256 * MIB))()
     error = str(raised.value)
     assert error.startswith("RESOURCE_EXHAUSTED: jax_moe_a2a: workspace on device 1"), error
     assert str(256 * MIB) in error and str(64 * MIB) in error, error
     assert [library.used_bytes(device) for device in range(2)] == [0, 0]
-    assert jax.jit(lambda: call(slot_bytes=16 * MIB))() == 1
+    assert jax.jit(lambda: call(half_bytes=16 * MIB))() == 1
 
 
 def raises_or_gives_nan(library):

@@ -40,19 +40,19 @@ def rows_beyond_are_not_zero(take_rows):
 
 
 def groups_begin_too_early(plan_route):
-    def plan(*args, alignment, **numbers):
-        return plan_route(*args, alignment=max(1, alignment - 1), **numbers)
+    def plan(*args, alignment, **options):
+        return plan_route(*args, alignment=max(1, alignment - 1), **options)
 
     return plan
 
 
 def masked_choices_count(plan_route):
-    return lambda ids, rank, **numbers: plan_route(jnp.where(ids == -1, 0, ids), rank, **numbers)
+    return lambda ids, rank, **options: plan_route(jnp.where(ids == -1, 0, ids), rank, **options)
 
 
 def gradients_of_weights_are_halved(scale_and_dot):
-    def weigh(moved, rows, *args, **numbers):
-        return scale_and_dot(moved, [row / 2 for row in rows], *args, **numbers)
+    def weigh(moved, rows, *args, **options):
+        return scale_and_dot(moved, [row / 2 for row in rows], *args, **options)
 
     return weigh
 

@@ -1,7 +1,7 @@
 """The handlers of the kernels refuse arrays that do not fit each other, which an exported program
 may pass without any check by Python.
 
-The checks at trace time are taken away here; all ranks share one GPU.
+The checks before the program runs are taken away here; all ranks share one GPU.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_
 @pytest.fixture
 def unchecked(monkeypatch):
     assert ma.available()
+    monkeypatch.setattr(native, "why_not", lambda *args: ("", 1 << 20))
     monkeypatch.setattr(rules, "check_arrays", lambda *args, **options: None)
     monkeypatch.setattr(Routing, "check", lambda *args: None)
     monkeypatch.setattr(RoutedRows, "check_rows", lambda *args: None)
@@ -101,11 +102,11 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
         devices=np.array([], np.int64),
         num_ranks=np.int64(RANKS),
         p2p_world_size=np.int64(RANKS),
-        ring=np.int64(native.WHOLE_RING),
+        workspace_kind=np.int64(native.WHOLE),
         num_sms=np.int64(8),
         timeout_ns=np.int64(5e9),
         first_timeout_ns=np.int64(5e9),
-        slot_bytes=np.int64(1 << 20),
+        half_bytes=np.int64(1 << 20),
         raise_failures=True,
         scopes=np.int64(0),
     )
@@ -114,7 +115,7 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
     def dispatch(x, *arrays):
         rows = jax.ShapeDtypeStruct((RANKS, CAPACITY, HIDDEN), jnp.float32)
         call = jax.ffi.ffi_call("moe_a2a_dispatch", [rows])
-        return call(x, *arrays, num_scalars=np.int64(0), leaves_tail=False, **attributes)
+        return call(x, *arrays, num_choice_arrays=np.int64(0), leaves_tail=False, **attributes)
 
     right = jax.jit(dispatch)(jnp.ones((RANKS, TOKENS, HIDDEN)), *arrays)
     assert np.isfinite(np.asarray(right[0])).all()

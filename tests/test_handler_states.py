@@ -41,17 +41,19 @@ PLAN = [
 IDS, RANK = (I32, TOKENS, TOP_K), (I32,)
 TOKEN_ROWS, ROWS, WEIGHTS = (BF16, TOKENS, HIDDEN), (BF16, CAPACITY, HIDDEN), (F32, CAPACITY)
 ROUTED = dict(num_experts=np.int64(EXPERTS), alignment=np.int64(8), first_choice=np.int64(-1))
-MOVED = dict(num_scalars=np.int64(0), leaves_tail=False)
+MOVED = dict(num_choice_arrays=np.int64(0), leaves_tail=False)
 ENCODED = dict(
     MOVED,
-    format=np.int64(1),
+    format="BlockwiseFp8",
     decode=False,
     num_leaves=np.int64(1),
     global_scale=np.float32(1),
     has_token_scales=False,
 )
 SUMMED = dict(
-    num_scalars=np.int64(0), float32_wire=False, wire_format=np.int64(0), global_scale=np.float32(1)
+    num_choice_arrays=np.int64(0),
+    wire="BF16",
+    global_scale=np.float32(1),
 )
 # Operands, results, and the attributes that not all calls have.
 CALLS = dict(
@@ -69,7 +71,7 @@ CALLS = dict(
     routed_dispatch=(
         [IDS, RANK, TOKEN_ROWS],
         [*PLAN, ROWS],
-        dict(ROUTED, **MOVED, format=np.int64(0)),
+        dict(ROUTED, **MOVED, format=""),
     ),
     weighted_dispatch=(
         [TOKEN_ROWS, ROWS, WEIGHTS, *ROUTING.values()],
@@ -159,7 +161,7 @@ def grows(library):
     small = make("dispatch", *CALLS["dispatch"])
     run(small)
     used = library.used_bytes(0)
-    run(make("dispatch", *CALLS["dispatch"], slot_bytes=64 * MIB))
+    run(make("dispatch", *CALLS["dispatch"], half_bytes=64 * MIB))
     assert library.used_bytes(0) > used
     launches = library.num_launches()
     run(small)

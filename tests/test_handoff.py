@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
@@ -84,7 +85,7 @@ ASKING = {
     "path": lambda group: group.path,
     "why_portable": lambda group: group.why_portable,
     "topology": lambda group: group.topology,
-    "is_wide": lambda group: group.is_wide,
+    "is_multi_host": lambda group: group.is_multi_host,
     "reserve": lambda group: group.reserve(num_tokens=8, hidden=16, top_k=1, num_experts=2),
     "lowering": lambda group: group.placed_by(None),
 }
@@ -135,10 +136,10 @@ def test_a_process_announces_itself_for_the_devices_of_the_program_that_it_lower
 
 
 def test_reports_announce_nothing(told, monkeypatch):
-    monkeypatch.setattr(native, "failure", lambda topology, rings: "")
-    monkeypatch.setattr(native, "reserved_bytes", lambda topology, ring: 0)
-    monkeypatch.setattr(native, "mapped_bytes", lambda topology, ring: [])
-    monkeypatch.setattr(native, "counters", lambda topology, ring: [])
+    monkeypatch.setattr(native, "failure", lambda topology, kinds: "")
+    monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
+    monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
+    monkeypatch.setattr(native, "counters", lambda topology, kind: [])
     monkeypatch.setattr(native, "wait", lambda *args: None)
     monkeypatch.setattr(native, "close", lambda *args: None)
     for options in ({}, dict(p2p_world_size=2)):
@@ -182,7 +183,7 @@ def test_closing_waits_for_no_process(told, monkeypatch):
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
     monkeypatch.setattr(native, "close", lambda *args: closed.append(args))
-    monkeypatch.setattr(native, "failure", lambda topology, rings: "")
+    monkeypatch.setattr(native, "failure", lambda topology, kinds: "")
     group = group_of(0, 1)
     group.check()
     group.close()
@@ -213,32 +214,83 @@ def test_a_group_of_one_process_publishes_nothing(told):
     assert not told
 
 
-def test_ranks_on_several_hosts_reach_each_other_through_nvshmem(told):
+def hosts_of_two(told, monkeypatch):
+    """Let each two of four processes be on a host, and let the GPUs know their partitions."""
     for index in (1, 2, 3):
         tell(told, index, host="another" if index > 1 else None)
-    group = group_of(0, 1, 2, 3)
-    assert (group.path, group.is_wide, group.topology) == ("cuda", True, ((0, 1, 2, 3), 4, 2))
+    monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
 
 
-def test_without_nvshmem_they_take_the_portable_path_and_say_what_to_install(told):
-    tell(told, 1, host="another", why_no_network=f"has no NVSHMEM ({network.INSTALL})")
-    why = group_of(0, 1).why_portable
-    assert why == f"process 1 has no NVSHMEM ({network.INSTALL})"
+def test_ranks_on_several_hosts_reach_each_other_through_nvshmem_if_asked(told, monkeypatch):
+    hosts_of_two(told, monkeypatch)
+    group = group_of(0, 1, 2, 3, p2p_world_size=2)
+    assert (group.path, group.is_multi_host, group.topology) == ("cuda", True, ((0, 1, 2, 3), 4, 2))
+    tell(told, 3, host="another", why_no_network=f"has no NVSHMEM ({network.INSTALL})")
+    processes._notices.forget()
+    assert group.why_portable == f"process 3 has no NVSHMEM ({network.INSTALL})"
+
+
+@pytest.mark.parametrize("implementation", (None, "cuda"))
+def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
+    told, monkeypatch, implementation
+):
+    hosts_of_two(told, monkeypatch)
+    gpus = np.array([Gpu(i, i) for i in range(4)]).reshape(2, 2)
+    group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"), implementation=implementation)
+    assert group.two_level and group.path == "cuda within hosts, portable between"
+    assert [level.path for level in group.levels] == ["portable", "cuda"]
+    assert group.why_portable.startswith("between hosts: the ranks of processes [0, 2] are on 2 ")
+    assert group.levels[1].topology == ((0, 1, 2, 3), 2, 2)
+
+
+@pytest.mark.parametrize("is_known", (True, False), ids=("partitions", "one_partition"))
+def test_an_axis_that_spans_hosts_is_warned_of_with_the_lines_that_divide_it(
+    told, monkeypatch, is_known
+):
+    """The lines work. If NVLink connects the hosts, JAX has one partition for them."""
+    hosts_of_two(told, monkeypatch)
+    if not is_known:
+        monkeypatch.setattr(Gpu, "partition_index", 0)
+    flat = group_of(0, 1, 2, 3)
+    with pytest.warns(UserWarning, match="takes the portable path.*are on 2 hosts"):
+        why = flat.why_portable
+    lines = [line.strip() for line in why.splitlines()[1:]]
+    assert len(lines) == 2 and ("two_level=True" in lines[1]) != is_known
+    scope = dict(mesh=flat.mesh, jax=jax, ma=ma)
+    exec("\n".join(lines), scope)
+    assert scope["group"].path == "cuda within hosts, portable between"
+    with pytest.raises(ValueError, match="implementation must be None or 'portable'.*2 hosts"):
+        _ = group_of(0, 1, 2, 3, implementation="cuda").path
 
 
 def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
     for index, host in ((1, "another"), (2, "another"), (3, None)):
         tell(told, index, host=host)
-    assert "do not have equally many consecutive ranks" in group_of(0, 1, 2, 3, 0, 1).why_portable
+    why = group_of(0, 1, 2, 3, 0, 1).why_portable
+    assert "on 2 hosts" in why and "Mesh" not in why
 
 
-@pytest.mark.parametrize("p2p_world_size, is_wide", ((1, True), (2, True), (4, False), (8, False)))
-def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is_wide):
+def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
+    """Its program differs, although the processes of each host agree with each other."""
+    for index in (2, 3):
+        tell(told, index, host="another", package="0.0.1")
+    tell(told, 1)
+    monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
+    gpus = np.array([Gpu(i, i) for i in range(4)]).reshape(2, 2)
+    group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"))
+    assert group.path == "portable"
+    assert group.why_portable.startswith("within hosts: processes 0 and 2 run different versions")
+
+
+@pytest.mark.parametrize(
+    "p2p_world_size, is_multi_host", ((1, True), (2, True), (4, False), (8, False))
+)
+def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is_multi_host):
     for index in (1, 2, 3):
         tell(told, index)
     group = group_of(0, 1, 2, 3, p2p_world_size=p2p_world_size)
-    assert (group.path, group.is_wide) == ("cuda", is_wide)
-    assert not group.single_rank.is_wide
+    assert (group.path, group.is_multi_host) == ("cuda", is_multi_host)
+    assert not group.single_rank.is_multi_host
 
 
 def test_one_process_has_no_network_to_its_own_gpus(told):
@@ -246,9 +298,9 @@ def test_one_process_has_no_network_to_its_own_gpus(told):
 
 
 def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size():
-    least, split = network.LEAST_SLOT_BYTES, native.SPLIT_RING
+    least, split = network.LEAST_HALF_BYTES, native.SPLIT
     sizes = (0, 1, least, least + 1, 2 * least, 3 * least, 4 * least + 1)
-    assert [network.ring_of(native.WHOLE_RING, size) // 2 for size in sizes] == [
+    assert [network.kind_of(native.WHOLE, size) // 2 for size in sizes] == [
         0,
         0,
         0,
@@ -259,8 +311,8 @@ def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size()
     ]
     for size in sizes:
         assert least << network._doublings(size) >= size
-        assert native.is_split(network.ring_of(split, size))
-        assert not native.is_split(network.ring_of(native.WHOLE_RING, size))
+        assert native.is_split(network.kind_of(split, size))
+        assert not native.is_split(network.kind_of(native.WHOLE, size))
     # All workspaces up to that one; two ring halves each, for received rows and for outgoing
     # tokens.
     assert network.bytes_to_reserve(least) == 4 * least
@@ -305,6 +357,15 @@ def test_a_process_of_before_packages_were_told_is_of_another_version(told):
     del notice["package"], notice["build"]
     told[processes.KEY.format(1)] = json.dumps(notice)
     assert "run different versions of jax_moe_a2a" in group_of(0, 0, 1, 1).why_portable
+
+
+@pytest.mark.parametrize(
+    "text", ("", "{", "[1]", "{}", '{"host": "a", "why_portable": "", "version": 1, "secret": 7}')
+)
+def test_a_notice_that_cannot_be_read_is_an_error_that_names_its_process(told, text):
+    told[processes.KEY.format(1)] = text
+    with pytest.raises(RuntimeError, match="process 1 has announced itself in a way that .* read:"):
+        _ = group_of(0, 1).path
 
 
 def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_error():
@@ -362,17 +423,17 @@ MOST_BYTES = 32 << 30  # of a ring half
 
 
 def request_of(
-    ring=0,
+    kind=0,
     ranks=2,
     device=0,
     closed=0,
     first_allocation=0,
-    slot_bytes=0,
+    half_bytes=0,
     devices=DEVICES,
     version=None,
 ):
     version = native.protocol_version() if version is None else version
-    return [version, ring, ranks, device, closed, first_allocation, slot_bytes, *devices]
+    return [version, kind, ranks, device, closed, first_allocation, half_bytes, *devices]
 
 
 @pytest.mark.parametrize(
@@ -383,13 +444,13 @@ def request_of(
         (request_of(device=2), NOT_UNDERSTOOD),
         (request_of(devices=DEVICES[:1]), NOT_UNDERSTOOD),  # half a domain
         (request_of(ranks=0), NOT_UNDERSTOOD),
-        (request_of(ring=2), NOT_UNDERSTOOD),
-        (request_of(ring=-1), NOT_UNDERSTOOD),
+        (request_of(kind=2), NOT_UNDERSTOOD),
+        (request_of(kind=-1), NOT_UNDERSTOOD),
         (request_of(first_allocation=-1), NOT_UNDERSTOOD),
-        (request_of(slot_bytes=-1), NOT_UNDERSTOOD),
-        (request_of(slot_bytes=MOST_BYTES + 1), NOT_UNDERSTOOD),
+        (request_of(half_bytes=-1), NOT_UNDERSTOOD),
+        (request_of(half_bytes=MOST_BYTES + 1), NOT_UNDERSTOOD),
         (request_of(), UNDERSTOOD),
-        (request_of(ring=1, slot_bytes=MOST_BYTES), UNDERSTOOD),
+        (request_of(kind=1, half_bytes=MOST_BYTES), UNDERSTOOD),
     ),
 )
 def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, why):

@@ -1,9 +1,12 @@
-"""The Flax modules equal the dense layer of their parameters, also under Flax's transforms."""
+"""The Flax modules equal `ma.moe` and the dense layer, also under Flax's transforms."""
 
 import functools
+import inspect
 
+import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
@@ -25,6 +28,7 @@ from test_integrations import (
 import jax_moe_a2a as ma
 from jax_moe_a2a.integrations.linen import MoE as LinenMoE
 from jax_moe_a2a.integrations.nnx import MoE as NnxMoE
+from jax_moe_a2a.integrations.nnx import SelectBias
 
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
@@ -33,59 +37,129 @@ pytestmark = [
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
 SIZES = dict(expert_hidden=WIDTH, num_experts=EXPERTS, top_k=TOP_K)
+MODULES = pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 
 
 @jax.jit
-def dense_module(params, x, biases=()):
-    logits = x @ params["router"]["kernel"]
-    return dense(x, *choose(logits), params["w_in"], params["w_out"], swiglu, *biases)
+def dense_module(params, x):
+    w_in = params["w_gate_up"].reshape(*params["w_gate_up"].shape[:2], -1)
+    return dense(x, *choose(x @ params["router"]), w_in, params["w_down"], swiglu)
 
 
-def nnx_moe(mesh, seed=0, **options):
-    group = ma.Group(mesh, "ep")
-    return NnxMoE(HIDDEN, **SIZES, group=group, rngs=nnx.Rngs(seed), **options)
+def apply_and_params(make, mesh, x=X, **options):
+    """Return a module as a function of parameters and tokens, and its parameters by name."""
+    options = SIZES | options
+    with jax.set_mesh(mesh):
+        if make is NnxMoE:
+            model = NnxMoE(HIDDEN, group="ep", rngs=nnx.Rngs(0), **options)
+            graph, params, rest = nnx.split(model, nnx.Param, ...)
+            return lambda params, x: nnx.merge(graph, params, rest)(x), params
+        module = LinenMoE(group="ep", **options)
+        variables = quick_jit(module.init)(jax.random.key(0), x)
+        params, rest = variables.pop("params"), variables
+        return lambda params, x: module.apply({"params": params, **rest}, x), params
 
 
-def plain(state):
-    return nnx.to_pure_dict(state)
+def plain(params):
+    """Return the parameters of a module as arrays by name."""
+    if isinstance(params, nnx.State):
+        params = nnx.to_pure_dict(params)
+    return jax.device_get(linen.unbox(params))
 
 
 def loss_of(y):
     return jnp.sum(jnp.sin(y))
 
 
-def test_nnx_module_equals_the_dense_layer_and_counts_the_load_over_data_axes():
-    model = nnx_moe(mesh_of(data=2, ep=2), data_axes=("data",))
+def value_and_grads(apply, params, x=X):
+    """Return (result, statistics) and the gradients of parameters, by name."""
 
-    @nnx.jit
-    def step(model, x):
-        def loss(model):
-            y, load = model(x)
-            return loss_of(y), (y, load)
+    def loss(params):
+        y, stats = apply(params, x)
+        return loss_of(y) + stats.balance_loss + stats.z_loss, (y, stats)
 
-        return nnx.value_and_grad(loss, has_aux=True)(model)
-
-    (_, (y, load)), grads = step(model, X)
-    params = plain(nnx.state(model, nnx.Param))
-    expected = quick_jit(jax.value_and_grad(lambda p: loss_of(dense_module(p, X))))(params)
-    assert_close((loss_of(y), plain(grads)), expected)
-    assert int(load.rows_per_expert.sum()) == X.shape[0] * X.shape[1] * TOP_K
+    (_, results), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return results, plain(grads)
 
 
-def test_nnx_scan_over_layers():
+@MODULES
+def test_a_module_runs_on_the_mesh_of_make_mesh(make):
+    """Its axes are Explicit by default. The result is that of the dense layer."""
+    if harness.NUM_DEVICES < 8:
+        pytest.skip("needs 8 devices")
+    mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))
+    apply, params = apply_and_params(make, mesh, num_experts=8)
+    for param in jax.tree.leaves(params):
+        if make is NnxMoE and param.ndim > 2:
+            assert param.sharding.is_equivalent_to(NamedSharding(mesh, P("ep")), param.ndim)
+    with jax.set_mesh(mesh):
+        (y, stats), grads = value_and_grads(apply, params)
+    names = plain(params)
+    assert_close(y, dense_module(names, X))
+    assert_close(stats.logits, X @ names["router"])
+
+    def expected(params):
+        logits = (X @ params["router"]).reshape(-1, 8)
+        scores, ids = jax.nn.softmax(logits), choose(logits)[1]
+        losses = ma.load_balancing_loss(scores, ids) + ma.router_z_loss(logits)
+        return loss_of(dense_module(params, X)) + losses
+
+    assert_close(grads, quick_jit(jax.grad(expected))(names))
+    assert int(stats.load.wanted_per_expert.sum()) == 12 * TOP_K
+
+
+@MODULES
+def test_a_module_with_all_parameters_is_moe(make):
+    mesh = mesh_of(AxisType.Auto, data=2, ep=2, tensor=2)
+    options = dict(data_axes=("data",), tensor_axis="tensor")
+    call = dict(mask=np.arange(12).reshape(4, 3) != 3, shared_weights=0.5)
+    with jax.set_mesh(mesh):
+        more = dict(bias=True, select_bias=True, shared_expert=True, fsdp_axes="data", **options)
+        make_module = functools.partial(make, **SIZES, group="ep", dtype="bfloat16", **more)
+        if make is NnxMoE:
+            model = make_module(HIDDEN, rngs=nnx.Rngs(0))
+            specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model)))
+            model.select_bias[...] = jnp.arange(EXPERTS) / 4.0
+            y, stats = nnx.jit(lambda model, x: model(x, **call))(model, X)
+            names = plain(nnx.state(model))
+            assert list(nnx.state(model, SelectBias)) == ["select_bias"]
+            assert "select_bias" not in nnx.state(model, nnx.Param)
+        else:
+            module = make_module()
+            variables = quick_jit(module.init)(jax.random.key(0), X)
+            specs = linen.get_partition_spec(variables)
+            specs = specs["params"] | specs["router_state"]
+            variables["router_state"]["select_bias"] = jnp.arange(EXPERTS) / 4.0
+            y, stats = quick_jit(lambda v, x: module.apply(v, x, **call))(variables, X)
+            names = plain(variables)
+            names = names["params"] | names["router_state"]
+        cast = lambda name, a: a if "rout" in name or "select" in name else a.astype("bfloat16")
+        arguments = {name: cast(name, a) for name, a in names.items()} | call | options
+        layer = lambda x: ma.moe(x, **arguments, top_k=TOP_K, group="ep", return_logits=True)
+        expected = quick_jit(layer)(X.astype("bfloat16"))
+    assert y.dtype == jnp.bfloat16
+    assert_close((y, stats), expected, 1e-6)
+    wanted = ma.moe_partition_specs("ep", tensor_axis="tensor", fsdp_axes="data")
+    assert {name: P(*spec) for name, spec in specs.items()} == wanted
+
+
+def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     mesh = mesh_of(ep=2)
 
+    metadata = {nnx.PARTITION_NAME: None}  # no axis of the mesh divides the layers
+
     @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=0, out_axes=0)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=metadata)
     def create(rngs):
-        return NnxMoE(HIDDEN, **SIZES, group=ma.Group(mesh, "ep"), rngs=rngs)
+        group = ma.Group(mesh, "ep")
+        return NnxMoE(HIDDEN, **SIZES, group=group, select_bias=True, rngs=rngs)
 
     @nnx.jit
     def step(models, x):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0), transform_metadata=metadata)
         def layer(x, model):
-            y, load = model(x)
-            return x + y, load.rows_per_rank
+            y, stats = model(x)
+            return x + y, stats.load.rows_per_rank
 
         def loss(models):
             y, rows = layer(x, models)
@@ -105,59 +179,18 @@ def test_nnx_scan_over_layers():
     (loss, rows), grads = step(models, X)
     assert_close((loss, plain(grads)), expected(plain(nnx.state(models, nnx.Param))))
     assert rows.shape == (2, 2)
-
-
-def test_nnx_module_drops_and_says_so():
-    model = nnx_moe(mesh_of(ep=2), capacity_factor=0.5)
-    _, load = nnx.jit(lambda model, x: model(x))(model, X)
-    assert int(load.dropped_per_rank.sum()) >= X.shape[0] * X.shape[1] * TOP_K // 2
-
-
-def test_nnx_module_computes_in_its_dtype_with_a_router_of_the_users():
-    seen = []
-
-    def top_1(logits):
-        seen.append(logits.shape)
-        scores, ids = jax.lax.top_k(logits, 1)
-        return jax.nn.sigmoid(scores), ids
-
-    model = nnx_moe(mesh_of(ep=2), choose=top_1, dtype=jnp.bfloat16)
-    y, load = nnx.jit(lambda model, x: model(x))(model, X)
-    assert y.dtype == jnp.bfloat16 and model.w_in.dtype == jnp.float32
-    assert int(load.rows_per_expert.sum()) == X.shape[0] * X.shape[1]
-    assert seen[0] == (X.shape[0] // 2 * X.shape[1], EXPERTS)
-
-
-@pytest.mark.parametrize("expert_bias", (False, True))
-def test_linen_module_equals_the_dense_layer(expert_bias):
-    group = ma.Group(mesh_of(ep=2), "ep")
-    module = LinenMoE(**SIZES, group=group, expert_bias=expert_bias)
-    params = jax.jit(module.init)(jax.random.key(0), X)["params"]
-    if expert_bias:
-        noise = functools.partial(jax.random.normal, jax.random.key(2))
-        params |= {name: noise(params[name].shape) for name in ("b_in", "b_out")}
-
-    def ours(params, x):
-        y, load = module.apply({"params": params}, x)
-        return loss_of(y), (y, load)
-
-    def theirs(params, x):
-        y = dense_module(params, x, [params[name] for name in ("b_in", "b_out") if name in params])
-        return loss_of(y), y
-
-    (_, (y, load)), grads = quick_jit(jax.value_and_grad(ours, has_aux=True))(params, X)
-    (_, expected), expected_grads = quick_jit(jax.value_and_grad(theirs, has_aux=True))(params, X)
-    assert_close((y, grads), (expected, expected_grads))
-    assert load.dropped_per_rank.tolist() == [0, 0]
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(models)))
+    assert P(*specs["w_down"]) == P(None, "ep", None, None)
+    assert P(*specs["select_bias"]) == P(None, None)
 
 
 def test_linen_module_scans_over_layers_with_remat():
-    group = ma.Group(mesh_of(ep=2), "ep")
+    mesh = mesh_of(AxisType.Explicit, ep=2)
 
     class Block(linen.Module):
         @linen.compact
         def __call__(self, x, _):
-            y, _ = LinenMoE(**SIZES, group=group, name="moe")(x)
+            y, _ = LinenMoE(**SIZES, group="ep", name="moe")(x)
             return x + y, None
 
     layers = linen.scan(
@@ -165,64 +198,67 @@ def test_linen_module_scans_over_layers_with_remat():
         variable_axes={"params": 0},
         split_rngs={"params": True},
         length=2,
+        metadata_params={linen.PARTITION_NAME: None},
     )()
-    params = jax.jit(layers.init)(jax.random.key(0), X, None)
-    y, _ = jax.jit(layers.apply)(params, X, None)
+    with jax.set_mesh(mesh):
+        variables = quick_jit(layers.init)(jax.random.key(0), X, None)
+        y, _ = quick_jit(layers.apply)(variables, X, None)
+        unboxed = quick_jit(layers.apply)(linen.unbox(variables), X, None)[0]
+    spec = linen.get_partition_spec(variables)["params"]["moe"]["w_down"]
+    assert spec == P(None, "ep", None, None)
+    params = plain(variables)["params"]["moe"]
     expected = X
     for i in range(2):
-        layer = jax.tree.map(lambda a: a[i], params["params"]["moe"])
-        expected += dense_module(layer, expected)
-    assert_close(y, expected)
+        expected += dense_module(jax.tree.map(lambda a: a[i], params), expected)
+    assert_close((y, unboxed), (expected, expected))
 
 
-@pytest.mark.parametrize("make", ("nnx", "linen"))
-def test_a_module_runs_on_the_mesh_of_make_mesh_or_says_what_to_do(make):
-    """Its axes are Explicit by default, and then the types of arrays have their placement."""
-    mesh = jax.make_mesh((2,), ("ep",), devices=mesh_of(ep=2).devices.flat)
-    x = jax.device_put(X, NamedSharding(mesh, P("ep")))
-    if make == "nnx":
-        graph, params = nnx.split(nnx_moe(mesh), nnx.Param)
-        apply, names = lambda params, x: nnx.merge(graph, params)(x), plain(params)
-    else:
-        module = LinenMoE(**SIZES, group=ma.Group(mesh, "ep"))
-        with jax.set_mesh(mesh):
-            params = module.init(jax.random.key(0), X)
-        apply, names = module.apply, params["params"]
-
-    def loss(params, x):
-        y, _ = apply(params, x)
-        return loss_of(y), y
-
-    gradient = quick_jit(jax.value_and_grad(loss, has_aux=True))
-    with pytest.raises(ValueError, match=r"needs the mesh in scope; got .*jax.set_mesh\(mesh\)"):
-        gradient(params, x)
-    with jax.set_mesh(mesh):
-        (_, y), grads = gradient(params, x)
-    dense_loss = lambda params: loss_of(dense_module(params, X))
-    names = jax.device_get(names)
-    assert_close(y, dense_module(names, X))
-    assert_close(grads, quick_jit(jax.grad(dense_loss))(names))
-
-
-@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
-def test_experts_that_ranks_cannot_share_are_refused_at_construction(make):
-    options = dict(SIZES, num_experts=6, group=ma.Group(axis_name="ep", size=4))
-    more = dict(hidden=HIDDEN, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
-    with pytest.raises(ValueError, match="multiple of the group's size 4; got 6. Use 4 or 8"):
-        make(**options, **more)
-
-
-def test_a_module_without_a_mesh_runs_under_set_mesh():
-    mesh = mesh_of(AxisType.Explicit, ep=2)
-    module = LinenMoE(**SIZES, group=ma.Group(axis_name="ep", size=2))
-    with_mesh = LinenMoE(**SIZES, group=ma.Group(mesh_of(ep=2), "ep"))
-    params = jax.jit(with_mesh.init)(jax.random.key(0), X)
-    specs = {"router": P(), "w_in": P("ep"), "w_out": P("ep")}
-    params = {
-        name: jax.device_put(param, NamedSharding(mesh, specs[name]))
-        for name, param in params["params"].items()
+@MODULES
+@pytest.mark.exchanges(0)
+def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
+    renamed = {
+        "x": "x",
+        "router": "num_experts",
+        "router_bias": "bias",
+        "w_gate_up": "expert_hidden",
+        "w_down": "expert_hidden",
+        "b_gate_up": "bias",
+        "b_down": "bias",
+        "shared_gate_up": "shared_expert",
+        "shared_down": "shared_expert",
+        "topk_ids": "top_k",
+        "topk_weights": "score",
+        "num_experts": "num_experts",
+        "w_in": "expert_hidden",
+        "w_out": "expert_hidden",
+        "b_in": "bias",
+        "b_out": "bias",
     }
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("ep")))
-        y, _ = jax.jit(lambda params, x: module.apply({"params": params}, x))(params, x)
-    assert_close(y, dense_module(jax.device_get(params), X))
+    parameters = lambda function: inspect.signature(function).parameters
+    options = {**parameters(make.__init__), **parameters(make.__call__)}
+    for function in (ma.moe, ma.moe_mlp):
+        assert {renamed.get(name, name) for name in parameters(function)} <= set(options)
+    own = "x", "group", "select_bias", "return_logits", *renamed
+    for name, parameter in parameters(ma.moe).items():
+        assert name in own or parameter.default == options[name].default, name
+    both = [set(parameters(module.__init__)) for module in (NnxMoE, LinenMoE)]
+    assert both[0] ^ both[1] == {"hidden", "rngs", "name", "parent"}
+
+
+@MODULES
+@pytest.mark.exchanges(0)
+def test_options_that_do_not_fit_are_refused_at_construction(make):
+    more = dict(hidden=HIDDEN, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
+    group = ma.Group(axis_name="ep", size=4)
+    with pytest.raises(ValueError, match="multiple of the group's size 4; got 6. Use 4 or 8"):
+        make(**dict(SIZES, num_experts=6), group=group, **more)
+    with pytest.raises(ValueError, match="shared_hidden must be None without a shared expert"):
+        make(**SIZES, group=group, shared_hidden=4, **more)
+
+
+@MODULES
+@pytest.mark.exchanges(0)
+def test_a_call_without_a_mesh_names_set_mesh(make):
+    apply, params = apply_and_params(make, mesh_of(ep=2))
+    with pytest.raises(ValueError, match=r"got no mesh in scope.*jax.set_mesh\(mesh\)"):
+        jax.eval_shape(apply, params, X)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import small_layer
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -18,7 +18,7 @@ def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
     group = harness.group_of(RANKS)
 
     def of_one_rank(x, topk_weights, w, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+        recv = ma.dispatch(x, ids, topk_weights, **route_args(group))
         return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv), recv
 
     floats, ids, kept = small_layer.arguments(RANKS)
@@ -71,7 +71,7 @@ def test_a_group_with_another_timeout_is_another_program():
     def program(ids, group):
         traces.append(group)
         return small_layer.on_all_ranks(
-            lambda ids: ma.route(ids, **numbers(group)).num_rows, group.mesh
+            lambda ids: ma.route(ids, **route_args(group)).num_rows, group.mesh
         )(ids)
 
     ids = small_layer.arguments(RANKS).ids
@@ -86,7 +86,7 @@ def test_recv_leaves_one_program_and_enters_another():
     group = harness.group_of(RANKS)
 
     dispatch = harness.jit(
-        small_layer.on_all_ranks(lambda x, ids, t: ma.dispatch(x, ids, t, **numbers(group))),
+        small_layer.on_all_ranks(lambda x, ids, t: ma.dispatch(x, ids, t, **route_args(group))),
         exchanges=1,
     )
     combine = harness.jit(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -150,7 +150,7 @@ def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
 
     def dispatch(x):
         return small_layer.on_all_ranks(
-            lambda x, ids: ma.dispatch(x, ids, **numbers(group)).rows, group.mesh
+            lambda x, ids: ma.dispatch(x, ids, **route_args(group)).rows, group.mesh
         )(x, ids)
 
     def tangents(x, wide, narrow):

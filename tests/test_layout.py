@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering.combine import WARP_LANES
 from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
-from jax_moe_a2a._src.exchange.lowering.payload import FORMAT_CODES, VECTOR_BYTES
 from jax_moe_a2a._src.exchange.lowering.route import route_chunks
 from jax_moe_a2a._src.formats import formats
 from jax_moe_a2a._src.group import extension, native
@@ -57,10 +55,10 @@ def test_the_memory_estimate_knows_the_ring_and_the_zones():
 
 def counter_words(region):
     """Return the offsets in the header of all 4-byte words of a region, in all ring halves."""
-    _, _, offset, num_bytes, count, stride, ring_stride = region
+    _, _, offset, num_bytes, count, stride, half_stride = region
     return {
-        offset + slot * ring_stride + run * stride + byte
-        for slot in range(layout.RING_DEPTH if ring_stride else 1)
+        offset + half * half_stride + run * stride + byte
+        for half in range(layout.RING_DEPTH if half_stride else 1)
         for run in range(count)
         for byte in range(0, num_bytes, 4)
     }
@@ -106,11 +104,6 @@ def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
 
 def test_a_token_has_no_more_choices_than_a_warp_has_lanes():
     assert MAX_TOP_K == layout.MAX_TOP_K
-    assert WARP_LANES == layout.WARP_THREADS
-
-
-def test_vectors_have_one_size():
-    assert VECTOR_BYTES == layout.VECTOR_BYTES
 
 
 def test_the_fields_of_a_routing_have_one_order():
@@ -134,9 +127,8 @@ def test_token_formats_agree():
         and hasattr(found, "group_size")
     }
     assert {name for name, *_ in layout.TOKEN_FORMATS} == classes
-    for name, code, group, value_bits, scale_bytes in layout.TOKEN_FORMATS:
+    for name, group, value_bits, scale_bytes in layout.TOKEN_FORMATS:
         fmt = getattr(formats, name)
-        assert FORMAT_CODES[fmt] == code
         assert fmt.group_size == group
         assert 8 // fmt.values_per_item == value_bits
         assert jnp.dtype(fmt.scale_dtype).itemsize == scale_bytes

@@ -5,6 +5,7 @@ Lowering for a platform needs none of its devices, so this runs wherever the ker
 
 import collections
 import functools
+import logging
 import re
 
 import harness
@@ -18,7 +19,6 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
 from jax_moe_a2a._src.exchange.lowering import budgets
 from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
-from jax_moe_a2a._src.exchange.lowering.payload import FORMAT_CODES
 from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.plan.plan import NUM_RESULTS, plan_shapes
@@ -136,7 +136,7 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     shapes = plan_shapes(TOKENS, TOP_K, RANKS, EXPERTS // RANKS, rows).values()
     plan = ["x".join([*map(str, shape), "i32"]) for shape in shapes]
     assert results == [*plan, f"{rows}x{HIDDEN}xbf16", f"{rows}xf32"]
-    for name, value in dict(num_experts=EXPERTS, alignment=1, num_scalars=1).items():
+    for name, value in dict(num_experts=EXPERTS, alignment=1, num_choice_arrays=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
 
 
@@ -210,18 +210,19 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     narrow = [line for line in text.splitlines() if re.search("f8E|f4E", line)]
     computed = [line for line in narrow if "stablehlo" in line and "barrier" not in line]
     assert all("custom_call" in line for line in computed)
-    numbers = dict(format=3 if scale else 2, num_leaves=2, num_scalars=1)
-    for key, value in numbers.items():
+    assert attribute(text, name, "format") == ('"NvFp4"' if scale else '"MxFp8"')
+    attributes = dict(num_leaves=2, num_choice_arrays=1)
+    for key, value in attributes.items():
         assert attribute(text, name, key) == f"{value} : i64"
     global_scale = 5.0e-01 if scale == "static" else 1.0
     assert float(attribute(text, name, "global_scale").split(" ")[0]) == global_scale
     assert attribute(text, name, "decode") == str(decode).lower()
     assert attribute(text, name, "has_token_scales") == str(scale == "traced").lower()
     bits, group = (4, 16) if scale else (8, 32)
-    landed = [part for numbers in (32, 192) for part in (numbers * bits // 8, numbers // group)]
+    landed = [part for width in (32, 192) for part in (width * bits // 8, width // group)]
     landed += [4 * TOP_K] + [4] * (decode and scale == "traced")
     zone = sum(native.array_bytes(TOKENS, row_bytes) for row_bytes in landed)
-    assert attribute(text, name, "slot_bytes") == f"{RANKS * zone} : i64"
+    assert attribute(text, name, "half_bytes") == f"{RANKS * zone} : i64"
 
 
 @pytest.mark.parametrize("given", ("ids", "routing"))
@@ -243,7 +244,7 @@ def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_excha
 
 def test_a_dispatch_without_a_format_says_so():
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    assert attribute(text, "routed_dispatch", "format") == "0 : i64"
+    assert attribute(text, "routed_dispatch", "format") == '""'
 
 
 def test_more_tokens_in_a_format_than_go_in_one_launch_are_two_custom_calls():
@@ -406,7 +407,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
     assert set(devices) == {str(RANKS)}
     for operation in calls(text):
         assert attribute(text, operation, "num_ranks") == f"{ranks} : i64"
-        is_nothing = attribute(text, operation, "slot_bytes") == "0 : i64"
+        is_nothing = attribute(text, operation, "half_bytes") == "0 : i64"
         assert is_nothing == ("replicated" in modes)
 
 
@@ -459,11 +460,11 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
     barriers = re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text)
     for line in halves(text):
-        assert "has_side_effect = true" in line and "ring = 1 : i64" in line, line
+        assert "has_side_effect = true" in line and "workspace_kind = 1 : i64" in line, line
         assert {*re.findall(r"%\d+", line.split("(")[1].split(")")[0])} <= {*barriers}, line
         assert f"num_sms = {budgets.SPLIT_NUM_SMS} : i64" in line, line
     for operation in ("dispatch", "combine"):
-        for name in ("slot_bytes", "num_sms", "num_scalars"):
+        for name in ("half_bytes", "num_sms", "num_choice_arrays"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
             assert values[0] == values[1], (operation, name)
 
@@ -517,7 +518,7 @@ def test_nothing_is_fused_with_a_half():
 
 def test_a_whole_exchange_has_another_ring():
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    assert attribute(text, "combine", "ring") == "0 : i64"
+    assert attribute(text, "combine", "workspace_kind") == "0 : i64"
 
 
 def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
@@ -578,7 +579,7 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     assert attribute(text, "weighted_dispatch", "scaled") == str("rows" in of).lower()
     assert attribute(text, "weighted_dispatch", "dotted") == str("weights" in of).lower()
     zone = native.array_bytes(TOKENS, 2 * HIDDEN)
-    assert attribute(text, "weighted_dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+    assert attribute(text, "weighted_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
 
 
 @pytest.mark.parametrize("dtype, hidden", (("bfloat16", 8), ("float16", 24), ("float32", 4)))
@@ -623,7 +624,7 @@ def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
             [ct, *[y] * num_rows, *[weights] * num_weights],
             routing.arrays,
             num_leaves=num_rows,
-            num_scalars=num_weights,
+            num_choice_arrays=num_weights,
             num_weight_axes=0,
             wire_dtype=None,
             group=routing.group,
@@ -701,6 +702,50 @@ def test_other_platforms_take_the_portable_path():
 # Exchanges that the kernels do not support
 
 
+def refused(*avals, of=None, **wire):
+    """Return a program of `of` (x, ids, group), its arguments."""
+    of = of or (lambda x, ids, group: ma.combine(x, route(ids, group), **wire))
+    return of, avals
+
+
+def rows_of(top_k=TOP_K, columns=32, dtype="bfloat16"):
+    rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)
+    return aval(rows, columns, dtype=dtype), aval(TOKENS, top_k, dtype="int32")
+
+
+def dispatched(x, ids, group):
+    return ma.dispatch(x, route(ids, group)).rows
+
+
+def routed_to_many(x, ids, group):
+    return route(ids, group, num_experts=RANKS * (native.limit("MAX_LOCAL_EXPERTS") + 1)).row_token
+
+
+# The primitive, a program that binds it, the types of its arguments, and why it is refused.
+REFUSED = {
+    "packed": ("dispatch", *refused(aval(TOKENS, 4, dtype="int4"), IDS, of=dispatched), "S4["),
+    "arrays": ("dispatch", *refused([aval(TOKENS, 4)] * 17, IDS, of=dispatched), "at most 16"),
+    "experts": ("route", *refused(aval(TOKENS, 4), IDS, of=routed_to_many), "got 1 batches of"),
+    "sums": ("combine", *refused(*rows_of(dtype="float64")), "; got F64["),
+    "wire": ("combine", *refused(*rows_of(), wire_dtype="float16"), "got 'F16' for rows BF16["),
+    "list": ("combine", *refused(*rows_of(33 - RANKS), wire_dtype=ma.MxFp8()), "at most 32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_call_has_one_reason_in_the_log_and_in_the_error(case, caplog, x64):
+    operation, of, avals, expected = REFUSED[case]
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        text = lower(functools.partial(of, group=group_of()), *avals)
+    assert is_portable(text, operation)
+    refusal = f"moe_a2a_{operation}: portable path, because "
+    (why,) = {m.removeprefix(refusal) for m in caplog.messages if m.startswith(refusal)}
+    assert expected in why
+    with pytest.raises(ValueError, match=f"moe_a2a_{operation} that the kernels") as error:
+        lower(functools.partial(of, group=group_of(implementation="cuda")), *avals)
+    assert f"({why})" in str(error.value)
+
+
 def test_float64_moves_through_the_kernels_but_is_summed_by_the_portable_path(x64):
     text = lower(exchange, aval(TOKENS, HIDDEN, dtype="float64"), IDS, WEIGHTS)
     assert is_portable(text, "combine")
@@ -716,8 +761,7 @@ def test_float64_weights_are_summed_by_the_portable_path(x64):
 def test_wire_dtypes_that_kernels_have_are_one_custom_call(wire_dtype):
     text = lower(functools.partial(combine_alone, wire_dtype=wire_dtype), *combine_avals())
     assert calls(text) == {"route": 1, "combine": 1}
-    is_wide = attribute(text, "combine", "float32_wire") == "true"
-    assert is_wide == (wire_dtype == "float32")
+    assert attribute(text, "combine", "wire") == f'"{native.type_name(wire_dtype or "bfloat16")}"'
 
 
 @pytest.mark.parametrize("wire_dtype", ("float16", "float8_e4m3fn"))
@@ -734,7 +778,6 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
-    code = FORMAT_CODES[type(fmt)]
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     y, weights = aval(rows, hidden, dtype=dtype), aval(rows, dtype="float32")
 
@@ -744,8 +787,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     alone = lower(functools.partial(combine_alone, wire_dtype=fmt), y, IDS)
     for text in (alone, lower(weighted, y, weights, IDS)):
         assert calls(text) == {"route": 1, "combine": 1}
-        assert attribute(text, "combine", "wire_format") == f"{code} : i64"
-        assert attribute(text, "combine", "float32_wire") == "false"
+        assert attribute(text, "combine", "wire") == f'"{type(fmt).__name__}"'
         assert attribute(text, "combine", "num_sms") == f"{budgets.FORMAT_NUM_SMS} : i64"
         given = float(attribute(text, "combine", "global_scale").split(" ")[0])
         assert given == getattr(fmt, "global_scale", 1)
@@ -754,7 +796,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
             for part in jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((1, hidden), dtype))
         )
         zone = native.array_bytes(TOKENS, values + -(-scales // 16) * 16)
-        assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
+        assert attribute(text, "combine", "half_bytes") == f"{RANKS * zone} : i64"
         assert not re.search("f8E|f4E", text)
 
 
@@ -773,7 +815,7 @@ def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
     ct = {name: aval(capacity, *leaf.shape[1:], dtype=leaf.dtype) for name, leaf in x.items()}
     text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(capacity, dtype="float32")))
     assert calls(text) == {"route": 1, "combine": 2}
-    assert attribute(text, "combine", "num_scalars") == "1 : i64"
+    assert attribute(text, "combine", "num_choice_arrays") == "1 : i64"
 
 
 def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
@@ -783,7 +825,7 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     text = lower(combine, aval(rows, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
-    assert attribute(text, "combine_start", "wire_format") == "1 : i64"
+    assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
     assert attribute(text, "combine_start", "num_sms") == f"{budgets.SPLIT_NUM_SMS} : i64"
 
 
@@ -864,7 +906,7 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
             [*rows, *weights],
             routing.arrays,
             num_leaves=len(rows),
-            num_scalars=0,
+            num_choice_arrays=0,
             wire_dtype=None,
             group=routing.group,
         )
@@ -995,11 +1037,11 @@ def test_the_landing_zone_holds_what_all_sources_send():
     text, at_once = lower(exchange_by_routing, *avals), lower(exchange, *avals)
     row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
     zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
-    assert attribute(text, "dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+    assert attribute(text, "dispatch", "half_bytes") == f"{RANKS * zone} : i64"
     # The ids go through the header.
-    assert attribute(at_once, "routed_dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+    assert attribute(at_once, "routed_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
     zone = native.array_bytes(TOKENS, row_bytes)
-    assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
+    assert attribute(text, "combine", "half_bytes") == f"{RANKS * zone} : i64"
 
 
 @pytest.mark.parametrize(

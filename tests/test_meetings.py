@@ -52,9 +52,9 @@ class Worker:
         native.network_id = lambda: b"unique"
         native.prepare_network = lambda: self.local("device")
         native.start_network = lambda unique_id: self.together(f"start {unique_id}")
-        native.prepare_multi_host = lambda topology, ring: self.local("prepare")
+        native.prepare_multi_host = lambda topology, kind: self.local("prepare")
         native.open_multi_host = self.open_multi_host
-        native.close = lambda topology, timeout, rings: self.local("quiet")
+        native.close = lambda topology, timeout, kinds: self.local("quiet")
         self.met, jobs = [], itertools.count()
         native.has_kernels = lambda: True
         native.limit = lambda name: 64
@@ -77,9 +77,9 @@ class Worker:
         if why := self.compat.coordination_barrier(f"stub/{name}", HUNG):
             raise RuntimeError(f"hung: {why}")
 
-    def open_multi_host(self, topology, ring, slot_bytes):
-        if slot_bytes:  # otherwise the memory exists already
-            self.together(f"allocate {topology} {ring}")
+    def open_multi_host(self, topology, kind, half_bytes):
+        if half_bytes:  # otherwise the memory exists already
+            self.together(f"allocate {topology} {kind}")
         self.local("address")
 
     def topology(self, number):
@@ -106,10 +106,10 @@ class Worker:
             collective=list(self.collective),
         )
 
-    def open(self, number, slot_bytes=1, **options):
+    def open(self, number, half_bytes=1, **options):
         topology = self.topology(number)
         return self.outcome(
-            lambda: self.network.open_workspace(topology, slot_bytes, 0.1), **options
+            lambda: self.network.open_workspace(topology, half_bytes, 0.1), **options
         )
 
     def close(self, number, **options):
@@ -322,7 +322,7 @@ def assert_failed_in(process, why, *outcomes, seconds=PATIENCE):
     """Assert that all processes name the process that failed, and why, and that none was left in a
     collective call."""
     for outcome in outcomes:
-        assert f"in process {process}, " in outcome["error"], outcomes
+        assert f": process {process} failed: " in outcome["error"], outcomes
         assert why in outcome["error"], outcomes
         assert outcome["seconds"] < seconds, outcomes
 
@@ -341,7 +341,7 @@ def test_a_process_without_nvshmem_is_an_error_of_all_before_they_start_it(found
 def test_processes_meet_after_one_of_them_has_timed_out(found):
     alone, both, alone_again, both_again, *rest = zip(*found)
     for outcome, _ in (alone, alone_again):
-        assert "process 1 has not come" in outcome["error"], outcome
+        assert "process 1 has not arrived" in outcome["error"], outcome
         assert outcome["error"].endswith("in the same order"), outcome
         assert PATIENCE - 0.5 < outcome["seconds"] < PATIENCE + 3, outcome
         assert outcome["collective"] == []
@@ -361,7 +361,7 @@ def test_processes_that_came_for_different_workspaces_are_told_so_and_close_toge
     for process, (opening, closing, opening_again) in enumerate(found):
         other = 1 - process
         own_ids, other_ids = ("(10, 11)", "(12, 13)")[:: 1 if process == 0 else -1]
-        assert f"process {other} last came to " in opening["error"], opening
+        assert f"process {other} was last seen " in opening["error"], opening
         assert own_ids in opening["error"].split(f"process {other}")[0]
         if process == 0:
             assert other_ids in opening["error"].split(f"process {other}")[1]

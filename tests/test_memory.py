@@ -103,7 +103,7 @@ def test_a_zone_holds_the_wider_of_rows_and_sums():
     plain = ma.memory_estimate(**sizes)
     quantized = ma.memory_estimate(**sizes, format=ma.MxFp8())
     wide = ma.memory_estimate(**sizes, wire_dtype=jnp.float32)
-    assert plain.workspace_bytes == quantized.workspace_bytes == 2 * plain.slot_bytes
+    assert plain.workspace_bytes == quantized.workspace_bytes == 2 * plain.half_bytes
     assert quantized.wire_bytes == pytest.approx(plain.wire_bytes * (1 + 1 / 32) / 2, abs=1)
     weights = 2 * 4 * 128 * 4 * 4
     assert wide.workspace_bytes - weights == 2 * (plain.workspace_bytes - weights)
@@ -130,8 +130,8 @@ def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
     sizes = dict(num_tokens=8192, hidden=8192, top_k=4, num_experts=16)
     said = group.reserve(**sizes)
     estimate = ma.memory_estimate(**sizes, group_size=harness.FEW)
-    assert [slot_bytes for _, slot_bytes, *_ in asked] == [estimate.slot_bytes]
-    assert said.network_bytes == network.bytes_to_reserve(estimate.slot_bytes)
+    assert [half_bytes for _, half_bytes, *_ in asked] == [estimate.half_bytes]
+    assert said.network_bytes == network.bytes_to_reserve(estimate.half_bytes)
     assert said.network_bytes > 2 * estimate.workspace_bytes
     assert dataclasses.replace(said, network_bytes=0) == estimate
     assert "by NVSHMEM" in str(said) and "by NVSHMEM" not in str(estimate)

@@ -69,8 +69,8 @@ def joined(trees):
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def numbers(group, layout, shared, replicated):
-    return dict(small_layer.numbers(group, layout), shared_expert=shared, replicated=replicated)
+def route_args(group, layout, shared, replicated):
+    return dict(small_layer.route_args(group, layout), shared_expert=shared, replicated=replicated)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def exchange_program(layout, shared, replicated, check_vma=True):
             ids,
             topk_weights,
             shared_weights=shared_weights if shared else None,
-            **numbers(group, layout, shared, replicated),
+            **route_args(group, layout, shared, replicated),
         )
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
@@ -157,7 +157,7 @@ def routed(ids, layout, **modes):
     """Return the routing of all ranks."""
     group = harness.group_of(RANKS)
     return harness.on_each_rank(
-        lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes),
+        lambda ids: ma.route(ids, **small_layer.route_args(group, layout), **modes),
         group.mesh,
         exchanges=1,
     )(ids)
@@ -209,7 +209,7 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
     group = harness.group_of(RANKS)
 
     def there_and_back(ids, x, w):
-        recv = ma.dispatch(x, ids, w, **numbers(group, layout, shared, replicated))
+        recv = ma.dispatch(x, ids, w, **route_args(group, layout, shared, replicated))
         return ma.combine(recv.rows, recv)
 
     # Single-rank domains that share a device are a batch, which is routed and dispatched
@@ -257,7 +257,7 @@ def layer_of(group, shared, replicated, layout=LAYOUT):
             ids,
             topk_weights,
             shared_weights=shared_weights if shared else None,
-            **numbers(group, layout, shared, replicated),
+            **route_args(group, layout, shared, replicated),
         )
         return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 
@@ -490,7 +490,7 @@ def test_a_routing_keeps_its_mode():
     ids, x, topk_weights, _, _ = args
 
     def exchange(ids, x, topk_weights):
-        given = ma.route(ids, **numbers(group, layout, True, False))
+        given = ma.route(ids, **route_args(group, layout, True, False))
         assert (given.top_k, given.num_experts) == (layout.top_k, layout.num_experts(RANKS))
         recv = ma.dispatch(x, given, topk_weights, shared_expert=True)
         again = ma.dispatch(2 * x, recv.routing, num_experts=layout.num_experts(RANKS))
@@ -515,7 +515,7 @@ def test_shared_rows_are_quantized_like_the_others():
     ids, x = args[:2]
 
     def rows(ids, x):
-        options = numbers(group, layout, True, False)
+        options = route_args(group, layout, True, False)
         quantized = ma.dispatch(x, ids, format=format, **options).rows
         decoded = ma.dispatch(x, ids, format=format, decode=True, **options).rows
         return quantized, decoded

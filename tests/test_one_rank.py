@@ -32,13 +32,13 @@ GROUPS = dict(
 )
 
 
-def split(x, ids, weights, **numbers):
-    recv = ma.dispatch_done(ma.dispatch_start(x, ids, weights, **numbers))
+def split(x, ids, weights, **route_args):
+    recv = ma.dispatch_done(ma.dispatch_start(x, ids, weights, **route_args))
     return ma.combine_done(ma.combine_start(recv.rows, recv)), recv
 
 
-def whole(x, ids, weights, **numbers):
-    recv = ma.dispatch(x, ids, weights, **numbers)
+def whole(x, ids, weights, **route_args):
+    recv = ma.dispatch(x, ids, weights, **route_args)
     return ma.combine(recv.rows, recv), recv
 
 
@@ -48,11 +48,11 @@ def whole(x, ids, weights, **numbers):
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
     """With check_vma=True, out_specs=PartitionSpec() is refused for a result that varies."""
     group, replicated = make_group(), PartitionSpec()
-    numbers = dict(group=group, num_experts=EXPERTS)
+    route_args = dict(group=group, num_experts=EXPERTS)
 
     def of_rank(x, ids, weights):
         def loss(x, weights):
-            out, recv = layer(x, ids, weights, **numbers)
+            out, recv = layer(x, ids, weights, **route_args)
             return jnp.sum(out**2), (out, recv)
 
         grads, (out, recv) = jax.grad(loss, (0, 1), has_aux=True)(x, weights)

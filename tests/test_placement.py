@@ -117,7 +117,7 @@ def test_more_ranks_than_the_kernels_serve_are_refused_with_the_numbers():
 
 
 class Gpu:
-    """Stands for a GPU with few multiprocessors."""
+    """A stand-in for a GPU with few multiprocessors."""
 
     compute_capability = "9.0"
     core_count = 48
@@ -208,7 +208,8 @@ def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
         lowered(on_one_gpu(group), avals(RANKS, TOKENS))
         lowered(on_one_gpu(ma.Group(axis_name="ep", size=RANKS)), avals(RANKS, TOKENS))
     assert f"moe_a2a_combine: CUDA kernels for {RANKS} ranks on one GPU" in caplog.messages
-    assert "moe_a2a_combine: portable path" in caplog.messages
+    why = "ranks on one device run the kernels only with implementation='cuda'"
+    assert f"moe_a2a_combine: portable path, because {why}" in caplog.messages
 
 
 def test_why_portable_of_a_group_without_devices_says_what_decides():

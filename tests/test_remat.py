@@ -12,7 +12,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -62,8 +62,8 @@ PARTS = {"routed_dispatch": ("route", "dispatch"), "weighted_dispatch": ("dispat
 
 
 def layer_of_one_rank(x, topk_weights, w, ids, routed_before=False):
-    given = ma.route(ids, **numbers(harness.group_of(RANKS))) if routed_before else ids
-    recv = ma.dispatch(x, given, topk_weights, **numbers(harness.group_of(RANKS)))
+    given = ma.route(ids, **route_args(harness.group_of(RANKS))) if routed_before else ids
+    recv = ma.dispatch(x, given, topk_weights, **route_args(harness.group_of(RANKS)))
     rows, weights = checkpoint_name((recv.rows, recv.weights), "rows")
     return ma.combine(small_layer.experts(rows, recv.row_offsets, w), recv, weights=weights)
 

@@ -16,7 +16,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -39,7 +39,7 @@ def exchange_program(dispatch, layout, ranks):
     exchanges = (of_dispatch + 2) * layout.has_rows(ranks)
 
     def exchange(ids, x, topk_weights, y):
-        recv = dispatch(x, ids, topk_weights, **numbers(group, layout))
+        recv = dispatch(x, ids, topk_weights, **route_args(group, layout))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
@@ -73,9 +73,9 @@ def format_program(dispatch, name, layout, decode):
         payload = {"a": x, "b": x[:, :128] * 3}
         if dispatch is in_two_calls:
             return ma.dispatch(
-                payload, ma.route(ids, **numbers(group, layout)), topk_weights, **options
+                payload, ma.route(ids, **route_args(group, layout)), topk_weights, **options
             )
-        return ma.dispatch(payload, ids, topk_weights, **numbers(group, layout), **options)
+        return ma.dispatch(payload, ids, topk_weights, **route_args(group, layout), **options)
 
     exchanges = layout.exchanges_of_dispatch(RANKS) if dispatch is at_once else 2
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
@@ -119,7 +119,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
     group = harness.group_of(RANKS)
 
     def rows(x, ids):
-        return at_once(x, ids, **numbers(group)).rows
+        return at_once(x, ids, **route_args(group)).rows
 
     assert small_layer.counts(small_layer.on_all_ranks(rows), x, ids) == counted
 
@@ -129,7 +129,7 @@ def layer_by(dispatch, group=None):
     group = group or harness.group_of(RANKS)
 
     def layer(x, topk_weights, w, ids):
-        recv = dispatch(x, ids, topk_weights, **numbers(group))
+        recv = dispatch(x, ids, topk_weights, **route_args(group))
         return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 
     return layer
@@ -205,7 +205,7 @@ def test_tangents_and_cotangents_use_the_existing_routing():
     def recv_tangents(x, dx):
         def recv(x):
             return small_layer.on_all_ranks(
-                lambda x, ids: at_once(x, ids, **numbers(harness.group_of(RANKS)))
+                lambda x, ids: at_once(x, ids, **route_args(harness.group_of(RANKS)))
             )(x, ids)
 
         return jax.jvp(recv, (x,), (dx,))[1]
@@ -222,15 +222,15 @@ def linear_maps(of_ids, checkpoint):
     ids = small_layer.arguments(RANKS).ids
 
     def there(x, ids):
-        return of_ids(x, ids, **numbers(group)).rows
+        return of_ids(x, ids, **route_args(group)).rows
 
     def there_and_back(x, ids):
-        recv = of_ids(x, ids, **numbers(group))
+        recv = of_ids(x, ids, **route_args(group))
         return ma.combine(recv.rows * 2, recv)
 
     def beside_known(x, ids):
         payload = {"x": x, "known": jnp.ones_like(x)}
-        return of_ids(payload, ids, **numbers(group)).rows["x"]
+        return of_ids(payload, ids, **route_args(group)).rows["x"]
 
     for fn in (there, there_and_back, beside_known):
         mapped = small_layer.on_all_ranks(jax.checkpoint(fn) if checkpoint else fn)
@@ -292,7 +292,7 @@ def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(ba
 
     def recv(dispatch):
         def of_one_rank(x, ids):
-            return dispatch((x, x[:, 0]), ids, x[:, :3], **numbers(group))
+            return dispatch((x, x[:, 0]), ids, x[:, :3], **route_args(group))
 
         return small_layer.on_all_ranks(of_one_rank)
 
@@ -375,7 +375,7 @@ def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     def program(dispatch):
         def of_one_rank(x, ids):
             def loss(x):
-                recv = dispatch(x, ids[0], **numbers(group))
+                recv = dispatch(x, ids[0], **route_args(group))
                 return jnp.sum(jnp.sin(recv.rows)), recv
 
             gradient, recv = jax.grad(loss, has_aux=True)(x[0, 0])

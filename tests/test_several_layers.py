@@ -12,7 +12,7 @@ import pytest
 import small_layer
 from cases import Layout
 from jax import lax
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -40,7 +40,7 @@ def inputs():
 
 def send(group, i, layer_inputs):
     x, weights, ids = layer_inputs[i]
-    return ma.dispatch(x, ids, weights, **numbers(group, LAYOUTS[i]))
+    return ma.dispatch(x, ids, weights, **route_args(group, LAYOUTS[i]))
 
 
 def nested(group, layer_inputs):
@@ -155,8 +155,8 @@ def test_a_group_serves_narrow_floats_with_their_scales_alongside_ordinary_layer
     scales = cases.normal(np.random.default_rng(1), x.shape[:2], "float32")
 
     def of_one_rank(values, scales, ids, other, other_ids):
-        quantized = ma.dispatch((values, scales), ids, **numbers(group, LAYOUTS[0]))
-        plain = ma.dispatch(other, other_ids, **numbers(group, LAYOUTS[1]))
+        quantized = ma.dispatch((values, scales), ids, **route_args(group, LAYOUTS[0]))
+        plain = ma.dispatch(other, other_ids, **route_args(group, LAYOUTS[1]))
         back = ma.combine(quantized.rows[1][:, None] * jnp.ones((1, 3)), quantized)
         return quantized.rows, plain.rows, back
 

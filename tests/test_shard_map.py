@@ -8,7 +8,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -54,7 +54,7 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
     varying = {}
 
     def of_one_rank(x, ids):
-        recv = ma.dispatch(x, ids, jnp.ones(ids.shape), **numbers(group))
+        recv = ma.dispatch(x, ids, jnp.ones(ids.shape), **route_args(group))
         sums = ma.combine(recv.rows, recv), ma.combine(recv.rows, recv, weights=None)
         for path, leaf in jax.tree_util.tree_leaves_with_path((recv, sums)):
             varying[jax.tree_util.keystr(path)] = AXIS in jax.typeof(leaf).mat.varying
@@ -217,7 +217,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
     types = []
 
     def of_one_rank(x, ids):
-        recv = ma.dispatch(x[0], ids[0], **numbers(group))
+        recv = ma.dispatch(x[0], ids[0], **route_args(group))
         out = ma.combine(2 * recv.rows, recv)
         types.extend(jax.typeof(a).sharding.spec for a in (recv.rows, out))
         return out[None]

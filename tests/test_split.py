@@ -15,7 +15,7 @@ import small_layer
 from jax import lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import split
@@ -32,7 +32,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combi
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
     """Return the layer with work during both exchanges."""
-    inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group, layout))
+    inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
     y = small_layer.experts(recv.rows, recv.row_offsets, w)
@@ -76,7 +76,7 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
-        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP, layout))
+        inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP, layout))
         recv = ma.dispatch_done(inflight)
         plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
         return {  # not in the order of their starts
@@ -100,7 +100,7 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
 def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
     layout = FORMATTED
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(numbers(GROUP, layout), format=ma.MxFp8(), decode=decode)
+    options = dict(route_args(GROUP, layout), format=ma.MxFp8(), decode=decode)
 
     def of_split(*args):
         return ma.dispatch_done(ma.dispatch_start(*args, **options))
@@ -139,7 +139,7 @@ def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
 def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine, exchanges):
     layout = FORMATTED
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(numbers(GROUP, layout), capacity=None, **of_dispatch)
+    options = dict(route_args(GROUP, layout), capacity=None, **of_dispatch)
 
     def of_split(*args):
         recv = ma.dispatch_done(ma.dispatch_start(*args, **options))
@@ -169,7 +169,7 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(numbers(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
+    options = dict(route_args(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
     options["wire_dtype"] = ma.BlockwiseFp8()
 
     def derivatives(dispatch):
@@ -206,7 +206,7 @@ def test_replicated_tokens_are_refused_for_they_do_not_travel():
     (x, *_), ids, _ = small_layer.arguments(RANKS, layout=layout)
 
     def start(x, ids):
-        routing = ma.route(ids, **dict(numbers(GROUP, layout), capacity=None), replicated=True)
+        routing = ma.route(ids, **dict(route_args(GROUP, layout), capacity=None), replicated=True)
         return ma.dispatch_done(ma.dispatch_start(x, routing)).rows
 
     with pytest.raises(ValueError, match="without replicated tokens.*got replicated=True"):
@@ -424,7 +424,7 @@ def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
-        recv = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP)))
+        recv = ma.dispatch_done(ma.dispatch_start(x, ids, **route_args(GROUP)))
         return jnp.sin(recv.rows["x"]) * recv.rows["position"][:, None].astype(jnp.float32)
 
     (x, _, _), ids, _ = problem()
@@ -438,7 +438,7 @@ def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
 
 def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
     def of_one_rank(x, other, ids):
-        inflight = ma.dispatch_start([x, other], ids, **numbers(GROUP))
+        inflight = ma.dispatch_start([x, other], ids, **route_args(GROUP))
         inflight, other = ma.overlap(inflight, jnp.sin, other)
         rows, _ = ma.dispatch_done(inflight).rows
         return jnp.sum(jnp.sin(rows)) + jnp.sum(other)
@@ -461,8 +461,8 @@ def is_start(eqn):
 
 def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
     def of_one_rank(x, rows, ids, group):
-        routing = ma.route(ids, **numbers(group)).arrays
-        params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=group)
+        routing = ma.route(ids, **route_args(group)).arrays
+        params = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=group)
         done = lambda rows: DISPATCH.done.bind([x, rows], routing, **params)[0]
         return jax.vmap(done)(rows)
 
@@ -486,13 +486,13 @@ def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
 
     def dispatch(x):
         def of_one_rank(x, ids):
-            return ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP))).rows
+            return ma.dispatch_done(ma.dispatch_start(x, ids, **route_args(GROUP))).rows
 
         return small_layer.on_all_ranks(of_one_rank)(x, ids)
 
     def combine(y):
         def of_one_rank(y, ids):
-            routing = ma.route(ids, **numbers(GROUP))
+            routing = ma.route(ids, **route_args(GROUP))
             return ma.combine_done(ma.combine_start(y, routing))
 
         return small_layer.on_all_ranks(of_one_rank)(y, ids)
@@ -518,7 +518,7 @@ def test_an_unused_exchange_is_neither_started_nor_done():
     """The work that ran with it remains."""
 
     def of_one_rank(x, topk_weights, w, ids):
-        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP))
+        inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP))
         inflight, beside = ma.overlap(inflight, jnp.sin, x)
         ma.dispatch_done(inflight)
         return beside
@@ -554,7 +554,7 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
     """The work is a running sum, whose transpose is one that runs backwards."""
 
     def of_one_rank(x, ids):
-        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
         if is_tied:
             inflight, beside = ma.overlap(inflight, lax.cumsum, x)
         else:
@@ -586,7 +586,7 @@ def test_overlap_takes_and_returns_any_pytree():
         return {"a": tree["a"] + shift, "name": name}, None
 
     def of_one_rank(x, ids):
-        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
         inflight, (out, nothing) = ma.overlap(inflight, work, {"a": x, "b": 3.0}, "label")
         assert nothing is None and out["name"] == "label"
         recv = ma.dispatch_done(inflight)
@@ -605,7 +605,7 @@ def refused(use, error, match):
     """Apply `use` to (what is in flight, x) in one rank's function."""
 
     def of_one_rank(x, ids):
-        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
         return use(inflight, x)
 
     (x, _, _), ids, _ = problem()
@@ -673,7 +673,7 @@ def out_of_cond(inflight, x):
     kept = []
 
     def branch(x):
-        kept.append(ma.dispatch_start(x, jnp.zeros((len(x), 1), jnp.int32), **numbers(GROUP)))
+        kept.append(ma.dispatch_start(x, jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP)))
         return x
 
     lax.cond(x[0, 0] > 0, branch, lambda x: x, x)
@@ -711,7 +711,7 @@ def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use
     """These trace no program of their own: start and done are in the same program."""
 
     def of_one_rank(x, ids):
-        return use(ma.dispatch_start(x, ids, **numbers(GROUP)), x)
+        return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)
 
     (x, _, _), ids, _ = problem()
     jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
@@ -732,7 +732,7 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
 def test_arguments_are_checked_as_those_of_the_whole_exchange():
     def wrong_tokens(inflight, x):
         ma.dispatch_done(inflight)
-        return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **numbers(GROUP))
+        return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP))
 
     def wrong_rows(inflight, x):
         return ma.combine_start(x[:, :1], ma.dispatch_done(inflight))
@@ -746,10 +746,10 @@ def test_arguments_are_checked_as_those_of_the_whole_exchange():
 
 def linted(fn):
     """Return the problems of fn(x, routing) that binds the halves itself."""
-    params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
+    params = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=GROUP)
 
     def of_one_rank(x, ids):
-        routing = ma.route(ids, **numbers(GROUP)).arrays
+        routing = ma.route(ids, **route_args(GROUP)).arrays
         start = lambda x: DISPATCH.start.bind([x], routing, **params)
         done = lambda f: DISPATCH.done.bind(f, routing, **params)
         return fn(start, done, x)

@@ -55,19 +55,19 @@ def arrays(tokens, dtype=jnp.bfloat16, ids=jnp.int32, weights=jnp.float32):
     )
 
 
-def layer(group, x, ids, weights, *, dispatch=None, combine=None, **numbers):
+def layer(group, x, ids, weights, *, dispatch=None, combine=None, **route_args):
     recv = ma.dispatch(
-        x, ids, weights, group=group, num_experts=EXPERTS, **numbers, **(dispatch or {})
+        x, ids, weights, group=group, num_experts=EXPERTS, **route_args, **(dispatch or {})
     )
     return ma.combine(2 * recv.rows, recv, **(combine or {}))
 
 
-def split_layer(group, x, ids, weights, *, dispatch=None, combine=None, **numbers):
-    flying = ma.dispatch_start(
-        x, ids, weights, group=group, num_experts=EXPERTS, **numbers, **(dispatch or {})
+def split_layer(group, x, ids, weights, *, dispatch=None, combine=None, **route_args):
+    inflight = ma.dispatch_start(
+        x, ids, weights, group=group, num_experts=EXPERTS, **route_args, **(dispatch or {})
     )
-    flying, _ = ma.overlap(flying, lambda a: a + a, x)
-    recv = ma.dispatch_done(flying)
+    inflight, _ = ma.overlap(inflight, lambda a: a + a, x)
+    recv = ma.dispatch_done(inflight)
     return ma.combine_done(ma.combine_start(2 * recv.rows, recv, **(combine or {})))
 
 
@@ -89,7 +89,7 @@ every_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 @every_group
 @pytest.mark.parametrize("tokens", (FEW, MANY))
 @pytest.mark.parametrize(
-    "numbers",
+    "route_args",
     (
         dict(),
         dict(capacity=64, alignment=8),
@@ -97,17 +97,17 @@ every_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
         dict(replicated=True),
         dict(replicated=True, shared_expert=True, alignment=4),
     ),
-    ids=lambda numbers: "-".join(numbers) or "plain",
+    ids=lambda route_args: "-".join(route_args) or "plain",
 )
-def test_the_modes(group, tokens, numbers):
-    lower(gradient(functools.partial(layer, group, **numbers)), group, *arrays(tokens))
+def test_the_modes(group, tokens, route_args):
+    lower(gradient(functools.partial(layer, group, **route_args)), group, *arrays(tokens))
 
 
 @every_group
 def test_64_bit_numbers(group):
     with jax.enable_x64(True):
-        for numbers in (dict(alignment=8), dict(replicated=True, shared_expert=True)):
-            of_group = functools.partial(layer, group, **numbers)
+        for route_args in (dict(alignment=8), dict(replicated=True, shared_expert=True)):
+            of_group = functools.partial(layer, group, **route_args)
             wide = arrays(FEW, jnp.float64, ids=jnp.int64, weights=jnp.float64)
             for args in (wide, arrays(FEW)):
                 lower(gradient(of_group), group, *args)
@@ -118,8 +118,8 @@ def test_shared_weights_of_another_width_than_the_router_weights(dtype):
     other = jnp.float32 if dtype == jnp.float64 else jnp.float64
 
     def weights_of(x, ids, weights, shared_weights=None):
-        numbers = dict(group=GROUPS["flat"], num_experts=EXPERTS, shared_expert=True)
-        recv = ma.dispatch(x, ids, weights, shared_weights=shared_weights, **numbers)
+        route_args = dict(group=GROUPS["flat"], num_experts=EXPERTS, shared_expert=True)
+        recv = ma.dispatch(x, ids, weights, shared_weights=shared_weights, **route_args)
         return recv.weights
 
     def dtype_of(fn, *args):
@@ -178,11 +178,11 @@ def test_a_global_scale_that_is_traced():
 
 @every_group
 @pytest.mark.parametrize(
-    "numbers", (dict(), dict(shared_expert=True)), ids=("plain", "shared_expert")
+    "route_args", (dict(), dict(shared_expert=True)), ids=("plain", "shared_expert")
 )
-def test_split_phases(group, numbers):
+def test_split_phases(group, route_args):
     for options in ({}, dict(dispatch=dict(format=ma.MxFp8(), decode=True))):
-        of_group = functools.partial(split_layer, group, **numbers, **options)
+        of_group = functools.partial(split_layer, group, **route_args, **options)
         lower(gradient(of_group), group, *arrays(FEW))
 
 

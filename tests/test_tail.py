@@ -27,7 +27,7 @@ CUT = cases.Layout(
 MANY = cases.Layout("many", tokens=300, top_k=2, local_experts=2, alignment=8, hidden=HIDDEN)
 
 
-def numbers(layout, ranks=RANKS, group=None):
+def route_args(layout, ranks=RANKS, group=None):
     return dict(
         group=group or harness.group_of(ranks),
         num_experts=layout.num_experts(ranks),
@@ -37,15 +37,15 @@ def numbers(layout, ranks=RANKS, group=None):
 
 
 def by_ids(x, ids, weights, layout, **options):
-    return ma.dispatch(x, ids, weights, **numbers(layout), **options)
+    return ma.dispatch(x, ids, weights, **route_args(layout), **options)
 
 
 def by_routing(x, ids, weights, layout, **options):
-    return ma.dispatch(x, ma.route(ids, **numbers(layout)), weights, **options)
+    return ma.dispatch(x, ma.route(ids, **route_args(layout)), weights, **options)
 
 
 def by_halves(x, ids, weights, layout, **options):
-    started = ma.dispatch_start(x, ids, weights, **numbers(layout), **options)
+    started = ma.dispatch_start(x, ids, weights, **route_args(layout), **options)
     return ma.dispatch_done(started)
 
 
@@ -121,7 +121,7 @@ def test_optimized_programs_move_every_bit(tail):
     x = {f"{name}[{size}]": cases.any_bits(rng, (*tokens, size), name) for name, size in leaves}
 
     def rows(x, ids):
-        return ma.dispatch(x, ids, **numbers(LAYOUT), tail=tail).rows
+        return ma.dispatch(x, ids, **route_args(LAYOUT), tail=tail).rows
 
     program = harness.on_each_rank(
         rows, harness.mesh_of(RANKS), compiler_options=harness.THOROUGHLY
@@ -146,7 +146,7 @@ def layer_of(tail, group, layout=LAYOUT, ranks=RANKS):
     groups."""
 
     def layer(x, weights, w, ids):
-        recv = ma.dispatch(x, ids, weights, **numbers(layout, ranks, group), tail=tail)
+        recv = ma.dispatch(x, ids, weights, **route_args(layout, ranks, group), tail=tail)
         h = jnp.tanh(ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail))
         return ma.combine(ma.grouped_dot(h, w, recv.group_sizes, tail=tail), recv)
 
@@ -215,7 +215,9 @@ def test_every_transform_keeps_the_tail_out_of_results(transform):
 
     def of_halves(tail):
         def layer(x, weights, w, ids):
-            started = ma.dispatch_start(x, ids, weights, **numbers(LAYOUT, ranks, group), tail=tail)
+            started = ma.dispatch_start(
+                x, ids, weights, **route_args(LAYOUT, ranks, group), tail=tail
+            )
             started, other = ma.overlap(started, jnp.tanh, x)
             recv = ma.dispatch_done(started)
             h = ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail)
@@ -259,7 +261,7 @@ def test_code_that_reads_the_tail_shows_on_the_portable_path():
 
     def mean(tail):
         def on_rank(x, ids):
-            recv = ma.dispatch(x, ids, **numbers(LAYOUT, 2, group), tail=tail)
+            recv = ma.dispatch(x, ids, **route_args(LAYOUT, 2, group), tail=tail)
             return jnp.mean(recv.rows)
 
         return jax.vmap(on_rank, axis_name="ep")(x, ids)
@@ -276,7 +278,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
 
     def on_rank(x, ids):
-        return ma.dispatch(x, ids, **numbers(LAYOUT, 2, group), tail="unspecified").rows
+        return ma.dispatch(x, ids, **route_args(LAYOUT, 2, group), tail="unspecified").rows
 
     for name, rows in jax.jit(jax.vmap(on_rank, axis_name="ep"))(x, ids).items():
         is_nan = np.isnan(np.asarray(rows).astype(np.float32))[..., 0]
@@ -290,7 +292,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
-        routing = ma.route(ids, **numbers(LAYOUT, 2, group))
+        routing = ma.route(ids, **route_args(LAYOUT, 2, group))
         dispatch = lambda x: ma.dispatch(x, routing, tail="unspecified").rows
         tangent = jax.jvp(dispatch, (x,), (x,))[1]
         combine = lambda y: jnp.sum(ma.combine(y, routing))
@@ -319,7 +321,7 @@ def test_another_tail_is_refused(tail):
             jax.eval_shape(
                 jax.vmap(
                     lambda x, ids, f=dispatch: (
-                        f(x, ids, **numbers(LAYOUT, 2, group), tail=tail).rows
+                        f(x, ids, **route_args(LAYOUT, 2, group), tail=tail).rows
                     ),
                     axis_name="ep",
                 ),

@@ -1,6 +1,7 @@
 """The choice of nvcc for a build, what the build asks pip for, and the projects of wheels."""
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -237,3 +238,36 @@ def test_a_wheel_is_built_with_nvcc_of_its_major_version(tmp_path, monkeypatch):
     assert pip == [nvcc.PYPI_TOOLKIT]
     installed = compiler(tmp_path / "cuda-13.1" / "bin", "13.1")
     assert wheels.compiler_of(13, "python3") == installed
+
+
+@pytest.mark.parametrize(
+    ("repository", "expected"),
+    [
+        (
+            "https://h/o/r",
+            "![a](https://h/o/r/raw/v1.2/p.svg) [`b`](https://h/o/r/blob/v1.2/d.md#e)",
+        ),
+        (None, " `b`"),
+    ],
+)
+def test_an_index_shows_no_relative_links(repository, expected):
+    kept = "[c](https://c) [d](#d)\n```python\nf[0](x)\n```\n"
+    text = wheels.with_absolute_links("![a](p.svg) [`b`](d.md#e)" + kept, repository, "1.2")
+    assert text == expected + kept
+
+
+def test_the_sources_of_a_release_have_absolute_links_to_where_ci_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "STAGE", tmp_path)
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://host")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    folder = wheels.stage_sources()
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == "https://host/owner/name"
+    targets = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert (folder / "jax_moe_a2a" / "__init__.py").exists() and not (folder / "build").exists()
+
+
+def test_the_citation_has_the_version_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -27,11 +27,11 @@ def maps():
     ids = small_layer.arguments(RANKS).ids
 
     def dispatch_of_one(x, topk_weights, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+        recv = ma.dispatch(x, ids, topk_weights, **route_args(group))
         return recv.rows, recv.weights
 
     def combine_of_one(y, ids):
-        return ma.combine(y, ma.route(ids, **numbers(group)), weights=None)
+        return ma.combine(y, ma.route(ids, **route_args(group)), weights=None)
 
     def dispatch(x, topk_weights):
         return small_layer.on_all_ranks(dispatch_of_one)(x, topk_weights, ids)
@@ -119,7 +119,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
     @small_layer.on_all_ranks
     def of_all_ranks(y, weights, g, ids):
-        routing = ma.route(ids, **numbers(group))
+        routing = ma.route(ids, **route_args(group))
         in_rows = functools.partial(ma.combine, recv=routing, weights=weights)
 
         def in_weights(weights):
@@ -146,7 +146,7 @@ def linear_layer(num_tokens, **options):
     topk_weights = integers(layout.tokens, layout.top_k, seed=3)
 
     def of_one_rank(x, topk_weights, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout), **options)
+        recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout), **options)
         return ma.combine(3 * recv.rows, recv)
 
     def layer(x, topk_weights):
@@ -201,7 +201,7 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
 
     def gradient(uses):
         def of_one_rank(x, ids):
-            recv = ma.dispatch({n: x[n] for n in "ab"}, ids, x["w"], **numbers(group))
+            recv = ma.dispatch({n: x[n] for n in "ab"}, ids, x["w"], **route_args(group))
             return sum(jnp.sum(jnp.sin(used)) for used in uses(recv))
 
         def total(x):

@@ -19,7 +19,7 @@ import pairs
 import pytest
 import small_layer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from small_layer import OF_FLOATS, numbers
+from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import value as group_value
@@ -106,7 +106,7 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
     group = group_of(HOSTS)
 
     def dispatch(ids, x, topk_weights):
-        return ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
+        return ma.dispatch(x, ids, topk_weights, **route_args(group, layout))
 
     with jax.enable_x64("float64" in dtypes):
         recv = on_each_rank(dispatch, group.mesh)(ids, x, topk_weights)
@@ -120,7 +120,7 @@ def test_a_token_crosses_to_each_host_once():
     group = group_of(hosts)
 
     def route(ids):
-        routing = ma.route(ids, **numbers(group, layout))
+        routing = ma.route(ids, **route_args(group, layout))
         return routing.hosts
 
     program = on_each_rank(route, group.mesh)
@@ -176,7 +176,7 @@ def test_sums_are_rounded_to_the_wire_dtype_as_stated():
     y = {n: cases.normal(rng, (RANKS, layout.rows(RANKS), 9), n) for n in cases.SUMMED_DTYPES}
 
     def sums(ids, y):
-        routing = ma.route(ids, **numbers(group, layout))
+        routing = ma.route(ids, **route_args(group, layout))
         return {
             w: ma.combine({n: y[n] for n in names}, routing, wire_dtype=w)
             for w, names in (("bfloat16", cases.SUMMED_DTYPES), ("float32", ("float32",)))
@@ -198,7 +198,7 @@ def test_sums_may_cross_in_a_format_at_both_levels():
     y = cases.normal(rng, (RANKS, layout.rows(RANKS), layout.hidden), "bfloat16")
 
     def sums(ids, y):
-        return ma.combine(y, ma.route(ids, **numbers(group, layout)), wire_dtype=fmt)
+        return ma.combine(y, ma.route(ids, **route_args(group, layout)), wire_dtype=fmt)
 
     @jax.jit
     def coded(partial):
@@ -232,7 +232,7 @@ def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weight
     group = group_of(HOSTS)
 
     def gradients(ids, x, topk_weights, ct_rows, ct_weights):
-        routing = ma.route(ids, **numbers(group, layout))
+        routing = ma.route(ids, **route_args(group, layout))
 
         def dispatch(x, topk_weights):
             recv = ma.dispatch(x, routing, topk_weights, wire_dtype=wire)
@@ -277,7 +277,7 @@ def trace_exchange(name, dtypes, group, **options):
 
     def of_one_rank(ids):
         x = [jnp.zeros((len(ids), 32), dtype) for dtype in dtypes]
-        EXCHANGES[name](x, ids, numbers(group, cases.PLAIN), **options)
+        EXCHANGES[name](x, ids, route_args(group, cases.PLAIN), **options)
 
     ids = jax.ShapeDtypeStruct((RANKS * cases.PLAIN.tokens, cases.PLAIN.top_k), jnp.int32)
     in_specs, out_specs = PartitionSpec(group.axis_name), PartitionSpec()
@@ -341,7 +341,7 @@ def test_shared_experts_and_replicated_tokens_are_as_without_levels(replicated):
     def exchange(group):
         def of_one_rank(ids, x, topk_weights):
             modes = dict(shared_expert=True, shared_weights=0.5, replicated=replicated)
-            recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout), **modes)
+            recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout), **modes)
             assert isinstance(recv.routing, ma.Routing) == (replicated or not group.two_level)
             return recv, ma.combine(jnp.tanh(recv.rows), recv)
 
@@ -364,7 +364,7 @@ def test_formats_quantize_once_and_rows_are_as_without_levels(name):
 
     def exchange(group):
         def of_one_rank(ids, x, topk_weights):
-            options = dict(numbers(group, FORMATTED), **FORMATS[name])
+            options = dict(route_args(group, FORMATTED), **FORMATS[name])
             return (ma.dispatch(x, ids, topk_weights, **options),)
 
         return of_one_rank
@@ -378,7 +378,7 @@ def test_the_gradient_of_decoded_rows_is_that_of_the_flat_exchange():
     def gradients(group):
         def of_one_rank(x, topk_weights, ids):
             def loss(x, topk_weights):
-                options = dict(numbers(group, FORMATTED), **FORMATS["decoded"])
+                options = dict(route_args(group, FORMATTED), **FORMATS["decoded"])
                 recv = ma.dispatch(x, ids, topk_weights, **options)
                 return small_layer.loss(ma.combine(recv.rows, recv))
 
@@ -395,9 +395,9 @@ def test_a_routing_serves_several_exchanges():
     args, expected = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def exchange(ids, x, topk_weights, y):
-        routing = ma.route(ids, **numbers(group, layout))
+        routing = ma.route(ids, **route_args(group, layout))
         assert (routing.num_tokens, routing.top_k) == ids.shape
-        first = ma.dispatch(x, routing, topk_weights, **numbers(group, layout))
+        first = ma.dispatch(x, routing, topk_weights, **route_args(group, layout))
         second = ma.dispatch(x["position"], routing)
         return first, second.rows, ma.combine(y, routing), ma.combine(y, first)
 
@@ -414,7 +414,7 @@ def split_layer(group):
     """Return the layer like `small_layer.layer_of`, with work during both exchanges."""
 
     def layer(x, topk_weights, w, ids):
-        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))
+        inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(group))
         inflight, beside = ma.overlap(inflight, jnp.sin, x)
         recv = ma.dispatch_done(inflight)
         y = small_layer.experts(recv.rows, recv.row_offsets, w)
@@ -593,7 +593,7 @@ def test_axes_of_other_sizes_than_the_groups_are_refused():
 
 
 def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monkeypatch):
-    pays = group_value.two_levels_pay
+    pays = group_value.are_hosts_and_ranks
     two_by_four = np.repeat([[[0], [1]]], 4, axis=2)
     assert pays(two_by_four)
     assert pays(np.concatenate([two_by_four, two_by_four + 2]))
@@ -602,11 +602,11 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert not pays(two_by_four[:, :, :1])  # nothing to forward
     assert not pays(two_by_four[:, :1])
     assert not pays(np.repeat([[[0], [1], [0]]], 4, axis=2))
-    assert pays(np.repeat(np.arange(8), 8).reshape(1, 8, 8))
-    assert not pays(np.repeat(np.arange(9), 8).reshape(1, 9, 8))
+    assert pays(np.repeat(np.arange(32), 8).reshape(1, 32, 8))
+    assert not pays(np.repeat(np.arange(33), 8).reshape(1, 33, 8))
 
     hosts = np.repeat([[[0], [1]]], max(2, RANKS // 2), axis=2)
-    monkeypatch.setattr(group_value, "_hosts_of", lambda mesh, axes: hosts)
+    monkeypatch.setattr(group_value, "hosts_of", lambda mesh, axes: hosts)
     assert group_of(HOSTS, two_level=None) == group_of(HOSTS)
     assert not group_of(HOSTS, two_level=False).two_level
 
@@ -619,14 +619,14 @@ def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribut
     mesh = types.SimpleNamespace(
         devices=by_host.transpose(2, 0, 1), axis_names=names, shape=dict(zip(names, (4, 2, 2)))
     )
-    hosts = group_value._hosts_of(mesh, AXES)
+    hosts = group_value.hosts_of(mesh, AXES)
     np.testing.assert_array_equal(hosts[:, :, 0], [[0, 1], [2, 3]])
-    assert group_value.two_levels_pay(hosts)
-    assert not group_value.two_levels_pay(group_value._hosts_of(mesh, AXES[::-1]))
+    assert group_value.are_hosts_and_ranks(hosts)
+    assert not group_value.are_hosts_and_ranks(group_value.hosts_of(mesh, AXES[::-1]))
 
 
 def test_the_devices_here_are_of_one_host():
-    (hosts,) = group_value._hosts_of(mesh_of(HOSTS), AXES)
+    (hosts,) = group_value.hosts_of(mesh_of(HOSTS), AXES)
     assert hosts.shape == (HOSTS, RANKS // HOSTS)
     assert len(np.unique(hosts)) == 1
 
@@ -661,7 +661,7 @@ def test_routing_bytes_are_those_of_a_routing():
     layout, group = cases.PADDED, ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
 
     def route(ids):
-        return ma.route(ids, **numbers(group, layout))
+        return ma.route(ids, **route_args(group, layout))
 
     ids = jax.ShapeDtypeStruct((2, 4, layout.tokens, layout.top_k), jnp.int32)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")

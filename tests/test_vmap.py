@@ -15,7 +15,7 @@ import oracle
 import pytest
 import small_layer
 from jax.sharding import Mesh, PartitionSpec
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -108,7 +108,7 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
     group = harness.group_of(RANKS)
 
     def dispatch(rows, position, ids, weights):
-        recv = ma.dispatch({"a": rows, "b": position}, ids, weights, **numbers(group))
+        recv = ma.dispatch({"a": rows, "b": position}, ids, weights, **route_args(group))
         return recv.rows["a"], recv.rows["b"], recv.weights
 
     mapped = jax.vmap(dispatch, in_axes=(0, None, None, None), out_axes=(0, None, None))

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import small_layer
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -87,7 +87,7 @@ def test_the_emulation_returns_the_bytes_of_shard_map():
 
     def of_one_rank(group):
         def exchange(x, topk_weights, ids):
-            recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+            recv = ma.dispatch(x, ids, topk_weights, **route_args(group))
             return recv.rows, recv.weights, recv.src_info, ma.combine(recv.rows, recv, weights=None)
 
         return exchange
@@ -135,7 +135,7 @@ def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
     expected = small_layer.routing_of(np.stack([ids] * RANKS))
 
     def rows(x, ids):
-        return ma.dispatch(x, ids, **numbers(GROUP)).rows
+        return ma.dispatch(x, ids, **route_args(GROUP)).rows
 
     mapped = emulated(rows, in_axes=(-1, None), out_axes=1)
     out = small_layer.compiled(mapped)(np.moveaxis(x, 0, -1), ids)
@@ -148,7 +148,7 @@ def test_a_group_of_two_axes_cannot_be_emulated_and_says_so():
     ids = np.zeros((2, 2, LAYOUT.tokens, LAYOUT.top_k), np.int32)
 
     def route(ids):
-        return ma.route(ids, **numbers(group)).num_rows
+        return ma.route(ids, **route_args(group)).num_rows
 
     with pytest.raises(NotImplementedError, match="one axis.*'a', 'b'"):
         jax.vmap(jax.vmap(route, axis_name="b"), axis_name="a")(ids)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from small_layer import LAYOUT, numbers
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.weighted import WEIGHTED_DISPATCH
@@ -29,7 +29,7 @@ def fused(g, rows, weights, routing):
         [g, *rows, *weights],
         routing.arrays,
         num_leaves=len(rows),
-        num_scalars=len(weights),
+        num_choice_arrays=len(weights),
         num_weight_axes=0,
         wire_dtype=None,
         group=routing.group,
@@ -51,7 +51,7 @@ def weigh_program(weigh, layout, ranks):
     group = harness.group_of(ranks)
 
     def of_one_rank(ids, g, rows, weights):
-        routing = ma.route(ids, **numbers(group, layout))
+        routing = ma.route(ids, **route_args(group, layout))
         return {
             "pairs": weigh(g, rows, weights, routing),
             "rows": weigh(g, (), weights[:1], routing),
@@ -118,7 +118,7 @@ def of_all_ranks(weigh, group=None, **options):
     group = group or harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
-        return weigh(g, rows, weights, ma.route(ids, **numbers(group)))
+        return weigh(g, rows, weights, ma.route(ids, **route_args(group)))
 
     return small_layer.on_all_ranks(of_one_rank, group.mesh, **options)
 
@@ -297,7 +297,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones():
     group = harness.emulated_group(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
-        return fused(g, rows, weights, ma.route(ids, **numbers(group)))
+        return fused(g, rows, weights, ma.route(ids, **route_args(group)))
 
     emulated = jax.vmap(of_one_rank, axis_name=harness.AXIS)
     expected = small_layer.compiled(of_all_ranks(separate))(*args, ids)
@@ -325,7 +325,7 @@ def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
         g = rng.standard_normal((RANKS, *TOKENS))
 
         def cotangents(y, weights, g, ids):
-            routing = ma.route(ids, **numbers(group))
+            routing = ma.route(ids, **route_args(group))
             return jax.vjp(lambda y, w: ma.combine(y, routing, weights=w), y, weights)[1](g)
 
         def value(args):
@@ -352,7 +352,7 @@ def test_a_loop_and_a_checkpoint_keep_it():
     group = harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
-        routing = ma.route(ids, **numbers(group))
+        routing = ma.route(ids, **route_args(group))
 
         @jax.checkpoint
         def cotangents(g):
@@ -396,7 +396,7 @@ def test_operands_that_do_not_fit_together_are_refused(changed):
     g, rows, weights = (np.zeros((RANKS, *shapes[name])) for name in ("g", "rows", "weights"))
 
     def of_one_rank(g, rows, weights, ids):
-        return fused(g, [rows], [weights], ma.route(ids, **numbers(group)))
+        return fused(g, [rows], [weights], ma.route(ids, **route_args(group)))
 
     with pytest.raises(TypeError, match="moe_a2a_weighted_dispatch needs"):
         jax.vmap(of_one_rank, axis_name=harness.AXIS)(g, rows, weights, arguments()[1])

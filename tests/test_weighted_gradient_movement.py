@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small_layer
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -71,7 +71,7 @@ def test_the_gradient_of_an_unweighted_layer_moves_rows_once_each_way():
     (x, _, _), ids, _ = small_layer.arguments(RANKS)
 
     def layer(x, ids):
-        recv = ma.dispatch(x, ids, **numbers(group))
+        recv = ma.dispatch(x, ids, **route_args(group))
         return ma.combine(jnp.tanh(recv.rows), recv)
 
     gradient = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids))
@@ -83,10 +83,10 @@ def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_sha
     floats, ids, _ = small_layer.arguments(RANKS)
 
     def layers(x, topk_weights, w, ids, shared):
-        routing = ma.route(ids, **numbers(group))
+        routing = ma.route(ids, **route_args(group))
         for _ in range(3):
             args = (routing,) if shared else (ids,)
-            recv = ma.dispatch(x, *args, topk_weights, **numbers(group))
+            recv = ma.dispatch(x, *args, topk_weights, **route_args(group))
             x = x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
         return x
 

@@ -8,18 +8,24 @@
 A CUDA 13 wheel is built with nvcc 13 of this machine, otherwise with PyPI's. A CUDA 12 wheel needs
 nvcc 12 on this machine, because PyPI has none. auditwheel assigns to each wheel the oldest
 manylinux tag that its symbols allow. The tag depends on the C library of this machine.
+
+A package index shows README.md without the files that it links to. So the sources of a release link
+to ``Repository`` of ``project.urls``, or to the repository of this CI run. If neither is known,
+the words of such links stay, and pictures go.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import nvcc
 
@@ -35,6 +41,9 @@ ARCHITECTURES = ("90", "100-real", "120-real")
 REPAIR = ("repair", "--exclude", "libnvshmem_host.so.3")
 MAX_BYTES = 60 << 20
 NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
+NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
+FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def main() -> None:
@@ -54,7 +63,8 @@ def main() -> None:
         elif part == "pure":
             build_pure(flags.pythons[0], flags.out)
         elif part == "sdist":
-            run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", flags.out, ROOT)
+            sources = stage_sources()
+            run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", flags.out, sources)
         elif compiler := compiler_of(MAJORS[part], flags.pythons[0]):
             project = stage(MAJORS[part], offered(compiler))
             for python in flags.pythons:
@@ -70,7 +80,50 @@ def main() -> None:
 def build_pure(python: str, out: Path) -> None:
     """Build the wheel without kernels."""
     settings = ("-Cwheel.cmake=false", "-Cwheel.py-api=py3")
-    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, *settings, ROOT)
+    sources = stage_sources()
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, *settings, sources)
+
+
+def stage_sources() -> Path:
+    """Copy the sources as an index shows them, and return their folder."""
+    folder = STAGE / "sources"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    text = (folder / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    repository = repository_of(project)
+    if repository is None:
+        print("README.md of the package has no links: the address of the repository is not known")
+    elif "urls" not in project:
+        urls = {"Repository": repository, "Issues": f"{repository}/issues"}
+        lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
+        (folder / "pyproject.toml").write_text(f"{text}\n[project.urls]\n{lines}")
+    readme = with_absolute_links((folder / "README.md").read_text(), repository, project["version"])
+    (folder / "README.md").write_text(readme)
+    return folder
+
+
+def repository_of(project: Mapping[str, Any]) -> str | None:
+    """Return the public address of the repository, or None if it is not known."""
+    server, name = map(os.environ.get, ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"))
+    return project.get("urls", {}).get("Repository") or (f"{server}/{name}" if name else None)
+
+
+def with_absolute_links(text: str, repository: str | None, version: str) -> str:
+    """Return Markdown whose relative links lead to the tag of a version in the repository."""
+
+    def absolute(match: re.Match[str]) -> str:
+        picture, words, target = match.groups()
+        if target.startswith(("https://", "http://", "#")):
+            return match[0]
+        if repository is None:
+            return "" if picture else words
+        kind = "raw" if picture else "blob"
+        return f"{picture}[{words}]({repository}/{kind}/v{version}/{target})"
+
+    parts = FENCE.split(text)  # code at the odd places
+    parts[::2] = [LINK.sub(absolute, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def stage(major: int, architectures: Sequence[str]) -> Path:

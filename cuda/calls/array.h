@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <initializer_list>
 #include <numeric>
@@ -25,8 +26,8 @@ namespace moe_a2a {
 // A type of array elements. Types with equal names are equal.
 struct DataType {
   std::string name;  // XLA's name of the type
-  int64_t bytes;
-  uint8_t nan;  // the byte that makes a NaN if it is repeated; 0: the type has no NaN
+  int64_t bytes;     // 0: several elements share a byte
+  uint8_t nan;       // the byte that makes a NaN if it is repeated; 0: the type has no NaN
 
   bool operator==(const DataType& other) const { return name == other.name; }
   bool operator!=(const DataType& other) const { return name != other.name; }
@@ -36,6 +37,14 @@ inline const DataType kInt32 = {"S32", 4, 0};
 inline const DataType kFloat32 = {"F32", 4, 0xFF};
 inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
+
+// Returns the type with a name. The first number of a name is the number of bits; a name without a
+// number, such as PRED, is that of a byte.
+inline DataType TypeNamed(std::string name, uint8_t nan = 0) {
+  const size_t digits = name.find_first_of("0123456789");
+  const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
+  return {std::move(name), bits / 8, nan};
+}
 
 // Returns false if the kernels cannot sum this type.
 inline bool ToElementType(const DataType& type, ElementType* element) {
@@ -104,8 +113,11 @@ inline Problem CheckShape(const Array& array, const char* name, const DataType& 
   return std::string(name) + " must be " + ToString(type, axes) + "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array.
+// Checks the leading axes of an array, and that its elements are bytes.
 inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
+  if (array.type.bytes == 0) {
+    return std::string(name) + " must have elements of whole bytes; got " + ToString(array);
+  }
   if (array.dimensions.size() >= axes.size() &&
       std::equal(axes.begin(), axes.end(), array.dimensions.begin())) {
     return {};

@@ -4,18 +4,21 @@
 // A call is a struct in a file of its own. Its members are the attributes, in the order in which
 // Read() names them. It has
 //
+//   kTarget                        the target of its custom calls
+//   kHasHalves                     whether it has a start and a done, too
 //   Params                         the kernel's parameters
 //   kOperation                     the kernel's name in error messages
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
 //                                  one is missing
 //   Describe(context, args, results, &params)
-//                                  checks the arrays, and sets all parameters except addresses;
-//                                  `params` are zeros before
+//                                  returns why the kernels do not support the call, or sets all
+//                                  parameters except addresses; `params` are zeros before
 //   Point(args, results, &params)  sets only the addresses, of one rank for one launch
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
 //   Launch(kernels, ranks, blocks, stream)
 //
-// Describe() runs once for each call of a program, Point() at each execution. Ranks that share a
+// Describe() runs when a program is lowered (calls/why_not.h) and once for each call when it runs,
+// Point() at each execution. Ranks that share a
 // GPU differ only in addresses and in the number of the rank, so one Describe() serves all of them.
 #ifndef MOE_A2A_CALLS_CALL_H_
 #define MOE_A2A_CALLS_CALL_H_
@@ -30,9 +33,10 @@ namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;    // its signature has what does not depend on the call's arrays
-  bool is_wide;     // some ranks do not share memory with this one
-  int64_t num_sms;  // blocks that a launch may have for each rank
+  RankView view;       // its signature has what does not depend on the call's arrays
+  bool is_multi_host;  // some ranks do not share memory with this one
+  bool is_colocated;   // all ranks share the device and the launch
+  int64_t num_sms;     // blocks that a launch may have for each rank
 };
 
 // Mixes a value into a hash (the finalizer of splitmix64, by Steele, Lea and Flood).
@@ -41,6 +45,14 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9;
   hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
   hash ^= hash >> 31;
+}
+
+// Returns the bytes of a ring half: the zones of all sources. A single rank has only its own tokens,
+// which never enter a zone.
+template <typename Call>
+int64_t HalfBytes(const typename Call::Params& params) {
+  const int64_t num_ranks = view_of(params).num_ranks;
+  return num_ranks > 1 ? num_ranks * Call::ZoneBytes(params) : 0;
 }
 
 // Adds an array to a zone, and its row size to the signature. Returns the array's offset.

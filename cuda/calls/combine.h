@@ -1,6 +1,6 @@
-// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move,
+// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice arrays to move,
 // and the routing. Otherwise they are pairs (all rows, then all weights) and the routing. Results:
-// sums and choice scalars, or the single sum of all pairs.
+// sums and choice arrays, or the single sum of all pairs.
 #ifndef MOE_A2A_CALLS_COMBINE_H_
 #define MOE_A2A_CALLS_COMBINE_H_
 
@@ -16,18 +16,19 @@
 namespace moe_a2a {
 
 struct CombineCall {
-  int64_t num_scalars, num_pairs, wire_format;
-  bool float32_wire;
+  int64_t num_choice_arrays, num_pairs;
+  std::string wire;  // how partial sums travel: a type, or the name of a format's class in Python
   float global_scale;
 
+  static constexpr const char* kTarget = "moe_a2a_combine";
+  static constexpr bool kHasHalves = true;
   using Params = CombineParams;
   static constexpr Operation kOperation = Operation::kCombine;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("num_scalars", &num_scalars) && read("num_pairs", &num_pairs) &&
-           read("float32_wire", &float32_wire) && read("wire_format", &wire_format) &&
-           read("global_scale", &global_scale);
+    return read("num_choice_arrays", &num_choice_arrays) && read("num_pairs", &num_pairs) &&
+           read("wire", &wire) && read("global_scale", &global_scale);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -45,26 +46,20 @@ struct CombineCall {
     }
     SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
-    p.num_moved = static_cast<int32_t>(num_scalars);
+    p.num_moved = static_cast<int32_t>(num_choice_arrays);
     p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
+    if (Problem problem = DescribeWire(args, p); !problem.empty()) return problem;
     Mix(p.view.signature, num_pairs);
-    Mix(p.view.signature, float32_wire);
-    Mix(p.view.signature, wire_format);
-    p.float32_wire = float32_wire;
-    p.wire_format = static_cast<TokenFormat>(wire_format);
-    p.wire_global_scale = global_scale;
-    if (wire_format < 0 || wire_format > kNumFormats || (is_encoded() && float32_wire)) {
-      return "wire_format must be 0 to " + std::to_string(kNumFormats) +
-             ", and 0 if partial sums travel in float32; got " + std::to_string(wire_format);
-    }
-    p.listed =
-        !float32_wire && num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
+    Mix(p.view.signature, static_cast<uint64_t>(p.wire));
+    Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
+    p.listed = p.wire == WireType::kOfRows && num_pairs <= 1 &&
+               p.routing.top_k + p.view.num_ranks <= kWarpThreads;
     if (Problem problem = FirstOf({DescribeSums(args, results, p),
                                    DescribeScalars(args, results, p), DescribePairs(args, p)});
         !problem.empty()) {
       return problem;
     }
-    if (is_encoded() && !p.listed) {
+    if (is_encoded(p) && !p.listed) {
       return "combine with a token format needs rows of whole groups, at most one pair of rows and "
              "weights, and top_k plus ranks of at most " +
              std::to_string(kWarpThreads);
@@ -98,13 +93,23 @@ struct CombineCall {
   }
 
  private:
-  bool is_encoded() const { return wire_format != 0; }
+  static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
 
   bool HasRightSizes(size_t payload, size_t num_results) const {
-    if (num_scalars < 0 || static_cast<size_t>(num_scalars) > num_results) return false;
+    if (num_choice_arrays < 0 || static_cast<size_t>(num_choice_arrays) > num_results) return false;
     if (num_pairs <= 0) return payload == num_results && payload <= kMaxArrays;
     return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 &&
            num_pairs <= kMaxPairs;
+  }
+
+  Problem DescribeWire(ArraySlice args, CombineParams& p) const {
+    p.wire_format = format_named(wire);
+    p.wire_global_scale = global_scale;
+    if (p.num_summed == 0 || is_encoded(p) || wire == args[0].type.name) return {};
+    p.wire = WireType::kFloat32;
+    if (wire == kFloat32.name) return {};
+    return "combine sends partial sums in the type of the rows, in " + kFloat32.name +
+           " or in a token format; got '" + wire + "' for rows " + ToString(args[0]);
   }
 
   Problem DescribeSums(ArraySlice args, ArraySlice results, CombineParams& p) const {
@@ -125,9 +130,10 @@ struct CombineCall {
       }
       array.vectorized = Width(array.elements * item, {&rows, &out}) == kVectorBytes;
       p.listed = p.listed && array.vectorized &&
-                 (!is_encoded() || array.elements % group_size(p.wire_format) == 0);
-      const int64_t row_bytes = is_encoded() ? encoded_stride(p.wire_format, array.elements)
-                                             : array.elements * (float32_wire ? 4 : item);
+                 (!is_encoded(p) || array.elements % group_size(p.wire_format) == 0);
+      const int64_t row_bytes =
+          is_encoded(p) ? encoded_stride(p.wire_format, array.elements)
+                        : array.elements * (p.wire == WireType::kFloat32 ? kFloat32.bytes : item);
       array.zone_offset = TakeZone(p.zone_bytes, num_tokens, row_bytes, p.view);
       p.fills[i] = FillOf(out);
     }
@@ -182,9 +188,9 @@ struct CombineCall {
       // short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
-      const bool is_segment = is_encoded() ? p.elements_per_weight % group_size(p.wire_format) == 0
-                                           : bytes_per_weight % kVectorBytes == 0 &&
-                                                 bytes_per_weight >= Tuning::kLeastListedBytes;
+      const bool is_segment = is_encoded(p) ? p.elements_per_weight % group_size(p.wire_format) == 0
+                                            : bytes_per_weight % kVectorBytes == 0 &&
+                                                  bytes_per_weight >= Tuning::kLeastListedBytes;
       p.listed = p.listed && even && (weights_per_row == 1 || is_segment);
     }
     return {};

@@ -20,15 +20,16 @@ inline std::string UnequalPayload(const char* call) {
 }
 
 struct DispatchCall {
-  int64_t num_scalars;
-  bool leaves_tail;
+  DispatchOptions options;
 
+  static constexpr const char* kTarget = "moe_a2a_dispatch";
+  static constexpr bool kHasHalves = true;
   using Params = DispatchParams;
   static constexpr Operation kOperation = Operation::kDispatch;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("num_scalars", &num_scalars) && read("leaves_tail", &leaves_tail);
+    return options.Read(read);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -41,9 +42,10 @@ struct DispatchCall {
     if (args.size() != results.size() + kNumRoutingArrays || results.size() > kMaxArrays) {
       return UnequalPayload("dispatch");
     }
-    p.leaves_tail = leaves_tail;
+    options.Describe(p);
     SignShapes(p.view, p.routing);
-    if (Problem problem = DescribePayload(args, results, num_scalars, p); !problem.empty()) {
+    if (Problem problem = DescribePayload(args, results, options.num_choice_arrays, p);
+        !problem.empty()) {
       return problem;
     }
     p.roles = grid_of(p, context.num_sms).roles;

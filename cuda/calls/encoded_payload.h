@@ -12,10 +12,11 @@
 
 namespace moe_a2a {
 
-// How leaves are quantized. The global scale of NvFp4 is an attribute, or an operand with one scale
-// for each token.
+// The way leaves are quantized. `format` is the name of a class in Python. The global scale of NvFp4 is
+// an attribute, or an operand with one scale for each token.
 struct EncodedPayload {
-  int64_t format, num_leaves;
+  std::string format;
+  int64_t num_leaves;
   bool decode, has_token_scales;
   float global_scale;
 
@@ -25,29 +26,32 @@ struct EncodedPayload {
            read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
   }
 
-  bool is_known() const { return format >= 1 && format <= kNumFormats && num_leaves >= 1; }
-
   // Describes the arrays of `exchange`, whose routing and view are set, and their encoding.
-  Problem Describe(ArraySlice args, ArraySlice results, int64_t num_scalars, Encoding& encoding,
-                   DispatchParams& exchange) const {
+  Problem Describe(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
+                   Encoding& encoding, DispatchParams& exchange) const {
     RankView& view = exchange.view;
+    encoding.format = format_named(format);
+    if (encoding.format == kNoFormat || num_leaves < 1) {
+      return "a dispatch with a format needs a known format and a leaf; got " + format + " and " +
+             std::to_string(num_leaves) + " leaves";
+    }
     if (view.num_ranks == 1) {
       return "a dispatch with a format needs two ranks or more, because own tokens use a landing "
              "zone";
     }
-    const size_t leaves = num_leaves, scalars = num_scalars;
-    if (num_scalars < 0 || args.size() != leaves + scalars + has_token_scales ||
-        results.size() != results_per_leaf() * leaves + scalars ||
-        2 * leaves + scalars + scales_travel() > kMaxArrays) {
+    const size_t leaves = num_leaves, choice_arrays = num_choice_arrays;
+    if (num_choice_arrays < 0 || args.size() != leaves + choice_arrays + has_token_scales ||
+        results.size() != results_per_leaf() * leaves + choice_arrays ||
+        2 * leaves + choice_arrays + scales_travel() > kMaxArrays) {
       return "a dispatch with a format needs results for each leaf and choice array, and moves at "
              "most " +
              std::to_string(kMaxArrays) + " arrays: values and scales of a leaf are two";
     }
-    encoding.format = static_cast<TokenFormat>(format);
     encoding.decode = decode;
     encoding.num_leaves = static_cast<int32_t>(num_leaves);
     encoding.global_scale = global_scale;
-    for (int64_t v : {format, int64_t{decode}, num_leaves, int64_t{has_token_scales}}) {
+    for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{decode}, num_leaves,
+                      int64_t{has_token_scales}}) {
       Mix(view.signature, v);
     }
     const int64_t num_tokens = exchange.routing.num_tokens;
@@ -86,7 +90,7 @@ struct EncodedPayload {
       add(of_values, 0, decode ? kVectorBytes : Width(of_values, {&out[0]}));
       add(of_scales, 0, decode ? kVectorBytes : Width(of_scales, {&out[1]}));
     }
-    for (size_t i = 0; i < scalars; ++i) {
+    for (size_t i = 0; i < choice_arrays; ++i) {
       const Array& in = args[leaves + i];
       const Array& out = results[results_per_leaf() * leaves + i];
       const int64_t choice_bytes = NumElements(in, 2) * in.type.bytes;
@@ -98,7 +102,8 @@ struct EncodedPayload {
       add(NumElements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
     }
     if (has_token_scales) {
-      if (Problem p = CheckShape(args[leaves + scalars], "token scales", kFloat32, {num_tokens});
+      if (Problem p =
+              CheckShape(args[leaves + choice_arrays], "token scales", kFloat32, {num_tokens});
           !p.empty()) {
         return p;
       }
@@ -119,16 +124,16 @@ struct EncodedPayload {
       scales.in = args[i];
       scales.out = results[2 * i + 1];
     }
-    const size_t scalars = results.size() - results_per_leaf() * leaves;
-    for (size_t i = 0; i < scalars; ++i) {
+    const size_t choice_arrays = results.size() - results_per_leaf() * leaves;
+    for (size_t i = 0; i < choice_arrays; ++i) {
       MovedArray& array = exchange.arrays[2 * leaves + i];
       array.in = args[leaves + i];
       array.out = results[results_per_leaf() * leaves + i];
     }
     if (has_token_scales) {
-      const char* token_scales = args[leaves + scalars];
+      const char* token_scales = args[leaves + choice_arrays];
       encoding.token_scales = reinterpret_cast<const float*>(token_scales);
-      if (scales_travel()) exchange.arrays[2 * leaves + scalars].in = token_scales;
+      if (scales_travel()) exchange.arrays[2 * leaves + choice_arrays].in = token_scales;
     }
     for (size_t i = 0; i < results.size(); ++i) exchange.fills[i].data = results[i];
   }

@@ -8,22 +8,23 @@
 #include "calls/array.h"
 #include "calls/call.h"
 #include "calls/encoded_payload.h"
+#include "calls/payload.h"
 #include "calls/routing.h"
 
 namespace moe_a2a {
 
 struct FormatDispatchCall {
-  int64_t num_scalars;
-  bool leaves_tail;
+  DispatchOptions options;
   EncodedPayload payload;
 
+  static constexpr const char* kTarget = "moe_a2a_format_dispatch";
+  static constexpr bool kHasHalves = false;
   using Params = FormatDispatchParams;
   static constexpr Operation kOperation = Operation::kDispatch;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("num_scalars", &num_scalars) && read("leaves_tail", &leaves_tail) &&
-           payload.Read(read);
+    return options.Read(read) && payload.Read(read);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -35,12 +36,12 @@ struct FormatDispatchCall {
         !problem.empty()) {
       return problem;
     }
-    if (!payload.is_known()) return "a dispatch with a format needs a known format and a leaf";
-    if (context.is_wide) return "a dispatch with a format must not span hosts";
-    exchange.leaves_tail = leaves_tail;
+    if (context.is_multi_host) return "a dispatch with a format must not span hosts";
+    options.Describe(exchange);
     SignShapes(exchange.view, exchange.routing);
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
-    if (Problem problem = payload.Describe(moved, results, num_scalars, p.encoding, exchange);
+    if (Problem problem =
+            payload.Describe(moved, results, options.num_choice_arrays, p.encoding, exchange);
         !problem.empty()) {
       return problem;
     }

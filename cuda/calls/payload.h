@@ -1,4 +1,4 @@
-// Payload arrays that a dispatch moves as bytes.
+// The options of every dispatch, and payload arrays that a dispatch moves as bytes.
 #ifndef MOE_A2A_CALLS_PAYLOAD_H_
 #define MOE_A2A_CALLS_PAYLOAD_H_
 
@@ -9,15 +9,27 @@
 
 namespace moe_a2a {
 
-// Describes one payload array for each result. The last `num_scalars` arrays have an entry per
+struct DispatchOptions {
+  int64_t num_choice_arrays;
+  bool leaves_tail;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
+  }
+
+  void Describe(DispatchParams& p) const { p.leaves_tail = leaves_tail; }
+};
+
+// Describes one payload array for each result. The last `num_choice_arrays` arrays have an entry per
 // choice.
-inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_scalars,
+inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
                                DispatchParams& p) {
   const RoutingView& routing = p.routing;
   p.num_arrays = static_cast<int32_t>(results.size());
   for (int i = 0; i < p.num_arrays; ++i) {
     const Array &in = args[i], &out = results[i];
-    const bool per_choice = i >= p.num_arrays - num_scalars;
+    const bool per_choice = i >= p.num_arrays - num_choice_arrays;
     if (Problem problem = per_choice
                               ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
                               : CheckLead(in, "a payload array", {routing.num_tokens});

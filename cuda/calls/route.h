@@ -15,6 +15,8 @@ namespace moe_a2a {
 struct RouteCall {
   int64_t num_experts, alignment, tokens_per_chunk, first_choice, parts;
 
+  static constexpr const char* kTarget = "moe_a2a_route";
+  static constexpr bool kHasHalves = false;
   using Params = RouteParams;
   static constexpr Operation kOperation = Operation::kRoute;
 
@@ -48,15 +50,17 @@ struct RouteCall {
     p.first_choice = static_cast<int32_t>(first_choice);
     p.parts = static_cast<int32_t>(parts);
     p.tokens_per_chunk = static_cast<int32_t>(tokens_per_chunk);
-    if (p.tokens_per_chunk < 1) return kTooMany;
+    if (p.tokens_per_chunk < 1) return "route needs chunks of one token or more";
     p.chunks =
         static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
-    if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
+    const int64_t blocks = int64_t{p.batch} * p.chunks * p.view.num_ranks;
+    if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
+        int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
         int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
         p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
         p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0 ||
         (p.first_choice >= 0 && p.parts > 1)) {
-      return kTooMany;
+      return Reason(p);
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
                       p.first_choice, p.parts}) {
@@ -86,9 +90,17 @@ struct RouteCall {
 
  private:
   static constexpr size_t kNumResults = kNumPlanArrays + 3;
-  static constexpr char kTooMany[] =
-      "route: too many tokens, chunks or local experts for one call, or attributes that do not fit "
-      "together";
+  static std::string Reason(const RouteParams& p) {
+    return "route has at most " + std::to_string(kMaxChunks) + " chunks of " +
+           std::to_string(kMaxTokensPerRouteChunk) + " tokens, " +
+           std::to_string(kMaxLocalExperts) + " experts per rank and " +
+           std::to_string(kMaxRouteCounts) +
+           " counts, and no parts of experts if rows can be dropped; got " +
+           std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) + " chunks, " +
+           std::to_string(p.local_experts()) + " experts per rank, " +
+           std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts and " +
+           std::to_string(p.parts) + " parts";
+  }
 
   static int64_t BytesOfIds(const RouteParams& p) {
     return int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t);

@@ -1,5 +1,5 @@
 // The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
-// and rows of the payload. If `format` is not 0, the payload is that of calls/encoded_payload.h.
+// and rows of the payload. If `format` is not empty, the payload is that of calls/encoded_payload.h.
 #ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 #define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 
@@ -15,19 +15,20 @@
 namespace moe_a2a {
 
 struct RoutedDispatchCall {
-  int64_t num_experts, alignment, first_choice, num_scalars;
-  bool leaves_tail;
-  EncodedPayload encoded;  // if `format` is 0, no other member is set
+  int64_t num_experts, alignment, first_choice;
+  DispatchOptions options;
+  EncodedPayload encoded;  // if `format` is empty, no other member is set
 
+  static constexpr const char* kTarget = "moe_a2a_routed_dispatch";
+  static constexpr bool kHasHalves = false;
   using Params = RoutedDispatchParams;
   static constexpr Operation kOperation = Operation::kRoutedDispatch;
 
   template <typename Reader>
   bool Read(Reader&& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
-           read("first_choice", &first_choice) && read("num_scalars", &num_scalars) &&
-           read("leaves_tail", &leaves_tail) && read("format", &encoded.format) &&
-           (!has_format() || encoded.Read(read));
+           read("first_choice", &first_choice) && options.Read(read) &&
+           read("format", &encoded.format) && (!has_format() || encoded.Read(read));
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -37,14 +38,14 @@ struct RoutedDispatchCall {
         results[4].dimensions.empty()) {
       return "routed dispatch needs ids and rank, and returns a plan";
     }
-    if (context.is_wide) return "routed dispatch must not span hosts";
+    if (context.is_multi_host) return "routed dispatch must not span hosts";
     const Array& ids = args[0];
     if (ids.dimensions.size() != 2 || ids.type != kInt32) {
       return "ids must be S32[num_tokens, top_k]; got " + ToString(ids);
     }
     if (Problem problem = CheckShape(args[1], "rank", kInt32, {}); !problem.empty()) return problem;
     DispatchParams& exchange = p.exchange;
-    exchange.leaves_tail = leaves_tail;
+    options.Describe(exchange);
     exchange.view = context.view;
     exchange.routing.num_tokens = static_cast<int32_t>(ids.dimensions[0]);
     exchange.routing.top_k = static_cast<int32_t>(ids.dimensions[1]);
@@ -61,7 +62,11 @@ struct RoutedDispatchCall {
         p.first_choice >= exchange.routing.top_k ||
         !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,
                               p.num_experts / num_ranks)) {
-      return "routed dispatch: too many tokens, choices or experts for one call";
+      return "routed dispatch has at most " + std::to_string(kMaxFusedTokens) + " tokens, " +
+             std::to_string(kMaxFusedChoices) + " choices of all ranks and " +
+             std::to_string(kMaxFusedExperts) + " experts per rank; got ids " + ToString(ids) +
+             " of " + std::to_string(num_ranks) + " ranks and " +
+             std::to_string(p.num_experts / num_ranks) + " experts";
     }
     constexpr int kFirstCount = 8;  // results from here on are counts, those before indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
@@ -71,8 +76,8 @@ struct RoutedDispatchCall {
     const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
     p.num_results = static_cast<int32_t>(moved.size());
     if (has_format()) {
-      if (!encoded.is_known()) return "routed dispatch needs a known format and a leaf";
-      if (Problem problem = encoded.Describe(payload, moved, num_scalars, p.encoding, exchange);
+      if (Problem problem =
+              encoded.Describe(payload, moved, options.num_choice_arrays, p.encoding, exchange);
           !problem.empty()) {
         return problem;
       }
@@ -80,7 +85,7 @@ struct RoutedDispatchCall {
       if (payload.size() != moved.size() || payload.size() > kMaxArrays) {
         return UnequalPayload("routed dispatch");
       }
-      if (Problem problem = DescribePayload(payload, moved, num_scalars, exchange);
+      if (Problem problem = DescribePayload(payload, moved, options.num_choice_arrays, exchange);
           !problem.empty()) {
         return problem;
       }
@@ -112,7 +117,7 @@ struct RoutedDispatchCall {
  private:
   static constexpr size_t kNumFirst = 2;  // operands before the payload
 
-  bool has_format() const { return encoded.format != 0; }
+  bool has_format() const { return !encoded.format.empty(); }
 };
 
 }  // namespace moe_a2a

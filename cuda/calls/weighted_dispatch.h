@@ -15,6 +15,8 @@ namespace moe_a2a {
 struct WeightedDispatchCall {
   bool scaled, dotted;
 
+  static constexpr const char* kTarget = "moe_a2a_weighted_dispatch";
+  static constexpr bool kHasHalves = false;
   using Params = DispatchParams;
   static constexpr Operation kOperation = Operation::kDispatch;
 

@@ -21,7 +21,7 @@ constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// Where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
+// The places where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
 struct Destinations {
   char* const* to;
   const int* slots;

@@ -35,7 +35,7 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
                              int64_t zone_bytes) {
   const int half = ring_half(view, epoch);
   if (is_inter_node(view, at_rank)) return outgoing_zone(view, at_rank, half, zone_bytes);
-  return view.slab[at_rank] + slot_offset(half, slot_stride(view)) + source * zone_bytes;
+  return view.slab[at_rank] + half_offset(half, half_stride(view)) + source * zone_bytes;
 }
 
 // Takes the epoch and the block's number. Returns false if the domain has failed or another launch of this rank is
@@ -171,7 +171,7 @@ __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int desti
                                  int64_t zone_bytes, EachRange&& each_range) {
   fence_acq_rel_sys();  // NVSHMEM reads what the team has written.
   const int half = ring_half(view, epoch);
-  char* to = view.slab[destination] + slot_offset(half, slot_stride(view)) + view.rank * zone_bytes;
+  char* to = view.slab[destination] + half_offset(half, half_stride(view)) + view.rank * zone_bytes;
   Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));
   each_range(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
   puts.end(&header(view, destination)->chunk[half][view.rank][chunk],

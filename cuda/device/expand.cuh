@@ -60,9 +60,10 @@ __device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {
   if (array.choice_bytes > 0) {
-    const int64_t mine = first + lane_index();
+    const int64_t my_row = first + lane_index();
     if (is_empty && team.is_first_warp()) {
-      copy_choice(array.out + mine * array.choice_bytes, nullptr, array.choice_bytes, array.width);
+      copy_choice(array.out + my_row * array.choice_bytes, nullptr, array.choice_bytes,
+                  array.width);
     }
     return;
   }

@@ -33,10 +33,10 @@ __device__ inline bool is_inter_node(const RankView& view, int rank) {
 __device__ inline char* outgoing_zone(const RankView& view, int rank, int half,
                                       int64_t zone_bytes) {
   const Network& n = network(view);
-  return n.outgoing + half * n.slot_stride + rank * zone_bytes;
+  return n.outgoing + half * n.half_stride + rank * zone_bytes;
 }
 
-__device__ inline int64_t slot_stride(const RankView& view) { return network(view).slot_stride; }
+__device__ inline int64_t half_stride(const RankView& view) { return network(view).half_stride; }
 
 // Stores a word at an inter-node rank. Only fence_puts() orders it with other puts.
 __device__ inline void put_word(const RankView& view, int rank, uint64_t* address, uint64_t value) {
@@ -91,7 +91,7 @@ class Puts {
 
 __device__ constexpr bool is_inter_node(const RankView&, int) { return false; }
 __device__ constexpr char* outgoing_zone(const RankView&, int, int, int64_t) { return nullptr; }
-__device__ constexpr int64_t slot_stride(const RankView&) { return kSlotStride; }
+__device__ constexpr int64_t half_stride(const RankView&) { return kHalfStride; }
 __device__ inline void put_word(const RankView&, int, uint64_t*, uint64_t) {}
 __device__ inline void fence_puts() {}
 

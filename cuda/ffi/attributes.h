@@ -3,6 +3,9 @@
 #define MOE_A2A_FFI_ATTRIBUTES_H_
 
 #include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "layout.h"
 #include "runtime/workspace.h"
@@ -12,11 +15,11 @@ namespace moe_a2a {
 
 struct CallAttributes {
   Topology topology;
-  Ring ring;
+  WorkspaceKind workspace_kind;
   int64_t num_sms;
   int64_t timeout_ns;
   int64_t first_timeout_ns;
-  int64_t slot_bytes;   // of the landing zones of all sources
+  int64_t half_bytes;   // of the landing zones of all sources
   bool raise_failures;  // false: a failure shows only in the outputs
   int64_t scopes;       // a hash of the name scopes around the call in the program
 
@@ -31,7 +34,8 @@ class AttributeReader {
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
-    const auto found = attributes_.get<T>(name);
+    using Found = std::conditional_t<std::is_same_v<T, std::string>, std::string_view, T>;
+    const auto found = attributes_.get<Found>(name);
     if (found) *value = *found;
     return found.has_value();
   }

@@ -33,7 +33,7 @@ uint8_t NanOf(ffi::DataType type) {
 DataType TypeOf(ffi::DataType type) {
   std::ostringstream name;
   name << static_cast<XLA_FFI_DataType>(type);
-  return {name.str(), static_cast<int64_t>(ffi::ByteWidth(type)), NanOf(type)};
+  return TypeNamed(name.str(), NanOf(type));
 }
 
 template <typename Buffers>

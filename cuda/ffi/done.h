@@ -8,28 +8,28 @@
 #include <utility>
 
 #include "ffi/buffers.h"
-#include "ffi/exchange.h"
+#include "ffi/call_state.h"
 
 namespace moe_a2a {
 
-class Done final : public Exchange {
+class Done final : public CallState {
  public:
-  explicit Done(CallAttributes attributes) : Exchange(std::move(attributes)) {}
+  explicit Done(CallAttributes attributes) : CallState(std::move(attributes)) {}
 
  private:
-  ffi::ErrorOr<std::unique_ptr<const Site>> MakeSite(const Execution& execution,
-                                                     const Site& site) const override {
-    auto view = ViewOf(attributes(), site, Operation::kDispatch, execution.ordinal);
+  ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(
+      const Execution& execution, const DeviceState& state) const override {
+    auto view = ViewOf(attributes(), state, Operation::kDispatch, execution.ordinal);
     if (!view) return ffi::Unexpected(view.error());
-    return std::make_unique<const Site>(site);
+    return std::make_unique<const DeviceState>(state);
   }
 
-  ffi::Error Run(const Execution& execution, const Site& site) const override {
+  ffi::Error Run(const Execution& execution, const DeviceState& state) const override {
     AddressList list_of_args, list_of_results;
     const bool is_read =
         list_of_args.Read(execution.operands) && list_of_results.Read(execution.outputs);
     const Addresses args = list_of_args.addresses(), results = list_of_results.addresses();
-    if (!is_read || site.side == nullptr || args.size() < results.size()) {
+    if (!is_read || state.side == nullptr || args.size() < results.size()) {
       return Invalid("done needs the operands and the results of the start of a split exchange");
     }
     if (!std::equal(results.begin(), results.end(), args.end() - results.size())) {
@@ -37,7 +37,7 @@ class Done final : public Exchange {
           "XLA has moved the results of a start before its done. Call start and done in the same "
           "function");
     }
-    return ToError(site.side->Join(execution.stream, execution.run, args));
+    return ToError(state.side->Join(execution.stream, execution.run, args));
   }
 };
 

@@ -90,7 +90,7 @@ ffi::Error First(std::initializer_list<ffi::Error> errors) {
   return ffi::Error::Success();
 }
 
-// What all calls have in common.
+// The part that all calls have in common.
 struct Call {
   cudaStream_t stream;
   int32_t ordinal;
@@ -109,10 +109,10 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
                    Describe(shape_table));
   }
   const ffi::DataType type = call.rows.element_type();
-  if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {
-    return Invalid("the kernel of grouped_dot needs bfloat16 or float16");
-  }
   gemm->type = type == ffi::DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+  const char* name = type == ffi::DataType::BF16  ? "bfloat16"
+                     : type == ffi::DataType::F16 ? "float16"
+                                                  : "another type";
   gemm->num_rows = shape_rows[0];
   gemm->num_weights = shape_weights[0];
   gemm->k = shape_weights[1];
@@ -125,7 +125,7 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
        CheckShape(call.table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
        CheckShape(call.counter, "the counter", ffi::DataType::S32, {1})});
   if (error.failure()) return error;
-  if (const Problem problem = WhyNotGroupedGemm(gemm->num_rows, num_groups, gemm->k, gemm->n);
+  if (const Problem problem = WhyNotGroupedGemm(name, gemm->num_rows, num_groups, gemm->k, gemm->n);
       !problem.empty()) {
     return Invalid(problem);
   }
@@ -179,13 +179,15 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
 // Reads what describes an activation.
 ffi::Error ReadActivation(int64_t function, int64_t is_gated, float alpha, float limit,
                           ActivatedProduct* activated) {
-  const auto last = Activation::kClampedSwiglu;
+  const auto last = Activation::kScaledBias;
   activated->function = static_cast<Activation>(function);
   activated->is_gated = is_gated != 0;
   activated->alpha = alpha;
   activated->limit = limit;
+  const bool needs_gate = activated->function == Activation::kClampedSwiglu,
+             needs_none = activated->function == last;
   if (function < 0 || function > static_cast<int64_t>(last) ||
-      (!activated->is_gated && activated->function == last)) {
+      (activated->is_gated ? needs_none : needs_gate)) {
     return Invalid("no kernel has the activation " + std::to_string(function) +
                    (activated->is_gated ? ", gated" : ", not gated"));
   }
@@ -249,6 +251,8 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
       First({ReadActivation(function, is_gated, alpha, limit, &activated),
              ReadCall({stream, ordinal, num_sms, gradient, weights, table, *counter}, &gemm)});
   if (error.failure()) return error;
+  if (activated.function == Activation::kScaledBias)
+    return Invalid("no activation has no gradient");
   const ffi::DataType type = gradient.element_type();
   const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
   const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;

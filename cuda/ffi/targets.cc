@@ -9,17 +9,12 @@
 #include <utility>
 #include <vector>
 
-#include "calls/combine.h"
-#include "calls/dispatch.h"
-#include "calls/format_dispatch.h"
-#include "calls/route.h"
-#include "calls/routed_dispatch.h"
-#include "calls/weighted_dispatch.h"
+#include "calls/why_not.h"
 #include "ffi/attributes.h"
+#include "ffi/call_state.h"
+#include "ffi/call_state_of.h"
 #include "ffi/done.h"
 #include "ffi/errors.h"
-#include "ffi/exchange.h"
-#include "ffi/exchange_of.h"
 #ifdef MOE_A2A_GROUPED_GEMM
 #include "ffi/grouped_gemm.h"
 #endif
@@ -30,25 +25,25 @@ namespace {
 
 // Makes the state of a call and opens its workspace.
 template <typename Make>
-ffi::ErrorOr<std::unique_ptr<Exchange>> Load(const ffi::Dictionary& attributes, const Make& make) {
+ffi::ErrorOr<std::unique_ptr<CallState>> Load(const ffi::Dictionary& attributes, const Make& make) {
   auto common = DecodeAttributes(attributes);
   if (!common) return ffi::Unexpected(common.error());
-  std::unique_ptr<Exchange> exchange = make(std::move(*common));
-  if (exchange == nullptr) return ffi::Unexpected(LacksAttribute());
-  if (ffi::Error error = exchange->Load(); error.failure()) return ffi::Unexpected(error);
-  return exchange;
+  std::unique_ptr<CallState> state = make(std::move(*common));
+  if (state == nullptr) return ffi::Unexpected(LacksAttribute());
+  if (ffi::Error error = state->Load(); error.failure()) return ffi::Unexpected(error);
+  return state;
 }
 
 template <typename Call>
-ffi::ErrorOr<std::unique_ptr<Exchange>> LoadExchange(ffi::Dictionary attributes) {
-  return Load(attributes, [&](CallAttributes common) -> std::unique_ptr<Exchange> {
+ffi::ErrorOr<std::unique_ptr<CallState>> LoadCall(ffi::Dictionary attributes) {
+  return Load(attributes, [&](CallAttributes common) -> std::unique_ptr<CallState> {
     Call call = {};
     if (!call.Read(AttributeReader(attributes))) return nullptr;
-    return std::make_unique<ExchangeOf<Call>>(std::move(common), std::move(call));
+    return std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
   });
 }
 
-ffi::ErrorOr<std::unique_ptr<Exchange>> LoadDone(ffi::Dictionary attributes) {
+ffi::ErrorOr<std::unique_ptr<CallState>> LoadDone(ffi::Dictionary attributes) {
   return Load(attributes,
               [](CallAttributes common) { return std::make_unique<Done>(std::move(common)); });
 }
@@ -59,21 +54,21 @@ XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-ffi::Error Initialize(int32_t ordinal, Exchange* exchange) { return exchange->Initialize(ordinal); }
+ffi::Error Initialize(int32_t ordinal, CallState* state) { return state->Initialize(ordinal); }
 
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInitialize()
                                    .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::State<Exchange>>()
+                                   .Ctx<ffi::State<CallState>>()
                                    .To(Initialize)
                                    .release();
   return handler->Call(frame);
 }
 
 template <bool kMayBeCaptured>
-ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchange* exchange,
+ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CallState* state,
                    ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
-  return exchange->Execute({stream, ordinal, run.run_id, kMayBeCaptured, operands, outputs});
+  return state->Execute({stream, ordinal, run.run_id, kMayBeCaptured, operands, outputs});
 }
 
 template <bool kMayBeCaptured>
@@ -82,7 +77,7 @@ auto MakeExecuteHandler(std::initializer_list<ffi::Traits> traits) {
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .Ctx<ffi::DeviceOrdinal>()
       .Ctx<ffi::RunId>()
-      .Ctx<ffi::State<Exchange>>()
+      .Ctx<ffi::State<CallState>>()
       .RemainingArgs()
       .RemainingRets()
       .To(Execute<kMayBeCaptured>, traits)
@@ -99,35 +94,24 @@ XLA_FFI_Error* ExecuteInGraphHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// A target. `has_graph_variant`: a second target, with the suffix "_in_graph", may be captured in a CUDA graph.
-struct Row {
-  const char* name;
-  Handler* instantiate;
-  bool has_graph_variant;
-};
-
-// Start and done are not captured: a graph must join each fork that it contains, and the host must see every start.
-constexpr Row kRows[] = {
-    {"moe_a2a_route", InstantiateHandler<LoadExchange<RouteCall>>, true},
-    {"moe_a2a_dispatch", InstantiateHandler<LoadExchange<DispatchCall>>, true},
-    {"moe_a2a_dispatch_start", InstantiateHandler<LoadExchange<DispatchCall>>, false},
-    {"moe_a2a_dispatch_done", InstantiateHandler<LoadDone>, false},
-    {"moe_a2a_format_dispatch", InstantiateHandler<LoadExchange<FormatDispatchCall>>, true},
-    {"moe_a2a_routed_dispatch", InstantiateHandler<LoadExchange<RoutedDispatchCall>>, true},
-    {"moe_a2a_weighted_dispatch", InstantiateHandler<LoadExchange<WeightedDispatchCall>>, true},
-    {"moe_a2a_combine", InstantiateHandler<LoadExchange<CombineCall>>, true},
-    {"moe_a2a_combine_start", InstantiateHandler<LoadExchange<CombineCall>>, false},
-    {"moe_a2a_combine_done", InstantiateHandler<LoadDone>, false},
-};
+// Adds the targets of a call. A whole call has a second target, with the suffix "_in_graph", which may be captured in a
+// CUDA graph. Start and done are not captured: a graph must join each fork that it contains, and the host must see
+// every start.
+template <typename Call>
+void AddTargets(std::vector<Target>& targets) {
+  const std::string name = Call::kTarget;
+  Handler* load = InstantiateHandler<LoadCall<Call>>;
+  targets.push_back({name, load, InitializeHandler, ExecuteHandler});
+  targets.push_back({name + "_in_graph", load, InitializeHandler, ExecuteInGraphHandler});
+  if (!Call::kHasHalves) return;
+  targets.push_back({name + "_start", load, InitializeHandler, ExecuteHandler});
+  targets.push_back(
+      {name + "_done", InstantiateHandler<LoadDone>, InitializeHandler, ExecuteHandler});
+}
 
 std::vector<Target> MakeTargets() {
   std::vector<Target> targets;
-  for (const auto& [name, instantiate, has_graph_variant] : kRows) {
-    targets.push_back({name, instantiate, InitializeHandler, ExecuteHandler});
-    if (!has_graph_variant) continue;
-    targets.push_back(
-        {std::string(name) + "_in_graph", instantiate, InitializeHandler, ExecuteInGraphHandler});
-  }
+  for_each(AllCalls{}, [&](auto call) { AddTargets<typename decltype(call)::type>(targets); });
 #ifdef MOE_A2A_GROUPED_GEMM
   for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
                                       {"moe_a2a_dot_act", moe_a2a_dot_act},
@@ -145,6 +129,6 @@ const std::vector<Target>& Targets() {
   return *targets;
 }
 
-StateType StateOfTargets() { return {"moe_a2a_exchange", &Exchange::id, &Exchange::info}; }
+StateType StateOfTargets() { return {"moe_a2a_exchange", &CallState::id, &CallState::info}; }
 
 }  // namespace moe_a2a

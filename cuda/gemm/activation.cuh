@@ -80,6 +80,8 @@ __device__ inline void for_activation(Activation a, Body&& body) {
       if constexpr (kIsGated) {
         body(std::integral_constant<Activation, Activation::kClampedSwiglu>{});
       }
+      return;
+    case Activation::kScaledBias: return;
   }
 }
 

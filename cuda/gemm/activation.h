@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Python's FusedActivation has the same numbers (jax_moe_a2a/_src/grouped/activation.py).
+// Python's FusedActivation has the same numbers (jax_moe_a2a/_src/experts/activations.py).
 enum class Activation : int32_t {
   kSilu,           // x sigmoid(x)
   kGelu,           // x Phi(x)
@@ -14,6 +14,7 @@ enum class Activation : int32_t {
   kRelu,           // max(x, 0)
   kSquaredRelu,    // max(x, 0)^2
   kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit (GPT-OSS)
+  kScaledBias,     // none: router weights multiply the bias instead of the result
 };
 
 }  // namespace moe_a2a

@@ -104,10 +104,11 @@ struct RowWeights {
   __device__ float at(int i) const { return F::kIsTurned ? of[i / 4 * 2 + i % 2] : of[i / 2 % 2]; }
 };
 
-// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have none.
-template <typename T, typename F, int kSize>
+// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have none. `scale(i)`
+// multiplies the bias of d[i].
+template <typename T, typename F, int kSize, typename Scale>
 __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float (&d)[kSize],
-                                int begin, int count) {
+                                int begin, int count, Scale&& scale) {
   const int lane = lane_index();
 #pragma unroll
   for (int i = 0; i < count; i += F::kIsTurned ? kSize : 4) {
@@ -117,14 +118,18 @@ __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float
         const int32_t column = first + lane / 4 + 8 * half;
         const float add = column < end ? float(bias[column]) : 0.f;
 #pragma unroll
-        for (int j = 2 * half; j < kSize; j += 4) d[j] += add, d[j + 1] += add;
+        for (int j = 2 * half; j < kSize; j += 4) {
+          d[j] += scale(j) * add, d[j + 1] += scale(j + 1) * add;
+        }
       }
     } else {
       const int32_t column = first + i * 2 + lane % 4 * 2;
       const float2 add =
           column < end ? unpack<T>(*reinterpret_cast<const uint32_t*>(bias + column)) : float2{};
-      d[begin + i] += add.x, d[begin + i + 1] += add.y;
-      d[begin + i + 2] += add.x, d[begin + i + 3] += add.y;
+#pragma unroll
+      for (int j = begin + i; j < begin + i + 4; j += 2) {
+        d[j] += scale(j) * add.x, d[j + 1] += scale(j + 1) * add.y;
+      }
     }
   }
 }
@@ -178,9 +183,17 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
   if (a.bias != nullptr && work.weight >= 0) {
     const int32_t num_columns = a.num_columns * (kIsGated ? 2 : 1);
     const T* bias = static_cast<const T*>(a.bias) + int64_t{work.weight} * num_columns;
-    each_product([&](auto& of, int first, int32_t column, int half) {
-      add_bias<T, F>(bias + half * a.num_columns, column, a.num_columns, of, first, kResults);
-    });
+    const auto add = [&](auto&& scale) {
+      each_product([&](auto& of, int first, int32_t column, int half) {
+        add_bias<T, F>(bias + half * a.num_columns, column, a.num_columns, of, first, kResults,
+                       scale);
+      });
+    };
+    if (!kIsGated && a.function == Activation::kScaledBias) {
+      add([&](int i) { return weights.at(i); });
+    } else {
+      add([](int) { return 1.f; });
+    }
   }
   const auto store = [&](const CUtensorMap& map, const auto& of, int first, int32_t column) {
     if constexpr (F::kIsTurned) {
@@ -222,150 +235,126 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
   });
 }
 
-// Pre-activations of a warp's 16 rows and 64 columns, 16 bytes of a row at a time. A lane loads 8 columns of its rows,
-// and then exchanges them with the three other lanes of these rows, for the columns of d.
-struct PreActivations {
-  uint4 of[2][2];  // [row half][column half]
-
-  // `column` is the first column, and `first` that of the gate or of up in a row of `width` elements.
-  __device__ void load(const void* pre, const Work& work, int32_t m, int32_t column, int32_t end,
-                       int32_t first, int32_t width) {
-    const int lane = lane_index();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int32_t row = m + lane / 4 + 8 * r;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int32_t at = column + 32 * h + lane % 4 * 8;
-        const auto* from =
-            static_cast<const uint16_t*>(pre) + int64_t{work.start + row} * width + first + at;
-        of[r][h] = row < work.size && at < end ? load_once(from) : uint4{};
-      }
-    }
-  }
-
-  // Afterwards, word j of `of[r][h]` has the columns 32 h + 8 j + 2 (lane % 4), and the next.
-  __device__ void exchange() {
-    const int lane = lane_index();
-    const bool is_odd = lane % 2 != 0, is_upper = lane % 4 >= 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint4& w = of[r][h];
-        swap_words(w.x, w.y, 1, is_odd);
-        swap_words(w.z, w.w, 1, is_odd);
-        swap_words(w.x, w.z, 2, is_upper);
-        swap_words(w.y, w.w, 2, is_upper);
-      }
-    }
-  }
-
-  __device__ uint32_t word(int r, int h, int j) const {
-    const uint4& w = of[r][h];
-    return j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w;
-  }
-
- private:
-  // Exchanges `high` of the lane with a zero bit and `low` of the lane with a one bit.
-  static __device__ void swap_words(uint32_t& low, uint32_t& high, int distance, bool has_bit) {
-    const uint32_t sent = has_bit ? low : high;
-    const uint32_t got = __shfl_xor_sync(kAllLanes, sent, distance);
-    (has_bit ? low : high) = got;
-  }
+// A stage's memory for operands.
+struct Operands {
+  char *a, *b;
 };
 
 // Turns gradients of weighted activations, d, into gradients of pre-activations, and stores these and the weighted
 // activations. Adds up the partial dots of the gradients with the unweighted activations.
+//
+// Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or the columns of an
+// activation that is not gated, in place of operand a, and up in place of operand b. So the loader brings them while
+// the last products run. A warp overwrites the rows that it reads with their gradients, and stores these from there.
 template <typename T, typename F>
 class Derivative {
  public:
   static constexpr bool kIsGated = F::kEpilogue == Epilogue::kDeriveGated;
+  static constexpr int kHalves = kIsGated ? 2 : 1;
+  static constexpr int kBytes = F::kTileM * kBoxElements * 2;  // of 64 columns of a tile
+  static_assert(kBytes <= F::kBytesA && 2 * kBytes <= F::kBytesB);
+  static_assert(F::kTileM == 16 * kConsumerWarps);
 
-  // Loads what the first columns need. `m` is the warp's first row in the group.
-  __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
-      : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {
-    load(0);
-    prefetch();
+  // Loads 64 columns of pre-activations into a stage; one lane calls it.
+  static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
+                              char* a, char* b, uint64_t* loaded) {
+    expect_bytes(loaded, kHalves * kBytes);
+#pragma unroll
+    for (int m = 0; m < F::kTileM; m += kBoxElements) {
+      const Box box = plane.box(tile.n + n, tile.m + m);
+      load_box(a + m * kBoxElements * 2, &p.read_pre[0], box, loaded);
+      if constexpr (kIsGated) load_box(b + m * kBoxElements * 2, &p.read_pre[1], box, loaded);
+    }
   }
 
-  template <int kSize>
-  __device__ void store(BoxWriter<F>& writer, const Plane& plane, float (&d)[kSize]) {
-    const ActivationParams& a = p_.activation;
-    for_activation<kIsGated>(a.function, [&](auto function) {
-      constexpr Activation kFunction = decltype(function)::value;
+  // `m` is the warp's first row in the group.
+  __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
+      : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
+
+  // `take()` waits for the next stage and returns its Operands. `give()` releases it after the last group of stores has read
+  // it.
+  template <int kSize, typename Take, typename Give>
+  __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
+    for_activation<kIsGated>(p_.activation.function, [&](auto function) {
       float dots[2] = {};
 #pragma unroll
       for (int n = 0; n < F::kTileN; n += kBoxElements) {
-        const int32_t column = tile_.n + n;
-        if (column >= tile_.end_n) break;
-        uint32_t d_gate[16], d_up[16], act[16];
-        gate_.exchange();
-        if constexpr (kIsGated) up_.exchange();
+        const auto [a, b] = take();
+        if (m_ < tile_.end_m && tile_.n + n < tile_.end_n) {
+          const int warp_at = threadIdx.x / kWarpThreads * kStoreBytes;
+          char* const gate = a + warp_at;
+          char* const up = b + warp_at;
+          char* const act = b + kBytes + warp_at;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {  // d[n / 2 + 2 i] and the next
-          const int r = i % 2, h = i / 8, j = i / 2 % 4;
-          const float weight = weights_.of[r];
-          const float2 gate = unpack<T>(gate_.word(r, h, j));
-          const float2 up = kIsGated ? unpack<T>(up_.word(r, h, j)) : float2{};
-          float out[3][2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float x = e == 0 ? gate.x : gate.y, ct = d[n / 2 + 2 * i + e];
-            const float weighted = ct * weight;
-            if constexpr (kIsGated) {
-              const Gated y = activate_gated<kFunction>(x, e == 0 ? up.x : up.y, a.alpha, a.limit);
-              dots[r] += ct * y.value;
-              out[0][e] = weighted * y.d_gate;
-              out[1][e] = weighted * y.d_up;
-              out[2][e] = weight * y.value;
-            } else {
-              const Activated y = activate<kFunction>(x, a.alpha);
-              dots[r] += ct * y.value;
-              out[0][e] = weighted * y.slope;
-              out[2][e] = weight * y.value;
-            }
+          for (int i = 0; i < kBoxElements; i += 32) {
+            derive<decltype(function)::value>(gate, up, act, i, d, (n + i) / 2, dots);
           }
-          d_gate[i] = pack<T>(out[0][0], out[0][1]);
-          if constexpr (kIsGated) d_up[i] = pack<T>(out[1][0], out[1][1]);
-          act[i] = pack<T>(out[2][0], out[2][1]);
+          fence_shared_for_bulk();
+          __syncwarp();
+          if (lane_index() == 0) {
+            const Box box = plane.box(tile_.n + n, m_);
+            store_box(&p_.pre[0], box, gate);
+            if constexpr (kIsGated) store_box(&p_.pre[1], box, up);
+            store_box(&p_.d, box, act);
+          }
         }
-        const Box box = plane.box(column, m_);
-        writer.write(p_.pre[0], box, d_gate);
-        if constexpr (kIsGated) writer.write(p_.pre[1], box, d_up);
-        // As late as this, the next columns need no more registers than there are.
-        if (n + kBoxElements < F::kTileN) load(n + kBoxElements);
-        writer.write(p_.d, box, act);
+        if (lane_index() == 0) end_store_group();
+        give();
       }
       store_dots(dots);
     });
   }
 
  private:
-  __device__ int32_t width() const { return p_.activation.num_columns * (kIsGated ? 2 : 1); }
-
-  // Loads the pre-activations of the tile's columns n, n + 1, ..., n + 63.
-  __device__ void load(int n) {
+  // Computes 32 of the 64 columns in shared memory, from column `column`, with d[first], d[first + 1], ...
+  template <Activation kFunction, int kSize>
+  __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
+                         int first, float (&dots)[2]) {
     const ActivationParams& a = p_.activation;
-    gate_.load(a.pre, work_, m_, tile_.n + n, a.num_columns, 0, width());
-    if constexpr (kIsGated) {
-      up_.load(a.pre, work_, m_, tile_.n + n, a.num_columns, a.num_columns, width());
-    }
-  }
-
-  // Brings the pre-activations of the other columns into the cache.
-  __device__ void prefetch() const {
-    const int lane = lane_index();
-    const int32_t row = m_ + lane / 2;
-    if (row >= work_.size) return;
-    const auto* from =
-        static_cast<const uint16_t*>(p_.activation.pre) + int64_t{work_.start + row} * width();
+    const int matrix = lane_index() / 8, row = lane_index() % 8;
+    int at[2];
+    uint32_t gates[2][4], ups[2][4];
 #pragma unroll
-    for (int n = kBoxElements; n < F::kTileN; n += kBoxElements) {
-      const int32_t column = tile_.n + n + lane % 2 * 32;
-      if (column >= tile_.end_n) break;
-      prefetch_line(from + column);
-      if constexpr (kIsGated) prefetch_line(from + p_.activation.num_columns + column);
+    for (int j = 0; j < 2; ++j) {
+      at[j] = (matrix % 2 * 8 + row) * 128 + (((column + 16 * j) / 8 + matrix / 2) ^ row) * 16;
+      load_matrices(gate + at[j], gates[j]);
+      if constexpr (kIsGated) load_matrices(up + at[j], ups[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint32_t acts[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i % 2;
+        const float weight = weights_.of[r];
+        const float2 x = unpack<T>(gates[j][i]);
+        const float2 factor = kIsGated ? unpack<T>(ups[j][i]) : float2{};
+        float out[3][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float ct = d[first + 8 * j + 2 * i + e], weighted = ct * weight;
+          if constexpr (kIsGated) {
+            const Gated y = activate_gated<kFunction>(
+                e == 0 ? x.x : x.y, e == 0 ? factor.x : factor.y, a.alpha, a.limit);
+            dots[r] += ct * y.value;
+            out[0][e] = weighted * y.d_gate;
+            out[1][e] = weighted * y.d_up;
+            out[2][e] = weight * y.value;
+          } else {
+            const Activated y = activate<kFunction>(e == 0 ? x.x : x.y, a.alpha);
+            dots[r] += ct * y.value;
+            out[0][e] = weighted * y.slope;
+            out[2][e] = weight * y.value;
+          }
+        }
+        gates[j][i] = pack<T>(out[0][0], out[0][1]);
+        if constexpr (kIsGated) ups[j][i] = pack<T>(out[1][0], out[1][1]);
+        acts[i] = pack<T>(out[2][0], out[2][1]);
+      }
+      const auto words = [](const uint32_t (&w)[4]) { return uint4{w[0], w[1], w[2], w[3]}; };
+      store_matrices<false>(gate + at[j], words(gates[j]));
+      if constexpr (kIsGated) store_matrices<false>(up + at[j], words(ups[j]));
+      store_matrices<false>(act + at[j], words(acts));
     }
   }
 
@@ -390,7 +379,6 @@ class Derivative {
   const Tile<F>& tile_;
   const int32_t m_;
   const RowWeights<F> weights_;
-  PreActivations gate_, up_;
 };
 
 }  // namespace moe_a2a::gemm

@@ -58,16 +58,23 @@ struct Form {
   static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
+  static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
 
   // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as many results has
   // the gate columns, and the up columns that belong to them.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
+  // Stages of a tile that come after the operands.
+  static constexpr int kPreStages = kDerives ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;
+  // Boxes of up to 64 rows, or two larger boxes if there would be an odd number.
+  static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
+                                     : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
+                                         ? kBoxElements
+                                         : kTileN / 2;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
   static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // of a warp group, for 16 of k
@@ -84,6 +91,7 @@ struct Form {
   static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);
   static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
                 kResultN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
+  static_assert(kStages >= 2, "a warp may release a stage after it has waited for the next");
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
@@ -124,7 +132,6 @@ struct ActivationParams {
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
   const void* bias;          // [L, P] or null; kActivate
-  const void* pre;           // [C, P]; kDerive
   float* partial_dots;       // [tiles of I, C]; kDerive
   int32_t num_columns;       // I
   int32_t keeps;             // kActivate: store the pre-activations
@@ -137,6 +144,7 @@ struct GemmParams {
   // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their gradient. If the
   // activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
+  CUtensorMap read_pre[2];  // the pre-activations that kDerive reads
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
   ActivationParams activation;

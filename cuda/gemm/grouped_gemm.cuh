@@ -13,8 +13,12 @@
 // cluster takes the next tile from a counter and tells the other block. So a block that starts late
 // only takes fewer tiles, and any number of blocks completes the work.
 //
+// An epilogue with a derivative also reads pre-activations: after a tile's operands, they come through kPreStages more
+// stages, in both blocks of a cluster, whether or not the tile has all these columns.
+//
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both. Consumers wait for the loads. Nothing waits for another cluster.
+// its loads may be for both. Consumers wait for the loads, and release a stage of pre-activations when the stores of
+// their gradients have read it. Nothing waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
@@ -82,7 +86,7 @@ __device__ inline Work read_work(const volatile Work& from) {
 // But that orders their reads only in the order of the cluster, which is a fence that costs
 // consumers time in each tile. So they arrive at their own block's barrier. The other block's
 // loader, which has time, waits for them and then arrives at the first block, once in a tile.
-template <typename F>
+template <typename T, typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -122,7 +126,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
     const Tile<F> tile(p, work, rank);
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
-    const int steps = tile.steps();
+    const int products = tile.steps(), steps = products + F::kPreStages;
     // Take the next tile as late as possible without a wait. A block that is late then does not
     // hold a tile that another block could compute.
     const int prepare_at = max(0, steps - F::kStages);
@@ -130,11 +134,16 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     for (int step = 0; step < steps; ++step) {
       if (step == prepare_at) prepare_work();
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
-      if (is_first_lane) {
-        uint64_t* loaded = &shared.loaded[stage.place];
-        char* a = shared.a[stage.place];
-        char* b = shared.b[stage.place];
-        const int32_t k = step * kTileK;
+      uint64_t* loaded = &shared.loaded[stage.place];
+      char* a = shared.a[stage.place];
+      char* b = shared.b[stage.place];
+      if (F::kDerives && step >= products) {
+        if constexpr (F::kDerives) {
+          const int n = (step - products) * kBoxElements;
+          if (is_first_lane) Derivative<T, F>::load(p, tile, plane_a, n, a, b, loaded);
+        }
+      } else if (is_first_lane) {
+        const int32_t k = step * F::kStepK;
         expect_bytes(loaded, kBytes);
         const auto load_a = [&](int box, auto&& load) {
           const int32_t m = F::kIsGated && F::kRows == Axis::kN
@@ -189,6 +198,17 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
+  int held = -1;  // a derivative's stage that this warp has still to release
+  // Releases it after all but the last kPending groups of stores have read their stages.
+  const auto release_held = [&](auto pending) {
+    if (held < 0) return;
+    if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
+    __syncwarp();
+    release(held);
+    held = -1;
+  };
+  constexpr std::integral_constant<int, 0> kNone;
+  constexpr std::integral_constant<int, 1> kLast;
   while (true) {
     wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
     const Work work = read_work(shared.work[entry.place]);
@@ -200,7 +220,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     const int steps = tile.steps();
     const int32_t m = tile.m + warp / 4 * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
-      for (int step = 0; step < steps; ++step) {
+      if constexpr (F::kDerives) release_held(kNone);
+      for (int step = 0; step < steps + F::kPreStages; ++step) {
         wait_for(&shared.loaded[stage.place], stage.parity);
         release(stage.place);
         stage.advance();
@@ -239,7 +260,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
       wait_for_products<1>();
-      if (step > 0) release(previous);
+      if (step > 0) {
+        release(previous);
+      } else if constexpr (F::kDerives) {
+        release_held(kNone);
+      }
       previous = stage.place;
       stage.advance();
     }
@@ -248,12 +273,22 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
     if (steps > 0) release(previous);
 
-    if (warp_m >= tile.end_m) continue;
     const Plane plane(F::kHasRaggedD, work);
-    if constexpr (F::kEpilogue == Epilogue::kStore) {
+    if constexpr (F::kDerives) {
+      const auto take = [&] {
+        wait_for(&shared.loaded[stage.place], stage.parity);
+        return Operands{shared.a[stage.place], shared.b[stage.place]};
+      };
+      const auto give = [&] {
+        release_held(kLast);
+        held = stage.place;
+        stage.advance();
+      };
+      before.store(plane, d[0], take, give);
+    } else if (warp_m >= tile.end_m) {
+      continue;
+    } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
-    } else if constexpr (F::kDerives) {
-      before.store(writer, plane, d[0]);
     } else {
       store_activations<T, F>(p, writer, work, tile, plane, warp_m, before, d);
     }
@@ -261,12 +296,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   if (lane_index() == 0) wait_until_stored();
 }
 
-template <typename T, typename F>
-__global__ void __launch_bounds__(kGemmThreads, 1)
-    grouped_gemm(const __grid_constant__ GemmParams p) {
-  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
-  auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
-  const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
+// Makes the barriers of a block, and waits for the cluster's other block.
+template <typename F>
+__device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   if (threadIdx.x == 0) {
     prefetch_map(&p.a);
     prefetch_map(&p.b);
@@ -282,6 +314,15 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     fence_load_barriers();
   }
   sync_cluster();
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    grouped_gemm(const __grid_constant__ GemmParams p) {
+  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+  auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
+  const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
+  start_block(p, shared, rank);
 
   static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
   // A multiprocessor has 65,536 registers. Each thread has a multiple of 8 of them.
@@ -291,7 +332,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const int warp = threadIdx.x / kWarpThreads;
   if (warp >= kConsumerWarps) {
     release_registers<kLoaderRegisters>();
-    if (warp == kConsumerWarps) load_tiles<F>(p, shared, rank);
+    if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
   } else {
     take_registers<kConsumerRegisters>();
     multiply_tiles<T, F>(p, shared, rank);

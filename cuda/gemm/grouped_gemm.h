@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string_view>
 
 #include "gemm/activation.h"
 #include "params.h"
@@ -57,7 +58,9 @@ cudaError_t LoadGroupedGemm();
 
 // Returns why the kernels cannot compute every product of this many rows and groups with weights of
 // k by n elements, or an empty string. Does not check for compute capability 9.0, which they need.
-Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
+// `type`: the name of the elements' type in Python.
+Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
+                          int64_t n);
 
 // Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);

@@ -108,6 +108,12 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
 }
 
+// Arrives at the barrier `index`, at which other threads of the block wait with sync_named(). All threads together are
+// `num_threads`, in whole warps.
+__device__ inline void arrive_named(int index, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
+}
+
 // Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
   const uint32_t barrier_address = shared_address_of(barrier, rank);
@@ -163,14 +169,15 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
 
 // ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], a and b in shared memory.
 
+constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // from eight rows to the next
+
 __device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = 8 * 128;
   const uint64_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
   // The descriptor must not contain the higher bits of an address, which are the block's rank in
   // its cluster.
   const uint32_t address = shared_address(shared) & 0x3FFFF;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | address >> 4;
+  return kSwizzle128 | kEightRows | leading << 16 | address >> 4;
 }
 // The number to add to a descriptor for the next 16 elements of k.
 template <Major kMajor>
@@ -197,10 +204,19 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOE_A2A_REGISTERS_48 \
+  MOE_A2A_REGISTERS_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define MOE_A2A_REGISTERS_96                                                         \
+  MOE_A2A_REGISTERS_64                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MOE_A2A_REGISTERS_64                                                         \
+  MOE_A2A_REGISTERS_32                                                               \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define MOE_A2A_REGISTERS_128                                                                    \
-  MOE_A2A_REGISTERS_32                                                                           \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"             \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"             \
+  MOE_A2A_REGISTERS_64                                                                           \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -211,8 +227,10 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MOE_A2A_OUT_16(i) MOE_A2A_OUT_8(i), MOE_A2A_OUT_8(i + 8)
 #define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
-#define MOE_A2A_OUT_128(i) \
-  MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32), MOE_A2A_OUT_32(i + 64), MOE_A2A_OUT_32(i + 96)
+#define MOE_A2A_OUT_48(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_16(i + 32)
+#define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
+#define MOE_A2A_OUT_64(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32)
+#define MOE_A2A_OUT_128(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_64(i + 64)
 // The operands after the registers of `d` have the numbers `a_` to `tb_`.
 #define MOE_A2A_PRODUCT(type, n, registers, outputs, a_, b_, p_, ta_, tb_)                   \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                   \
@@ -249,6 +267,35 @@ __device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool 
 }
 #undef MOE_A2A_PRODUCT
 
+// The operands after the registers of `d` have the numbers `a_`, `b_` and `p_`.
+#define MOE_A2A_PRODUCT(n, registers, outputs, a_, b_, p_)                                     \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                     \
+               ", 0;\n\t"                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {" registers "}, %" a_ \
+               ", %" b_ ", p, 1, 1;\n\t}"                                                      \
+               : outputs                                                                       \
+               : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)))
+
+// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Both operands are K-major; of their
+// descriptors, `a` and `b` are the lower words, because the others are equal.
+template <int kSize>
+__device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
+  constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
+  static_assert(kSize == 16 || kSize == 32 || kSize == 48 || kSize == 64 || kSize == 96);
+  if constexpr (kSize == 16) {
+    MOE_A2A_PRODUCT("32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18");
+  } else if constexpr (kSize == 32) {
+    MOE_A2A_PRODUCT("64", MOE_A2A_REGISTERS_32, MOE_A2A_OUT_32(0), "32", "33", "34");
+  } else if constexpr (kSize == 48) {
+    MOE_A2A_PRODUCT("96", MOE_A2A_REGISTERS_48, MOE_A2A_OUT_48(0), "48", "49", "50");
+  } else if constexpr (kSize == 96) {
+    MOE_A2A_PRODUCT("192", MOE_A2A_REGISTERS_96, MOE_A2A_OUT_96(0), "96", "97", "98");
+  } else {
+    MOE_A2A_PRODUCT("128", MOE_A2A_REGISTERS_64, MOE_A2A_OUT_64(0), "64", "65", "66");
+  }
+}
+#undef MOE_A2A_PRODUCT
+
 // ---- Results.
 
 // Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
@@ -267,6 +314,14 @@ __device__ inline void store_matrices(void* row, const uint4& r) {
                  "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
                  : "memory");
   }
+}
+
+// Loads what store_matrices<false>() stores.
+__device__ inline void load_matrices(const void* row, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
 }
 
 // Rounds two numbers; `low` comes first in memory.
@@ -291,18 +346,15 @@ __device__ inline float2 unpack(uint32_t word) {
   }
 }
 
-// Loads 16 bytes that are read once.
-__device__ inline uint4 load_once(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-
-// Brings the cache line of an address into the L2 cache.
-__device__ inline void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// Loads a number, or returns 0 without a load.
+__device__ inline float load_if(bool loads, const float* from) {
+  float x;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.f32 %0, 0f00000000;\n\t"
+      "@p ld.global.nc.f32 %0, [%1];\n\t}"
+      : "=f"(x)
+      : "l"(from), "r"(static_cast<int32_t>(loads)));
+  return x;
 }
 
 // ---- Registers of a warp group. At first, each thread has what the launch bounds allow.

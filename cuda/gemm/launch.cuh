@@ -17,12 +17,13 @@ inline Problem ProblemOf(cudaError_t error) {
 // Writes the parameters of `gemm` in the form F.
 template <typename F>
 Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
+  const int bytes = element_bytes(gemm.type);
   const auto rows_of = [&](const void* data, int64_t columns) {
     // Nothing is loaded from an array without rows, but its map needs an address.
-    return TensorMap{gemm.type, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
+    return TensorMap{bytes, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
   };
   const auto weights_of = [&](const void* data) {
-    return TensorMap{gemm.type, data, gemm.n, false, gemm.k, gemm.num_weights, 0, 0};
+    return TensorMap{bytes, data, gemm.n, false, gemm.k, gemm.num_weights, 0, 0};
   };
   const int32_t k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
   const int32_t results = F::kIsGated ? n / 2 : n;
@@ -54,16 +55,23 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
   if (const ActivatedProduct* activated = gemm.activated; activated != nullptr) {
     const int32_t columns = static_cast<int32_t>(d.columns), halves = activated->is_gated ? 2 : 1;
-    auto* stored = static_cast<char*>(F::kDerives ? activated->d_pre : activated->pre);
-    for (int half = 0; half < halves && stored != nullptr && problem.empty(); ++half) {
-      TensorMap map = rows_of(stored + half * columns * element_bytes(gemm.type), columns);
+    const auto encode_half = [&](void* pre, int half, int box_columns, int box_rows,
+                                 CUtensorMap* encoded) {
+      if (!problem.empty()) return;
+      TensorMap map = rows_of(static_cast<char*>(pre) + half * columns * bytes, columns);
       map.row_elements = columns * halves;
-      problem = encode(map, F::kStoreColumns, F::kStoreRows, &p->pre[half]);
+      problem = encode(map, box_columns, box_rows, encoded);
+    };
+    void* stored = F::kDerives ? activated->d_pre : activated->pre;
+    for (int half = 0; half < halves && stored != nullptr; ++half) {
+      encode_half(stored, half, F::kStoreColumns, F::kStoreRows, &p->pre[half]);
+      if (!F::kDerives) continue;
+      encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read_pre[half]);
     }
     p->activation = {
-        activated->function, activated->alpha, activated->limit,        activated->row_weights,
-        activated->bias,     activated->pre,   activated->partial_dots, columns,
-        stored != nullptr,   gemm.num_rows};
+        activated->function, activated->alpha,        activated->limit, activated->row_weights,
+        activated->bias,     activated->partial_dots, columns,          stored != nullptr,
+        gemm.num_rows};
   }
   p->starts = gemm.starts;
   p->sizes = gemm.sizes;
@@ -79,24 +87,30 @@ cudaError_t Load() {
                               sizeof(GemmShared<F>));
 }
 
-template <typename T, typename F>
-Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
-  GemmParams params = {};
-  Problem problem = MakeParams<F>(gemm, &params);
-  if (!problem.empty()) return problem;
-  problem = ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(*gemm.counter), stream));
+// Launches a kernel with the form F on at most `num_sms` blocks.
+template <typename F, typename Shared, typename Params>
+Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
+  Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
   if (!problem.empty()) return problem;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {F::kBlocks, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = std::max(1, gemm.num_sms / F::kBlocks) * F::kBlocks;
+  config.gridDim = std::max(1, num_sms / F::kBlocks) * F::kBlocks;
   config.blockDim = kGemmThreads;
-  config.dynamicSmemBytes = sizeof(GemmShared<F>);
+  config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return ProblemOf(cudaLaunchKernelEx(&config, grouped_gemm<T, F>, params));
+  return ProblemOf(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <typename T, typename F>
+Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
+  GemmParams params = {};
+  Problem problem = MakeParams<F>(gemm, &params);
+  if (!problem.empty()) return problem;
+  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm.num_sms, stream);
 }
 
 }  // namespace moe_a2a::gemm

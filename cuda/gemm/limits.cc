@@ -1,12 +1,17 @@
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "gemm/form.h"
 #include "gemm/grouped_gemm.h"
 
 namespace moe_a2a {
 
-Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
+Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
+                          int64_t n) {
+  if (type != "bfloat16" && type != "float16") {
+    return "the kernel needs bfloat16 or float16; got " + std::string(type);
+  }
   if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
     return "the kernel needs columns in multiples of 8; got weights of " + std::to_string(k) +
            " by " + std::to_string(n);

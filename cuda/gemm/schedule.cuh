@@ -41,7 +41,7 @@ struct Tile {
     if (work.weight < 0) end_k = 0;
   }
 
-  __device__ int steps() const { return (end_k + kTileK - 1) / kTileK; }
+  __device__ int steps() const { return (end_k + F::kStepK - 1) / F::kStepK; }
 };
 
 // Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase.

@@ -37,7 +37,7 @@ Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
   const Encode encode = FindEncode();
   if (encode == nullptr) return "the CUDA driver is too old: it has no cuTensorMapEncodeTiled";
   const uint64_t row_bytes =
-      (map.row_elements > 0 ? map.row_elements : map.columns) * element_bytes(map.type);
+      (map.row_elements > 0 ? map.row_elements : map.columns) * map.element_bytes;
   cuuint64_t sizes[] = {uint64_t(map.columns), uint64_t(map.rows), uint64_t(map.planes), 1};
   cuuint64_t strides[] = {row_bytes, row_bytes * map.rows, row_bytes * map.rows};
   if (map.is_ragged) {
@@ -48,17 +48,17 @@ Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
   }
   const cuuint32_t box[] = {cuuint32_t(map.box_columns), cuuint32_t(map.box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  CUtensorMapDataType type;
-  switch (map.type) {
-    case ElementType::kBFloat16: type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; break;
-    case ElementType::kFloat16: type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16; break;
-    default: return "tensor maps are for bfloat16 and float16";
-  }
-  const CUresult result = encode(
-      encoded, type, 4, const_cast<void*>(map.data), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      map.box_columns == kBoxElements ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // Elements outside of the array are zero bytes in each type.
+  const CUtensorMapDataType type = map.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : map.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  constexpr int kSwizzledBytes = 128;
+  const bool is_swizzled = map.box_columns * map.element_bytes == kSwizzledBytes;
+  const CUresult result =
+      encode(encoded, type, 4, const_cast<void*>(map.data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE,
+             is_swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return "";
   return "cuTensorMapEncodeTiled: error " + std::to_string(result);
 }

@@ -1,4 +1,4 @@
-// Describes arrays of 16-bit elements to the hardware that copies boxes of them.
+// Describes arrays to the hardware that copies boxes of them.
 #ifndef MOE_A2A_GEMM_TENSOR_MAP_H_
 #define MOE_A2A_GEMM_TENSOR_MAP_H_
 
@@ -6,13 +6,12 @@
 
 #include <cstdint>
 
-#include "params.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a::gemm {
 
 struct TensorMap {
-  ElementType type;
+  int element_bytes;  // 1, 2 or 4
   const void* data;
   int64_t columns;
   // A ragged array is rows of groups (gemm/form.h); others are [planes, rows, columns].

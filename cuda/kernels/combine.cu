@@ -2,8 +2,8 @@
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
 // token's rows on that rank, in order of choice, of weight * row), all sums in float32. A rank
-// without a slot for the token is skipped. Choice scalars are not summed: out[token, k] is the
-// scalar of the row of choice k, or zero if the choice has no row. If partial sums travel in a
+// without a slot for the token is skipped. Choice arrays are not summed: out[token, k] is the
+// entry of the row of choice k, or zero if the choice has no row. If partial sums travel in a
 // token format, round_to_wire(x) is decode(encode(x)), as docs/formats.md defines it for float32.
 //
 // Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
@@ -31,7 +31,7 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed. kGeneral: any rows and weights. The others go through a warp's list
+// The ways of summing rows. kGeneral: any rows and weights. The others go through a warp's list
 // (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
 // time, where a segment is what one weight covers, or the whole row without weights. Sums in a
 // token format use kSegments.
@@ -42,12 +42,12 @@ constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row
 // Choices of a few consecutive slots or tokens. A lane of the warp holds one choice: lane i * top_k
 // + k has choice k of the i-th slot. The lanes load them together, because each load costs a
 // latency.
-struct Choices {
+struct WarpChoices {
   int row;  // negative: the choice has no row here
   float weight;
 
   // `slot`: of the choice's token in the zone of `source`; negative if the token has none.
-  __device__ Choices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
+  __device__ WarpChoices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
     // wait_for_token() reports a slot that is too large.
@@ -61,15 +61,15 @@ struct Choices {
   }
 
   // Returns the choices of the i-th slot: lane k has choice k.
-  __device__ Choices of(int i, int top_k) const {
+  __device__ WarpChoices of(int i, int top_k) const {
     const int lane = min(i * top_k + lane_index(), kWarpThreads - 1);
-    Choices choices = {__shfl_sync(kAllLanes, row, lane), __shfl_sync(kAllLanes, weight, lane)};
+    WarpChoices choices = {__shfl_sync(kAllLanes, row, lane), __shfl_sync(kAllLanes, weight, lane)};
     if (lane_index() >= top_k) choices.row = kNoChoice;
     return choices;
   }
 
  private:
-  __device__ Choices(int row, float weight) : row(row), weight(weight) {}
+  __device__ WarpChoices(int row, float weight) : row(row), weight(weight) {}
 };
 
 // Elements that a thread reads at once: 16 bytes of the larger type.
@@ -122,7 +122,7 @@ struct WireRow<Encoded<F>> {
   static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
 };
 
-// How a row segment of type T travels, and at which byte of the slot's row it begins.
+// The form in which a row segment of type T travels, and the byte of the slot's row at which it begins.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -149,7 +149,7 @@ struct SegmentOnWire<T, Encoded<F>> {
 // Lists a token's rows on this rank in the order of choices, and returns their number.
 template <typename Wire, Sums kSums>
 __device__ __forceinline__ int list_own_rows(const CombineParams& p, const SummedArray& array,
-                                             SourceList& list, const Choices& choices,
+                                             SourceList& list, const WarpChoices& choices,
                                              const ListedSegment& segment) {
   const bool has_row = choices.row >= 0;
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
@@ -165,10 +165,10 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
   return __popc(all);
 }
 
-// Writes the partial sums and choice scalars of one slot into the zone at the source rank.
+// Writes the partial sums and choice arrays of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
-                                          SourceList& list, const Choices& choices, int slot,
+                                          SourceList& list, const WarpChoices& choices, int slot,
                                           char* to_zone) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
@@ -202,7 +202,7 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
   }
 }
 
-// How many slots a warp looks up at a time, with one lane for each choice.
+// The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
 // Writes the partial sums of one chunk of slots into the zone at the source rank.
@@ -217,11 +217,11 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   char* to_zone = zone(view, source_rank, epoch, view.rank, p.zone_bytes);
   for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
     const int count = min(end - first, slots_per_look(p));
-    const int mine = lane_index() / top_k;
-    const Choices all(p, source_rank, mine < count ? first + mine : -1, lane_index() % top_k,
-                      epoch);
+    const int my_slot = lane_index() / top_k;
+    const WarpChoices all(p, source_rank, my_slot < count ? first + my_slot : -1,
+                          lane_index() % top_k, epoch);
     for (int i = 0; i < count; ++i) {
-      const Choices choices = all.of(i, top_k);
+      const WarpChoices choices = all.of(i, top_k);
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
       send_slot<T, Wire, kSums>(p, team, list, choices, first + i, to_zone);
     }
@@ -255,7 +255,7 @@ __device__ void each_range(const CombineParams& p, int source_rank, int chunk, A
 struct SourceToken {
   const int* slots;
   uint64_t epoch;
-  Choices own;  // its choices on this rank
+  WarpChoices own;  // its choices on this rank
 };
 
 // Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
@@ -395,7 +395,8 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     }
     __syncwarp();
     const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
-    const SourceToken token = {slots, epoch, Choices(p, view.rank, own_slot, lane_index(), epoch)};
+    const SourceToken token = {slots, epoch,
+                               WarpChoices(p, view.rank, own_slot, lane_index(), epoch)};
     mark(view, Mark::kAwait);
     if (!wait_for_token(p, token)) continue;
     mark(view, Mark::kLanded);
@@ -435,12 +436,12 @@ struct CombineKernels {
   struct Key {
     ElementType type;
     TokenFormat wire_format;
-    bool float32_wire;
+    WireType wire;
     Sums sums;
 
     bool operator==(const Key& other) const {
-      return type == other.type && wire_format == other.wire_format &&
-             float32_wire == other.float32_wire && sums == other.sums;
+      return type == other.type && wire_format == other.wire_format && wire == other.wire &&
+             sums == other.sums;
     }
   };
   using Kernel = void (*)(Launched<CombineParams>);
@@ -450,12 +451,15 @@ struct CombineKernels {
     for_each(Elements{}, [&](auto element) {
       using T = typename decltype(element)::type;
       constexpr ElementType kType = Element<T>::kType;
-      add({kType, kNoFormat, false, Sums::kGeneral}, combine_kernel<T, T, Sums::kGeneral>, 0);
-      add({kType, kNoFormat, false, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
-      add({kType, kNoFormat, false, Sums::kSegments}, combine_kernel<T, T, Sums::kSegments>, 0);
-      add({kType, kNoFormat, true, Sums::kGeneral}, combine_kernel<T, float, Sums::kGeneral>, 0);
+      add({kType, kNoFormat, WireType::kOfRows, Sums::kGeneral},
+          combine_kernel<T, T, Sums::kGeneral>, 0);
+      add({kType, kNoFormat, WireType::kOfRows, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
+      add({kType, kNoFormat, WireType::kOfRows, Sums::kSegments},
+          combine_kernel<T, T, Sums::kSegments>, 0);
+      add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral},
+          combine_kernel<T, float, Sums::kGeneral>, 0);
       for_each(TokenFormats{}, [&](auto format) {
-        add({kType, format, false, Sums::kSegments},
+        add({kType, format, WireType::kOfRows, Sums::kSegments},
             combine_kernel<T, Encoded<format>, Sums::kSegments>, 0);
       });
     });
@@ -463,10 +467,9 @@ struct CombineKernels {
 };
 
 CombineKernels::Key key_of(const CombineParams& p) {
-  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, false, Sums::kSegments};
-  if (p.float32_wire) return {p.type, kNoFormat, true, Sums::kGeneral};
+  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments};
   const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : Sums::kRows;
-  return {p.type, kNoFormat, false, p.listed ? listed : Sums::kGeneral};
+  return {p.type, kNoFormat, p.wire, p.listed ? listed : Sums::kGeneral};
 }
 
 }  // namespace

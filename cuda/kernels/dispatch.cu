@@ -30,7 +30,7 @@
 namespace moe_a2a {
 namespace {
 
-// How many slots a warp looks up at a time, with one lane for each choice.
+// The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
 
 // Copies rows of one array. Each lane with `has_row` has a row's `source` and `destination`.
@@ -186,10 +186,10 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
-  const int64_t mine = first + lane_index();
-  const bool is_empty = lane_index() < count && mine < p.routing.capacity && is_zeroed(p, mine);
+  const int64_t my_row = first + lane_index();
+  const bool is_empty = lane_index() < count && my_row < p.routing.capacity && is_zeroed(p, my_row);
   if (!std::is_void_v<T> && is_empty && team.is_first_warp() && p.weighting.rows != nullptr) {
-    p.weighting.dotted[mine] = 0.f;
+    p.weighting.dotted[my_row] = 0.f;
   }
   if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);

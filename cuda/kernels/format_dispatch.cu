@@ -191,9 +191,9 @@ template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {
   const DispatchParams& exchange = p.exchange;
-  const int64_t mine = first + lane_index();
+  const int64_t my_row = first + lane_index();
   const bool is_empty =
-      lane_index() < count && mine < exchange.routing.capacity && is_zeroed(exchange, mine);
+      lane_index() < count && my_row < exchange.routing.capacity && is_zeroed(exchange, my_row);
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < exchange.num_arrays; ++a) {
     MovedArray array = exchange.arrays[a];

@@ -84,6 +84,8 @@ constexpr int kMaxLocalExperts = 8192;
 // The most counts (levels times local experts) for which LaunchRouteExchange fits into shared
 // memory.
 constexpr int kMaxRouteCounts = 16384;
+// The most blocks of each of the ranks that share a device: the limit of a grid's second dimension.
+constexpr int64_t kMaxColocatedBlocks = 65535;
 // The most tokens of a chunk of route: one for each thread of a block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
 #ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks, and its own chunks.

@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
   if (__syncthreads_or(!may_read)) return write_empty_routing(p);
 
-  // Where each expert's rows begin.
+  // The first row of each expert.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
   __syncthreads();
   int end_of_groups = place_experts(p, s, warp_sums);

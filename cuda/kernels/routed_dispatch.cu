@@ -81,7 +81,7 @@ struct Shared {
   int32_t all_rows, padded_rows;  // rows of this rank before drops; of a trial (drop_rows)
 };
 
-// Where a warp encodes or decodes a segment, and the destinations of the segment.
+// Shared memory in which a warp encodes or decodes a segment, and the destinations of the segment.
 struct Workbench {
   alignas(16) char segment[kMadeBytes];
   char* destinations[kWarpThreads];
@@ -584,11 +584,11 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
 template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
                           const Tables& t, int first, int count) {
-  const int mine = first + lane_index();
+  const int my_row = first + lane_index();
   const bool is_empty =
-      lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), mine);
-  const bool is_tail = mine >= shared.end_of_groups;
-  if (is_empty && team.is_first_warp()) write_empty_row(p.plan, mine, is_tail);
+      lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), my_row);
+  const bool is_tail = my_row >= shared.end_of_groups;
+  if (is_empty && team.is_first_warp()) write_empty_row(p.plan, my_row, is_tail);
   const bool is_zeroed = is_empty && !(is_tail && p.exchange.leaves_tail);
   for (uint32_t left = __ballot_sync(kAllLanes, is_zeroed); left != 0; left &= left - 1) {
     const int64_t row = first + __ffs(left) - 1;

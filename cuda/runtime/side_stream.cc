@@ -7,7 +7,7 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kFirstExchanges = 16;
+constexpr int kFirstFlights = 16;
 
 Problem Check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return {};
@@ -26,7 +26,7 @@ Problem SideStream::Open() {
   if (p.empty()) {
     p = Check(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming), "making an event");
   }
-  for (int i = 0; p.empty() && i < kFirstExchanges; ++i) p = Add();
+  for (int i = 0; p.empty() && i < kFirstFlights; ++i) p = Add();
   if (p.empty()) {
     p = Check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
               "making a stream");
@@ -37,10 +37,10 @@ Problem SideStream::Open() {
 Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   std::lock_guard<std::mutex> lock(mutex_);
   bool is_in_order = true;
-  for (Exchange& exchange : exchanges_) {
-    if (!exchange.is_under_way || exchange.run == run) continue;
+  for (Flight& flight : flights_) {
+    if (!flight.is_under_way || flight.run == run) continue;
     is_in_order = false;  // reported once, because the next execution may be in order
-    exchange.is_under_way = false;
+    flight.is_under_way = false;
   }
   if (!is_in_order) {
     return "an earlier execution has started an exchange that was never done. Every dispatch_start "
@@ -57,66 +57,66 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
 }
 
 Problem SideStream::Add() {
-  Exchange exchange;
+  Flight flight;
   Problem p =
-      Check(cudaEventCreateWithFlags(&exchange.end, cudaEventDisableTiming), "making an event");
-  if (p.empty()) exchanges_.push_back(std::move(exchange));
+      Check(cudaEventCreateWithFlags(&flight.end, cudaEventDisableTiming), "making an event");
+  if (p.empty()) flights_.push_back(std::move(flight));
   return p;
 }
 
-SideStream::Exchange* SideStream::Find(const char* name) {
-  for (Exchange& exchange : exchanges_) {
-    if (exchange.is_under_way && exchange.arrays.back() == name) return &exchange;
+SideStream::Flight* SideStream::Find(const char* name) {
+  for (Flight& flight : flights_) {
+    if (flight.is_under_way && flight.arrays.back() == name) return &flight;
   }
   return nullptr;
 }
 
-Problem SideStream::Take(Exchange** exchange) {
-  const auto idle = std::find_if(exchanges_.begin(), exchanges_.end(),
-                                 [](const Exchange& e) { return !e.is_under_way; });
-  if (idle == exchanges_.end()) {
+Problem SideStream::Take(Flight** flight) {
+  const auto idle = std::find_if(flights_.begin(), flights_.end(),
+                                 [](const Flight& e) { return !e.is_under_way; });
+  if (idle == flights_.end()) {
     if (Problem p = Add(); !p.empty()) return p;
-    *exchange = &exchanges_.back();
+    *flight = &flights_.back();
   } else {
-    *exchange = &*idle;
+    *flight = &*idle;
   }
   return {};
 }
 
 Problem SideStream::Started(int64_t run, Addresses read, Addresses written) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Exchange* exchange;
-  if (Problem p = Take(&exchange); !p.empty()) return p;
-  if (Problem p = Check(cudaEventRecord(exchange->end, stream_), "recording the exchange");
+  Flight* flight;
+  if (Problem p = Take(&flight); !p.empty()) return p;
+  if (Problem p = Check(cudaEventRecord(flight->end, stream_), "recording the exchange");
       !p.empty()) {
     return p;
   }
-  exchange->arrays.assign(read.begin(), read.end());
-  exchange->arrays.insert(exchange->arrays.end(), written.begin(), written.end());
-  if (Find(exchange->arrays.back()) != nullptr) {
+  flight->arrays.assign(read.begin(), read.end());
+  flight->arrays.insert(flight->arrays.end(), written.begin(), written.end());
+  if (Find(flight->arrays.back()) != nullptr) {
     return "an exchange was started into memory that another exchange still writes to; the other "
            "exchange has no done";
   }
-  exchange->is_under_way = true;
-  exchange->run = run;
+  flight->is_under_way = true;
+  flight->run = run;
   return {};
 }
 
 Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Exchange* exchange = arrays.size() == 0 ? nullptr : Find(arrays[arrays.size() - 1]);
-  if (exchange == nullptr || exchange->run != run) {
+  Flight* flight = arrays.size() == 0 ? nullptr : Find(arrays[arrays.size() - 1]);
+  if (flight == nullptr || flight->run != run) {
     return "done of an exchange that this execution has not started, or that is done already. Call "
            "start and done once each in the same function; an InFlight cannot leave its program, "
            "loop or branch";
   }
-  if (!std::equal(arrays.begin(), arrays.end(), exchange->arrays.begin(), exchange->arrays.end())) {
+  if (!std::equal(arrays.begin(), arrays.end(), flight->arrays.begin(), flight->arrays.end())) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
   // Another exchange may use the event from now on, because the wait below reads its state at once.
-  exchange->is_under_way = false;
-  return Check(cudaStreamWaitEvent(stream, exchange->end, 0), "waiting for the exchange");
+  flight->is_under_way = false;
+  return Check(cudaStreamWaitEvent(stream, flight->end, 0), "waiting for the exchange");
 }
 
 void SideStream::JoinAll(cudaStream_t stream) {
@@ -128,7 +128,7 @@ void SideStream::JoinAll(cudaStream_t stream) {
 
 void SideStream::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (Exchange& exchange : exchanges_) exchange.is_under_way = false;
+  for (Flight& flight : flights_) flight.is_under_way = false;
 }
 
 }  // namespace moe_a2a

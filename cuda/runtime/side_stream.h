@@ -39,7 +39,8 @@ class SideStream {
   void Clear();
 
  private:
-  struct Exchange {
+  // An exchange between its start and its done.
+  struct Flight {
     bool is_under_way = false;
     int64_t run = 0;
     std::vector<const char*> arrays;
@@ -47,15 +48,15 @@ class SideStream {
   };
 
   // Returns the exchange in flight that this array identifies, or null.
-  Exchange* Find(const char* name);
+  Flight* Find(const char* name);
   // Returns an unused entry.
-  Problem Take(Exchange** exchange);
+  Problem Take(Flight** flight);
   Problem Add();
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t forked_ = nullptr;
-  std::vector<Exchange> exchanges_;
+  std::vector<Flight> flights_;
 };
 
 }  // namespace moe_a2a

@@ -129,15 +129,15 @@ class DriverOwnSlab : public OwnSlab {
 
   char* base() const override { return addresses_.base(); }
 
-  Problem Grow(int64_t slot_bytes) override {
-    const int64_t wanted = round_up(slot_bytes, granularity_);
-    if (wanted > kSlotStride) {
-      return "landing zones must be at most " + std::to_string(kSlotStride) + " bytes; got " +
-             std::to_string(slot_bytes) + ". Use fewer tokens per exchange";
+  Problem Grow(int64_t half_bytes) override {
+    const int64_t wanted = round_up(half_bytes, granularity_);
+    if (wanted > kHalfStride) {
+      return "landing zones must be at most " + std::to_string(kHalfStride) + " bytes; got " +
+             std::to_string(half_bytes) + ". Use fewer tokens per exchange";
     }
     if (Problem p = BackUpTo(0, kHeaderBytes, kHeaderBytes); !p.empty()) return p;
-    for (int slot = 0; slot < kRingDepth; ++slot) {
-      if (Problem p = BackUpTo(slot_offset(slot), kSlotStride, wanted); !p.empty()) return p;
+    for (int half = 0; half < kRingDepth; ++half) {
+      if (Problem p = BackUpTo(half_offset(half), kHalfStride, wanted); !p.empty()) return p;
     }
     return {};
   }
@@ -230,10 +230,10 @@ class DriverPeerSlab : public PeerSlab {
 
   size_t num_allocations() const override { return addresses_.mapped().size(); }
 
-  bool holds(int64_t slot_bytes) const override {
+  bool holds(int64_t half_bytes) const override {
     bool all = addresses_.mapped_from(0, kHeaderBytes) >= kHeaderBytes;
-    for (int slot = 0; slot < kRingDepth; ++slot) {
-      all = all && addresses_.mapped_from(slot_offset(slot), kSlotStride) >= slot_bytes;
+    for (int half = 0; half < kRingDepth; ++half) {
+      all = all && addresses_.mapped_from(half_offset(half), kHalfStride) >= half_bytes;
     }
     return all;
   }

@@ -24,8 +24,8 @@ class Slab {
 // The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
-  // Allocates memory for the header and the first `slot_bytes` of every ring half. Never moves or unmaps anything.
-  virtual Problem Grow(int64_t slot_bytes) = 0;
+  // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or unmaps anything.
+  virtual Problem Grow(int64_t half_bytes) = 0;
   // Returns the bytes of allocated memory, in whole pages of the driver.
   virtual int64_t mapped_bytes() const = 0;
   // Adds the slab's allocations from index `first` on, for another process. The slab must be shared.
@@ -38,8 +38,8 @@ class PeerSlab : public Slab {
   // Maps more allocations of the slab.
   virtual Problem Map(const std::vector<Allocation>& allocations) = 0;
   virtual size_t num_allocations() const = 0;
-  // Returns true if the header and the first `slot_bytes` of every ring half are mapped.
-  virtual bool holds(int64_t slot_bytes) const = 0;
+  // Returns true if the header and the first `half_bytes` of every ring half are mapped.
+  virtual bool holds(int64_t half_bytes) const = 0;
 };
 
 // Returns why a reader has no peer access to the memory of a device, or empty.

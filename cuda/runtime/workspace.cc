@@ -53,17 +53,18 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 }  // namespace
 
-Workspace& Workspace::Get(const Topology& topology, Ring ring) {
+Workspace& Workspace::Get(const Topology& topology, WorkspaceKind kind) {
   static std::mutex mutex;
   // Never destroyed, because kernels may run while the process ends.
-  static auto* all = new std::map<Ring, std::map<Topology, std::unique_ptr<Workspace>>>();
+  static auto* all = new std::map<WorkspaceKind, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Workspace>& workspace = (*all)[ring][topology];
-  if (!workspace) workspace = std::make_unique<Workspace>(topology, ring);
+  std::unique_ptr<Workspace>& workspace = (*all)[kind][topology];
+  if (!workspace) workspace = std::make_unique<Workspace>(topology, kind);
   return *workspace;
 }
 
-Workspace::Workspace(Topology topology, Ring ring) : topology_(std::move(topology)), ring_(ring) {
+Workspace::Workspace(Topology topology, WorkspaceKind kind)
+    : topology_(std::move(topology)), kind_(kind) {
   const size_t num_ranks = topology_.num_ranks;
   for (size_t domain = 0; domain < topology_.devices.size(); domain += num_ranks) {
     std::vector<Device> devices(num_ranks);
@@ -138,36 +139,36 @@ Problem Workspace::OpenRest(Device& device) {
     for (size_t i = 0; i < own.size(); ++i) own[i]->error = &errors_[i];
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
-  if (is_split(ring_) && (rank(device) == 0 || !topology_.is_colocated())) {
+  if (is_split(kind_) && (rank(device) == 0 || !topology_.is_colocated())) {
     if (!device.side) device.side = std::make_unique<SideStream>();
     if (Problem p = device.side->Open(); !p.empty()) return p;
   }
   return {};
 }
 
-Problem Workspace::ReserveOwn(int64_t slot_bytes) {
+Problem Workspace::ReserveOwn(int64_t half_bytes) {
   if (!unknown_.empty()) return unknown_;
-  if (own_is_open_ && slot_bytes <= own_slot_bytes_) return {};
+  if (own_is_open_ && half_bytes <= own_half_bytes_) return {};
   DeviceScope scope;
-  slot_bytes = std::max(slot_bytes, own_slot_bytes_);
-  if (Problem p = OpenOrGrowOwn(slot_bytes); !p.empty()) {
+  half_bytes = std::max(half_bytes, own_half_bytes_);
+  if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
     // If the workspace was closed, no kernel and no other process uses this memory yet. Memory by which an open
     // workspace has grown stays until Close(), because unmapping may wait for running kernels.
     if (!own_is_open_) ReleaseOwn();
     return p;
   }
   own_is_open_ = true;
-  own_slot_bytes_ = slot_bytes;
+  own_half_bytes_ = half_bytes;
   return {};
 }
 
-Problem Workspace::OpenOrGrowOwn(int64_t slot_bytes) {
+Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
   for (Device* device : OwnDevices()) {
     if (!own_is_open_) {
       if (Problem p = OpenOwn(*device); !p.empty()) return p;
     }
     // All devices grow before any of them uses the new shape.
-    if (Problem p = device->own->Grow(slot_bytes); !p.empty()) return p;
+    if (Problem p = device->own->Grow(half_bytes); !p.empty()) return p;
   }
   if (!own_is_open_) {
     for (Device* device : OwnDevices()) {
@@ -183,46 +184,46 @@ void Workspace::ReleaseOwn() {
   }
 }
 
-Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
+Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   // If nothing is to be done, no lock is taken, because its holder may wait for a device.
-  if (is_open() && slot_bytes <= slot_bytes_) return {};
-  if (topology_.is_wide()) {
+  if (is_open() && half_bytes <= half_bytes_) return {};
+  if (topology_.is_multi_host()) {
     return "a workspace that spans hosts must be opened by all processes together, when they "
            "lower a program. Call group.reserve() in every process before you run an exported or "
            "loaded program";
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_open() && slot_bytes <= slot_bytes_) return {};
-  slot_bytes = std::max(slot_bytes, slot_bytes_.load());
+  if (is_open() && half_bytes <= half_bytes_) return {};
+  half_bytes = std::max(half_bytes, half_bytes_.load());
   uint64_t generation;
   {
     std::lock_guard<std::mutex> own_lock(own_mutex_);
-    if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return p;
+    if (Problem p = ReserveOwn(half_bytes); !p.empty()) return p;
     generation = generation_;
   }
-  // slot_bytes, not own_slot_bytes_: the latter may be larger, for a shape that did not fit in another process.
+  // half_bytes, not own_half_bytes_: the latter may be larger, for a shape that did not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
       if (device.is_own()) continue;
-      if (Problem p = ReservePeer(device, slot_bytes, generation, timeout_ns); !p.empty()) return p;
+      if (Problem p = ReservePeer(device, half_bytes, generation, timeout_ns); !p.empty()) return p;
     }
   }
-  slot_bytes_ = slot_bytes;
+  half_bytes_ = half_bytes;
   is_open_.store(true, std::memory_order_release);
   return {};
 }
 
-Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
+Problem Workspace::AllocateMultiHost(Device& own, int64_t half_bytes) {
   const NetworkLibrary& library = *GetNetwork();
   constexpr int64_t kPage = int64_t{2} << 20;
   Network network = {};
-  network.slot_stride = round_up(std::max<int64_t>(slot_bytes, 1), kPage);
-  const int64_t slots = kRingDepth * network.slot_stride;
-  char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
-  network.outgoing = static_cast<char*>(library.allocate(slots));
+  network.half_stride = round_up(std::max<int64_t>(half_bytes, 1), kPage);
+  const int64_t halves = kRingDepth * network.half_stride;
+  char* slab = static_cast<char*>(library.allocate(kHeaderBytes + halves));
+  network.outgoing = static_cast<char*>(library.allocate(halves));
   if (slab == nullptr || network.outgoing == nullptr) {
-    return {"NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
+    return {"NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * halves) +
                 " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE",
             /*lacks_memory=*/true};
   }
@@ -243,11 +244,11 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
     }
   }
   network_ = network;
-  for (size_t i = 0; i < slabs.size(); ++i) devices_[i].wide = slabs[i];
+  for (size_t i = 0; i < slabs.size(); ++i) devices_[i].multi_host_slab = slabs[i];
   return {};
 }
 
-Problem Workspace::PrepareWide() {
+Problem Workspace::PrepareMultiHost() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   if (!unknown_.empty()) return unknown_;
@@ -260,13 +261,13 @@ Problem Workspace::PrepareWide() {
   return p;
 }
 
-Problem Workspace::OpenWide(int64_t slot_bytes) {
+Problem Workspace::OpenMultiHost(int64_t half_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   Device& own = *OwnDevices().front();
   DeviceScope scope;
   Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
-  if (p.empty() && own.wide == nullptr) p = AllocateWide(own, slot_bytes);
+  if (p.empty() && own.multi_host_slab == nullptr) p = AllocateMultiHost(own, half_bytes);
   if (p.empty()) p = ClearHeader(own.place.ordinal, own.base());
   if (!p.empty()) return p;
   auto* header = reinterpret_cast<Header*>(own.base());
@@ -275,13 +276,13 @@ Problem Workspace::OpenWide(int64_t slot_bytes) {
                            stream);
   });
   if (!p.empty()) return p;
-  slot_bytes_ = network_.slot_stride;
+  half_bytes_ = network_.half_stride;
   is_open_.store(true, std::memory_order_release);
   return {};
 }
 
 const Kernels& Workspace::kernels() const {
-  if (topology_.is_wide()) return GetNetwork()->kernels;
+  if (topology_.is_multi_host()) return GetNetwork()->kernels;
   return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
 }
 
@@ -290,18 +291,18 @@ namespace {
 // The words of a request for memory. The ids of the devices follow them.
 enum Word {
   kVersion,
-  kRing,
+  kKind,
   kNumRanks,
   kDevice,
   kGeneration,
   kFirstAllocation,
-  kSlotBytes,
+  kHalfBytes,
   kNumWords
 };
 
 }  // namespace
 
-Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation,
+Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t generation,
                                int64_t timeout_ns) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
   const auto amiss = [&](const Problem& what) -> Problem {
@@ -317,15 +318,15 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
   if (!device.peer) {
     if (Problem p = OpenPeerSlab(ReadersOf(device), &device.peer); !p.empty()) return p;
   }
-  while (!device.peer->holds(slot_bytes)) {
+  while (!device.peer->holds(half_bytes)) {
     Request request(kNumWords);
     request[kVersion] = kProtocolVersion;
-    request[kRing] = static_cast<int64_t>(ring_);
+    request[kKind] = static_cast<int64_t>(kind_);
     request[kNumRanks] = topology_.num_ranks;
     request[kDevice] = static_cast<int64_t>(device.index);
     request[kGeneration] = static_cast<int64_t>(generation);
     request[kFirstAllocation] = static_cast<int64_t>(device.peer->num_allocations());
-    request[kSlotBytes] = slot_bytes;
+    request[kHalfBytes] = half_bytes;
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
     if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) {
@@ -352,29 +353,29 @@ Answer Workspace::Serve(const Request& request) {
   if (request.size() < kNumWords || request[kVersion] != kProtocolVersion) {
     return {Status::kRefused, "it runs another version of jax_moe_a2a", {}};
   }
-  const bool is_ring = request[kRing] == static_cast<int64_t>(Ring::kWhole) ||
-                       request[kRing] == static_cast<int64_t>(Ring::kSplit);
-  if (!is_ring || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
+  const bool is_kind = request[kKind] == static_cast<int64_t>(WorkspaceKind::kWhole) ||
+                       request[kKind] == static_cast<int64_t>(WorkspaceKind::kSplit);
+  if (!is_kind || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
       num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
       request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstAllocation] < 0 ||
-      request[kSlotBytes] < 0 || request[kSlotBytes] > kSlotStride) {
+      request[kHalfBytes] < 0 || request[kHalfBytes] > kHalfStride) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
   const int num_ranks = static_cast<int>(request[kNumRanks]);
   const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks, num_ranks};
-  return Get(topology, static_cast<Ring>(request[kRing]))
+  return Get(topology, static_cast<WorkspaceKind>(request[kKind]))
       .Share(request[kDevice], request[kGeneration], request[kFirstAllocation],
-             request[kSlotBytes]);
+             request[kHalfBytes]);
 }
 
 Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
-                        int64_t slot_bytes) {
+                        int64_t half_bytes) {
   std::lock_guard<std::mutex> lock(own_mutex_);
   const std::string counts = "it has closed the group " + std::to_string(generation_) +
                              " times, and this process " + std::to_string(generation);
   if (generation > generation_) return {Status::kLater, counts, {}};
   if (generation < generation_) return {Status::kRefused, counts, {}};
-  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) {
+  if (Problem p = ReserveOwn(half_bytes); !p.empty()) {
     return {p.lacks_memory ? Status::kNoMemory : Status::kRefused, p, {}};
   }
   for (Device* own : OwnDevices()) {
@@ -403,18 +404,18 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
-    const bool has_ended =
-        EndsWithin(std::max(left, kLeast),
-                   [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
-                     *problem = Check(cudaSetDevice(ordinal), "choosing a device");
-                     if (problem->empty()) {
-                       *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
-                     }
-                     // Puts of a kernel may arrive after its end.
-                     if (problem->empty() && is_wide) {
-                       *problem = Check(GetNetwork()->quiet(), "waiting for puts");
-                     }
-                   });
+    const bool has_ended = EndsWithin(
+        std::max(left, kLeast),
+        [problem, ordinal = device->place.ordinal, is_multi_host = topology_.is_multi_host()] {
+          *problem = Check(cudaSetDevice(ordinal), "choosing a device");
+          if (problem->empty()) {
+            *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
+          }
+          // Puts of a kernel may arrive after its end.
+          if (problem->empty() && is_multi_host) {
+            *problem = Check(GetNetwork()->quiet(), "waiting for puts");
+          }
+        });
     if (!has_ended) return StillBusy(*device, timeout_ns);
     if (!problem->empty()) return *problem;
   }
@@ -432,7 +433,7 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
                                  stream);
         });
       });
-  const std::string stream = is_split(ring_) ? "the side stream" : "XLA's stream";
+  const std::string stream = is_split(kind_) ? "the side stream" : "XLA's stream";
   std::string what;
   if (!is_read || !problem->empty()) {
     what = "its counters cannot be read";
@@ -452,14 +453,34 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
          "end the process";
 }
 
+Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now(), end = start + std::chrono::nanoseconds(*timeout_ns);
+  *lock = std::unique_lock<std::mutex>(mutex_, std::try_to_lock);
+  if (lock->owns_lock()) return {};
+  while (!lock->try_lock()) {
+    if (Clock::now() >= end) {
+      return "closing the group: another thread is still opening its workspace after " +
+             std::to_string(static_cast<double>(*timeout_ns) * 1e-9) +
+             " s, because it waits for another process. The group stays as it is. Close it again "
+             "when that thread has finished, or end the process";
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  *timeout_ns = std::chrono::nanoseconds(end - Clock::now()).count();
+  return {};
+}
+
 Problem Workspace::Wait(int64_t timeout_ns) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock;
+  if (Problem p = LockWithin(&timeout_ns, &lock); !p.empty()) return p;
   DeviceScope scope;
   return WaitUntilIdle(timeout_ns);
 }
 
 Problem Workspace::Close(int64_t timeout_ns) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock;
+  if (Problem p = LockWithin(&timeout_ns, &lock); !p.empty()) return p;
   DeviceScope scope;
   // No slab is unmapped while a peer of this process may still write to it. Mappings in other processes stay. The wait
   // does not hold own_mutex_, because the one thread that answers other processes for all workspaces takes that mutex.
@@ -469,7 +490,7 @@ Problem Workspace::Close(int64_t timeout_ns) {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_slot_bytes_ = slot_bytes_;  // a reservation that failed in another process is not repeated
+  own_half_bytes_ = half_bytes_;  // a reservation that failed in another process is not repeated
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -486,7 +507,7 @@ std::vector<int64_t> Workspace::MappedBytes() {
   std::vector<int64_t> bytes;
   for (const Device* device : OwnDevices()) {
     bytes.push_back(device->own ? device->own->mapped_bytes()
-                    : is_open() ? kHeaderBytes + 2 * kRingDepth * network_.slot_stride
+                    : is_open() ? kHeaderBytes + 2 * kRingDepth * network_.half_stride
                                 : 0);
   }
   return bytes;
@@ -513,10 +534,10 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
     if (!p.empty()) return p;
     CounterValues& of_device =
         values->emplace_back(CounterValues{control.next_epoch, control.poison, {}, {}});
-    for (int slot = 0; slot < kRingDepth; ++slot) {
+    for (int half = 0; half < kRingDepth; ++half) {
       for (int rank = 0; rank < topology_.num_ranks; ++rank) {
-        of_device.credits.push_back(credits[slot][rank]);
-        of_device.heads.push_back(heads[slot][rank].flag >>
+        of_device.credits.push_back(credits[half][rank]);
+        of_device.heads.push_back(heads[half][rank].flag >>
                                   kSignatureBits);  // without the signature
       }
     }

@@ -28,7 +28,7 @@ struct Topology {
   int num_ranks;
   int p2p_world_size;  // consecutive ranks that share memory; NVSHMEM reaches the other ranks
 
-  bool is_wide() const { return p2p_world_size < num_ranks; }
+  bool is_multi_host() const { return p2p_world_size < num_ranks; }
   // Returns true if all ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
 
@@ -40,15 +40,15 @@ struct Topology {
 
 class Workspace {
  public:
-  // Returns the workspace of a topology and a ring. A new workspace is closed. None is ever destroyed.
-  static Workspace& Get(const Topology& topology, Ring ring);
+  // Returns the workspace of a topology and a kind. A new workspace is closed. None is ever destroyed.
+  static Workspace& Get(const Topology& topology, WorkspaceKind kind);
 
-  Workspace(Topology topology, Ring ring);
+  Workspace(Topology topology, WorkspaceKind kind);
 
   // Returns why the devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace, so that every ring half of every device holds `slot_bytes`. Addresses never move. If
+  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`. Addresses never move. If
   // it opens after Close(), it reserves again what was reserved before.
   //
   // Other processes need not make the same call: they allocate the missing memory of their devices when this process
@@ -57,17 +57,17 @@ class Workspace {
   // If a device has too little memory, less can still be reserved. If the workspace was closed, its memory in this
   // process is freed. Memory by which an open workspace has grown, and memory that other processes have allocated,
   // stays until Close().
-  Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
+  Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
-  // Does the steps of OpenWide() that can fail in a single process. A process that failed in OpenWide() before it
-  // allocates would leave the others waiting in NVSHMEM, without a bound.
-  Problem PrepareWide();
+  // Does the steps of OpenMultiHost() that can fail in a single process. A process that failed in OpenMultiHost()
+  // before it allocates would leave the others waiting in NVSHMEM, without a bound.
+  Problem PrepareMultiHost();
 
-  // Opens the workspace of a multi-host topology, or opens it again after Close(). PrepareWide() precedes it. All
+  // Opens the workspace of a multi-host topology, or opens it again after Close(). PrepareMultiHost() precedes it. All
   // processes make the first call together, after all have prepared, and launch nothing before all have returned. The
   // first call allocates the memory. This memory never grows and is never freed, because captured graphs keep its
   // addresses; its ring halves are adjacent.
-  Problem OpenWide(int64_t slot_bytes);
+  Problem OpenMultiHost(int64_t half_bytes);
 
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`, returns a problem
   // that says what runs on a device.
@@ -103,7 +103,7 @@ class Workspace {
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
-  int64_t slot_bytes() const { return is_open() ? slot_bytes_.load() : 0; }
+  int64_t half_bytes() const { return is_open() ? half_bytes_.load() : 0; }
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -131,10 +131,12 @@ class Workspace {
     std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // one of errors_
     std::unique_ptr<SideStream> side;
-    char* wide = nullptr;  // the slab, if the topology is multi-host
+    char* multi_host_slab = nullptr;  // in place of `own` and `peer`, if the topology is multi-host
 
     bool is_own() const { return place.ordinal != kElsewhere; }
-    char* base() const { return wide != nullptr ? wide : is_own() ? own->base() : peer->base(); }
+    char* base() const {
+      return multi_host_slab != nullptr ? multi_host_slab : is_own() ? own->base() : peer->base();
+    }
   };
 
   std::vector<Device*> OwnDevices();
@@ -150,22 +152,25 @@ class Workspace {
   }
 
   // The caller holds own_mutex_. Opens or grows the slabs of this process's devices.
-  Problem ReserveOwn(int64_t slot_bytes);
-  Problem OpenOrGrowOwn(int64_t slot_bytes);
+  Problem ReserveOwn(int64_t half_bytes);
+  Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
   void ReleaseOwn();
+  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_ while it waits for
+  // the memory of another process, for longer than the timeout.
+  Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The caller holds mutex_. The body of Wait(), and its problem after a timeout.
   Problem WaitUntilIdle(int64_t timeout_ns);
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
   // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record, side stream.
   Problem OpenRest(Device& device);
-  Problem AllocateWide(Device& own, int64_t slot_bytes);
+  Problem AllocateMultiHost(Device& own, int64_t half_bytes);
   // The caller holds mutex_. Maps a slab of another process.
-  Problem ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation, int64_t timeout_ns);
-  Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t slot_bytes);
+  Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
+  Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t half_bytes);
 
   const Topology topology_;
-  const Ring ring_;
+  const WorkspaceKind kind_;
   Problem unknown_;                // not empty: a device was not registered
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
@@ -176,13 +181,13 @@ class Workspace {
   std::mutex mutex_;
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ if another process has requested more
+  int64_t own_half_bytes_ = 0;  // more than half_bytes_ if another process has requested more
   uint64_t generation_ = 0;     // number of Close() calls; in the end equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> slot_bytes_{0};  // the most that was reserved in this process and all peers
+  std::atomic<int64_t> half_bytes_{0};  // the most that was reserved in this process and all peers
 };
 
 }  // namespace moe_a2a

@@ -12,16 +12,16 @@ from typing import Literal
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from .checks import PyTree, Tail
-from .exchange.arguments import DispatchCall, check_combine, check_dispatch
+from .checks import PyTree, Tail, taken_from
+from .exchange.arguments import DispatchArguments, check_combine, check_dispatch
 from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
 from .exchange.dispatch_combine import COMBINE, DISPATCH
 from .exchange.inflight import InFlight, check_start, finish_exchange
+from .exchange.payload_checks import DispatchOptions
 from .exchange.recv import Recv
 from .exchange.weighted import WEIGHTED_COMBINE
 from .formats.formats import TokenFormat
-from .group.group import Group
-from .routing.checks import CheckedIds, RouteArguments, check_route
+from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
 # One primitive both routes and dispatches if a rank has at most this many tokens. The number is
@@ -32,7 +32,7 @@ FUSED_MAX_TOKENS = 256
 def route(
     topk_ids: ArrayLike,
     *,
-    group: Group,
+    group: GroupOrAxes,
     num_experts: int,
     capacity: int | None = None,
     capacity_factor: float | None = None,
@@ -50,7 +50,8 @@ def route(
       topk_ids: integers [T, K] of any integer dtype, K <= 32: global expert ids of this rank's
         tokens. An id outside [0, num_experts) sends nothing. Such ids, except -1, are counted in
         ``num_invalid``. A token may name an expert twice.
-      group: the ranks.
+      group: the ranks: a ``Group``, or the name of their axis in scope, such as ``"ep"``. A name
+        or a tuple of names stands for ``Group(axis_name=name, size=...)`` with the default options.
       num_experts: number of experts of all ranks together, without shared experts. It must be a
         multiple of ``group.size``, and at most 2**20 for each rank.
       capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
@@ -96,15 +97,7 @@ def route(
     return route_ids(
         *check_route(
             topk_ids,
-            RouteArguments(
-                group=group,
-                num_experts=num_experts,
-                capacity=capacity,
-                capacity_factor=capacity_factor,
-                alignment=alignment,
-                shared_expert=shared_expert,
-                replicated=replicated,
-            ),
+            taken_from(locals(), RouteArguments),
         )
     )
 
@@ -114,7 +107,7 @@ def dispatch(
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None = None,
     *,
-    group: Group | None = None,
+    group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
@@ -145,7 +138,7 @@ def dispatch(
       topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
         arguments of ``route``, or pass equal values.
       topk_weights: router weights, floats [T, K], or None. They travel with the rows.
-      group: the ranks.
+      group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
       capacity: number of rows of each rank, or None for the worst case, as in ``route``.
       capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
@@ -199,47 +192,40 @@ def dispatch(
       [[10.0, 30.0, 40.0, 0.0], [10.0, 20.0, 40.0, 0.0]] [[0, 1, 1, -1], [0, 0, 1, -1]]
       ```
     """
-    call = check_dispatch(
+    arguments = check_dispatch(
         x,
         topk_ids,
         topk_weights,
-        RouteArguments(
-            group=group,
-            num_experts=num_experts,
-            capacity=capacity,
-            capacity_factor=capacity_factor,
-            alignment=alignment,
-            shared_expert=shared_expert,
-            replicated=replicated,
-        ),
-        shared_weights=shared_weights,
-        wire_dtype=wire_dtype,
-        format=format,
-        decode=decode,
-        tail=tail,
+        shared_weights,
+        taken_from(locals(), RouteArguments),
+        taken_from(locals(), DispatchOptions),
     )
-    return bind_dispatch(call)
+    return bind_dispatch(arguments)
 
 
-def bind_dispatch(call: DispatchCall) -> Recv:
-    """Route if the call has ids, dispatch, and return the ``Recv``."""
-    source = call.source
+def bind_dispatch(arguments: DispatchArguments) -> Recv:
+    """Route if there are ids, dispatch, and return the ``Recv``."""
+    source = arguments.source
     if (
         isinstance(source, CheckedIds)
         and not source.options.has_levels
         and len(source.ids) <= FUSED_MAX_TOKENS
     ):
-        return call.recv(*route_and_dispatch(*source, call.payload, **call.params))
-    routing = routing_of(call)
+        return arguments.recv(*route_and_dispatch(*source, arguments.payload, **arguments.params))
+    routing = routing_of(arguments)
     if routing.has_levels:
-        moved = bind(DISPATCH, call.encoded_payload, routing, **call.encoded_params)
-        return call.recv_of_encoded(routing, moved)
-    return call.recv(routing, bind(DISPATCH, call.payload, routing, **call.params))
+        moved = bind(DISPATCH, arguments.encoded_payload, routing, **arguments.encoded_params)
+        return arguments.recv_of_encoded(routing, moved)
+    return arguments.recv(routing, bind(DISPATCH, arguments.payload, routing, **arguments.params))
 
 
-def routing_of(call: DispatchCall) -> AnyRouting:
-    """Return the routing of a call, computed from the ids if the call has ids."""
-    return route_ids(*call.source) if isinstance(call.source, CheckedIds) else call.source
+def routing_of(arguments: DispatchArguments) -> AnyRouting:
+    """Return the routing of a dispatch, computed from the ids if there are ids."""
+    return (
+        route_ids(*arguments.source)
+        if isinstance(arguments.source, CheckedIds)
+        else arguments.source
+    )
 
 
 def combine(
@@ -301,9 +287,9 @@ def combine(
       [[11.5, 11.0], [15.5, 41.5]]
       ```
     """
-    call = check_combine(y, recv, weights, wire_dtype)
-    exchange = COMBINE if call.weights is None else WEIGHTED_COMBINE
-    return call.sums(bind(exchange, call.payload, call.routing, **call.params))
+    arguments = check_combine(y, recv, weights, wire_dtype)
+    exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
+    return arguments.sums(bind(exchange, arguments.payload, arguments.routing, **arguments.params))
 
 
 def dispatch_start(
@@ -311,7 +297,7 @@ def dispatch_start(
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None = None,
     *,
-    group: Group | None = None,
+    group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
@@ -380,36 +366,25 @@ def dispatch_start(
       [12. 12. 12. 12.]
       ```
     """
-    call = check_dispatch(
+    arguments = check_dispatch(
         x,
         topk_ids,
         topk_weights,
-        RouteArguments(
-            group=group,
-            num_experts=num_experts,
-            capacity=capacity,
-            capacity_factor=capacity_factor,
-            alignment=alignment,
-            shared_expert=shared_expert,
-            replicated=None,
-        ),
-        shared_weights=shared_weights,
-        wire_dtype=wire_dtype,
-        format=format,
-        decode=decode,
-        tail=tail,
+        shared_weights,
+        taken_from(locals(), RouteArguments),
+        taken_from(locals(), DispatchOptions),
     )
-    return bind_dispatch_start(call)
+    return bind_dispatch_start(arguments)
 
 
-def bind_dispatch_start(call: DispatchCall) -> InFlight:
-    """Route if the call has ids, start a dispatch, and return what is in flight."""
-    routing, params = routing_of(call), call.encoded_params
+def bind_dispatch_start(arguments: DispatchArguments) -> InFlight:
+    """Route if there are ids, start a dispatch, and return what is in flight."""
+    routing, params = routing_of(arguments), arguments.encoded_params
     check_start("dispatch", routing)
-    in_flight, bind_done = bind_start(DISPATCH, call.encoded_payload, routing, **params)
+    in_flight, bind_done = bind_start(DISPATCH, arguments.encoded_payload, routing, **params)
 
     def finish(in_flight: Sequence[jax.Array]) -> Recv:
-        return call.recv_of_encoded(routing, bind_done(in_flight))
+        return arguments.recv_of_encoded(routing, bind_done(in_flight))
 
     return InFlight("dispatch", in_flight, finish, routing.group)
 
@@ -455,15 +430,17 @@ def combine_start(
       ValueError: as ``combine``. Also if the routing has replicated tokens, which do not travel, or
         if the call is outside ``jax.jit`` on the CUDA path.
     """
-    call = check_combine(y, recv, weights, wire_dtype)
-    check_start("combine", call.routing)
-    exchange = COMBINE if call.weights is None else WEIGHTED_COMBINE
-    in_flight, bind_done = bind_start(exchange, call.payload, call.routing, **call.params)
+    arguments = check_combine(y, recv, weights, wire_dtype)
+    check_start("combine", arguments.routing)
+    exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
+    in_flight, bind_done = bind_start(
+        exchange, arguments.payload, arguments.routing, **arguments.params
+    )
 
     def finish(in_flight: Sequence[jax.Array]) -> PyTree:
-        return call.sums(bind_done(in_flight))
+        return arguments.sums(bind_done(in_flight))
 
-    return InFlight("combine", in_flight, finish, call.routing.group)
+    return InFlight("combine", in_flight, finish, arguments.routing.group)
 
 
 def combine_done(inflight: InFlight) -> PyTree:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -33,6 +34,13 @@ def as_array(x: Any) -> Any:
     ``jnp.asarray`` would wrap integers of 64 bits.
     """
     return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def is_known(x: Any) -> bool:
+    """Return True if this process can read the elements of an array while it traces."""
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_static(name: str, array: Any) -> None:
@@ -97,3 +105,12 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {value!r}")
     return value
+
+
+T = TypeVar("T")
+
+
+def taken_from(arguments: Mapping[str, Any], kind: type[T]) -> T:
+    """Return a tuple of the class ``kind`` with the arguments of a public function, its
+    ``locals()``, that are fields. Other fields have their defaults."""
+    return kind(**{name: arguments[name] for name in kind.__annotations__ if name in arguments})

@@ -1,144 +1,123 @@
-"""Choose and apply experts inside ``jax.shard_map``, for the Flax modules."""
+"""Define the options of the Flax modules, and the specs of their parameters."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
 Activation = Callable[[jax.Array], jax.Array]
-Router = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+Choose = Callable[[jax.Array], ma.RouterChoices]
+Initializer = Callable[..., jax.Array]
+GroupOrAxes = ma.Group | str | tuple[str, ...]
+
+# Weights that a module may hold in FP8. Their scales are parameters with these names.
+SCALES = {name: f"{name}_scales" for name in ("w_gate_up", "w_down")}
+# Arrays, which are parameters of a module, or arguments of each of its calls.
+PARAMETERS = *ma.moe_partition_specs("ep"), *SCALES.values()
+OF_A_CALL = "x", "mask", "shared_weights", "placement"
+# Options of ``moe`` that the modules have, too.
+OPTIONS = tuple(
+    name for name in inspect.signature(ma.moe).parameters if name not in (*PARAMETERS, *OF_A_CALL)
+)
 
 
-def softmax_of_top_k(logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Return router weights [T, K] (the softmax of the highest logits) and ids [T, K]."""
-    top_logits, topk_ids = lax.top_k(logits.astype(jnp.float32), top_k)
-    return jax.nn.softmax(top_logits), topk_ids
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """``moe`` with the options of a module. Layers of equal options are equal."""
+
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Layer:
+        """Return the layer whose options are among ``given``."""
+        return cls(tuple((name, given[name]) for name in OPTIONS))
+
+    def __call__(
+        self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any, **of_call: Any
+    ) -> tuple[jax.Array, ma.MoEStatistics]:
+        """Apply the layer in a dtype. The router computes in the larger one of both dtypes."""
+        keeps_dtype = "router", "router_bias", "select_bias"
+        arguments = dict(self.options) | of_call
+        for name, param in params.items():
+            scales = SCALES.get(name, "")
+            if scales in params:
+                arguments[name] = ma.QuantizedExperts(param, params[scales])
+            elif name not in SCALES.values():
+                arguments[name] = param if name in keeps_dtype else param.astype(dtype)
+        return ma.moe(x.astype(dtype), **arguments)
 
 
-def shapes_of(num_experts: int, hidden: int, expert_hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the experts' parameters, for the experts of all ranks together."""
-    return {
-        "w_in": (num_experts, hidden, 2 * expert_hidden),
-        "w_out": (num_experts, expert_hidden, hidden),
-        "b_in": (num_experts, 2 * expert_hidden),
-        "b_out": (num_experts, hidden),
-    }
+def specs_of(given: Mapping[str, Any]) -> dict[str, P]:
+    """Return where the parameters of a module with these options belong."""
+    specs = ma.moe_partition_specs(
+        given["group"],
+        tensor_axis=given["tensor_axis"],
+        fsdp_axes=given["fsdp_axes"],
+        quantized=given["weights_format"] is not None,
+    )
+    return _with_scales(specs)
 
 
-def check_num_experts(group: ma.Group, num_experts: int) -> None:
-    """Raise an error if the ranks of a module cannot have equally many experts."""
-    if num_experts % group.size:
+def mesh_in_scope() -> bool:
+    """Return True if the program has a mesh, so that parameters can be placed."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def init_moe(key: jax.Array, hidden: int, given: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Draw the parameters of a module with these options, where they belong if a mesh is known."""
+    specs = None
+    if mesh_in_scope():
+        specs = specs_of(dict(given, weights_format=None))
+    params = ma.init_moe(
+        key,
+        hidden,
+        expert_hidden=given["expert_hidden"],
+        num_experts=given["num_experts"],
+        dtype=given["param_dtype"],
+        router_dtype=given["router_dtype"],
+        bias=given["bias"],
+        shared_hidden=(given["shared_hidden"] or given["expert_hidden"])
+        if given["shared_expert"]
+        else None,
+        initializer=given["initializer"],
+        specs=specs,
+    )
+    if given["weights_format"] is not None:
+        params |= {name: ma.quantize_experts(params[name]) for name in SCALES}
+    return _with_scales(params)
+
+
+def _with_scales(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters or their placements by name, with those of scales next to values."""
+    found = dict(params)
+    for name, scales in SCALES.items():
+        if isinstance(params[name], ma.QuantizedExperts):
+            found[name], found[scales] = params[name].values, params[name].scales
+    return found
+
+
+def check_module(given: Mapping[str, Any]) -> None:
+    """Raise an error if options of a module do not fit together."""
+    group, num_experts = given["group"], given["num_experts"]
+    fmt = given["weights_format"]
+    if fmt is not None and not isinstance(fmt, ma.BlockwiseFp8):
+        raise ValueError(f"weights_format must be BlockwiseFp8() or None; got {fmt!r}")
+    if given["shared_hidden"] is not None and not given["shared_expert"]:
+        raise ValueError(
+            "shared_hidden must be None without a shared expert; got "
+            f"{given['shared_hidden']}. Pass shared_expert=True as well"
+        )
+    if isinstance(group, ma.Group) and num_experts % group.size:
         fewer = num_experts // group.size * group.size
         near = [number for number in (fewer, fewer + group.size) if number]
         raise ValueError(
             f"num_experts must be a multiple of the group's size {group.size}; got {num_experts}. "
             f"Use {' or '.join(map(str, near))}"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedExperts:
-    """Hold the options of a module's experts, and apply the experts."""
-
-    group: ma.Group
-    num_experts: int
-    top_k: int
-    choose: Router | None
-    activation: Activation | None
-    capacity_factor: float | None
-    data_axes: tuple[str, ...]
-
-    def __call__(
-        self,
-        x: jax.Array,
-        logits: jax.Array,
-        w_in: jax.Array,
-        w_out: jax.Array,
-        biases: tuple[jax.Array, ...] | None,
-    ) -> tuple[jax.Array, ma.ExpertLoad]:
-        """Return the weighted sum of expert outputs for each token, and the load.
-
-        Args:
-          x: tokens of all ranks, [B, ..., H]; B is split over ``data_axes`` and the group's axes.
-          logits: [B, ..., E].
-          w_in: [E, H, 2 * I], split over the group's axes.
-          w_out: [E, I, H], split over the same axes.
-          biases: None, or [E, 2 * I] and [E, H], split over the same axes.
-
-        Returns:
-          Sums with the shape of ``x``, and the load of all experts and ranks, summed over
-          ``data_axes``.
-        """
-        tokens, experts = (*self.data_axes, *self.group.axes), self.group.axes
-        layer = jax.shard_map(
-            self._on_rank,
-            mesh=self.group.mesh,
-            in_specs=(P(tokens), P(tokens), P(experts), P(experts), P(experts)),
-            out_specs=(P(tokens), P()),
-        )
-        return layer(
-            *self._placed((x, logits), tokens), *self._placed((w_in, w_out, biases), experts)
-        )
-
-    def _placed(self, arrays: Any, axes: tuple[str, ...]) -> Any:
-        """Return arrays whose first dimension is split over those of the axes that are Explicit.
-
-        Over Explicit axes, an array's type has its placement, and ``shard_map`` refuses another
-        one. Over Auto axes, the compiler moves arrays.
-        """
-        here = jax.sharding.get_abstract_mesh()
-        mesh = self.group.mesh or here
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        axes = tuple(axis for axis in axes if types.get(axis) is AxisType.Explicit)
-        if not axes:
-            return arrays
-        if here.empty:
-            raise ValueError(
-                f"a module over Explicit mesh axes needs the mesh in scope; got {self.group} with "
-                f"the Explicit axes {axes}, and no mesh. Call the module under jax.set_mesh(mesh), "
-                "or make the mesh with jax.sharding.AxisType.Auto"
-            )
-        place = NamedSharding(mesh, P(axes))
-        return jax.tree.map(lambda array: jax.sharding.reshard(array, place), arrays)
-
-    def _on_rank(
-        self,
-        x: jax.Array,
-        logits: jax.Array,
-        w_in: jax.Array,
-        w_out: jax.Array,
-        biases: tuple[jax.Array, ...] | None,
-    ) -> tuple[jax.Array, ma.ExpertLoad]:
-        logits = logits.reshape(-1, self.num_experts)
-        if self.choose is None:
-            topk_weights, topk_ids = softmax_of_top_k(logits, self.top_k)
-        else:
-            topk_weights, topk_ids = self.choose(logits)
-        routing = ma.route(
-            topk_ids,
-            group=self.group,
-            num_experts=self.num_experts,
-            capacity_factor=self.capacity_factor,
-        )
-        b_in, b_out = (None, None) if biases is None else biases
-        y = ma.moe_mlp(
-            x.reshape(-1, x.shape[-1]),
-            routing,
-            topk_weights,
-            w_in,
-            w_out,
-            activation=self.activation or ma.gated(jax.nn.silu),
-            b_in=b_in,
-            b_out=b_out,
-        )
-        load = ma.expert_load(routing)
-        return y.reshape(x.shape), lax.psum(load, self.data_axes) if self.data_axes else load

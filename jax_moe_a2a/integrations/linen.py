@@ -2,97 +2,170 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._flax import Activation, Router, ShardedExperts, check_num_experts, shapes_of
+from ._flax import (
+    Activation,
+    Choose,
+    GroupOrAxes,
+    Initializer,
+    Layer,
+    check_module,
+    init_moe,
+    specs_of,
+)
 
 
 class MoE(linen.Module):
-    """Route tokens to experts over a mesh axis, and sum the experts' weighted outputs.
+    """A mixture of experts over a mesh axis: routes tokens, and sums the experts' weighted outputs.
 
     The layer, its parameters and its options are the same as in
     ``jax_moe_a2a.integrations.nnx.MoE``, except that the module infers the size of a token from
     ``x`` at initialization.
 
+    Parameters are ``linen.Partitioned``: they carry their placement, which
+    ``linen.get_partition_spec`` returns. Under ``jax.set_mesh``, they are placed so.
+    ``linen.scan`` and ``linen.vmap`` over layers therefore need
+    ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
+    returns plain arrays, which the module accepts, too.
+
+    With ``select_bias``, the collection ``"router_state"`` has the variable ``select_bias``, which
+    ``update_select_bias`` adjusts after a step.
+
     Attributes:
       expert_hidden: I, width of an expert.
-      num_experts: E, number of experts of all ranks together; a multiple of ``group.size``.
+      num_experts: E, number of experts of all ranks together; a multiple of the group's size.
       top_k: K, number of experts of each token, at most 32.
-      group: the ranks. If the group has no mesh, call the layer under ``jax.set_mesh``.
-      choose: a function that maps this rank's logits [T, E] to router weights [T, K] and ids
-        [T, K]. None chooses the ``top_k`` highest logits and weighs them by their softmax.
-      activation: a function that maps the first product [C, 2 * I] to [C, I]. None means
-        ``silu(gate) * up``.
-      capacity_factor: rows of a rank as a multiple of the balanced load. None drops no row.
-      data_axes: mesh axes over which tokens are split in addition to the group's axes.
-      expert_bias: True to add biases to both products.
-      dtype: dtype of the computation.
-      param_dtype: dtype of the parameters.
+      group: the name of the mesh axis over which experts are divided, as in ``moe``; or a
+        ``Group``.
+      data_axes: as in ``moe``.
+      tensor_axis: as in ``moe``.
+      fsdp_axes: as in ``moe_partition_specs``.
+      activation: as in ``moe``. None means ``silu(gate) * up``.
+      bias: True to add biases to the router and to both products of the experts.
+      select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
+      shared_expert: True to add an expert that all tokens have.
+      shared_hidden: J, width of the shared expert; None means ``expert_hidden``.
+      score: as in ``top_k_router``.
+      num_groups: as in ``top_k_router``.
+      top_groups: as in ``top_k_router``.
+      renormalize: as in ``top_k_router``.
+      scale: as in ``top_k_router``.
+      choose: as in ``moe``.
+      capacity: as in ``moe``.
+      capacity_factor: as in ``moe``.
+      alignment: as in ``moe``.
+      replicated: as in ``moe``.
+      num_chunks: as in ``moe``.
+      wire_dtype: as in ``moe``.
+      format: as in ``moe``.
+      overlap_backward: as in ``moe``.
+      experts_format: as in ``moe``.
+      return_logits: as in ``moe``, but True by default.
+      dtype: dtype of the experts' computation and of the result.
+      param_dtype: dtype of the experts' parameters.
+      router_dtype: dtype of the router's parameters.
+      weights_format: ``BlockwiseFp8()`` to hold ``w_gate_up`` and ``w_down`` in FP8 for inference:
+        the values of ``QuantizedExperts``, with ``w_gate_up_scales`` and ``w_down_scales`` as
+        further parameters; or None.
+      initializer: as in ``init_moe``.
 
     Raises:
-      ValueError: if ``num_experts`` is not a multiple of ``group.size``.
+      ValueError: if ``num_experts`` is not a multiple of the size of a ``Group``, or
+        ``shared_hidden`` is passed without ``shared_expert``. A call raises the errors of ``moe``.
     """
 
     expert_hidden: int
     num_experts: int
     top_k: int
-    group: ma.Group
-    choose: Router | None = None
+    group: GroupOrAxes
+    data_axes: str | tuple[str, ...] = ()
+    tensor_axis: str | None = None
+    fsdp_axes: str | tuple[str, ...] | None = None
     activation: Activation | None = None
+    bias: bool = False
+    select_bias: bool = False
+    shared_expert: bool = False
+    shared_hidden: int | None = None
+    score: Any = "softmax"
+    num_groups: int | None = None
+    top_groups: int | None = None
+    renormalize: bool | None = None
+    scale: float = 1.0
+    choose: Choose | None = None
+    capacity: int | None = None
     capacity_factor: float | None = None
-    data_axes: tuple[str, ...] = ()
-    expert_bias: bool = False
+    alignment: int | None = None
+    replicated: bool | None = None
+    num_chunks: int | None = None
+    wire_dtype: DTypeLike | ma.TokenFormat | None = None
+    format: ma.TokenFormat | None = None
+    overlap_backward: bool = False
+    experts_format: ma.TokenFormat | None = None
+    return_logits: bool = True
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    router_dtype: DTypeLike = jnp.float32
+    weights_format: ma.BlockwiseFp8 | None = None
+    initializer: Initializer | None = None
 
     def __post_init__(self) -> None:
-        check_num_experts(self.group, self.num_experts)
+        check_module(vars(self))
         super().__post_init__()
 
     @linen.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        shared_weights: ArrayLike | None = None,
+        placement: ma.Placement | None = None,
+    ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks.
 
         Args:
-          x: floats [B, ..., H]. B is split over ``data_axes`` and the group's axes.
+          x: floats [..., H].
+          mask: as in ``moe``.
+          shared_weights: as in ``moe``.
+          placement: as in ``moe``, in the home form, because parameters have E experts.
 
         Returns:
-          Weighted sums in ``dtype`` with the shape of ``x``, and the ``ExpertLoad``, which counts
-          drops.
-
-        Raises:
-          ValueError: if B is not a multiple of the number of ranks, or a mesh axis is Explicit and
-            no mesh is in scope.
+          Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
+          the load, which counts drops, and the logits.
         """
-        shapes = shapes_of(self.num_experts, x.shape[-1], self.expert_hidden)
+        given = vars(self)
+        specs, draw = specs_of(given), partial(init_moe, hidden=x.shape[-1], given=given)
+        shapes = jax.eval_shape(draw, jax.random.key(0))
+        drawn = draw(self.make_rng("params")) if self.is_initializing() else {}
 
-        def param(name: str) -> jax.Array:
-            is_bias = name.startswith("b")
-            zeros, normal = linen.initializers.zeros, linen.initializers.lecun_normal(batch_axis=0)
-            init = zeros if is_bias else normal
-            return self.param(name, init, shapes[name], self.param_dtype).astype(self.dtype)
+        def boxed(name: str) -> linen.Partitioned[Any]:
+            value = drawn[name] if drawn else jnp.zeros(shapes[name].shape, shapes[name].dtype)
+            return linen.Partitioned(value, names=tuple(specs[name]))
 
-        router = linen.Dense(
-            self.num_experts,
-            use_bias=False,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            name="router",
+        def unboxed(value: Any) -> jax.Array:
+            # Without a constraint on the placement, because moe moves arrays where it needs them.
+            is_boxed = isinstance(value, linen.Partitioned)
+            return value.unbox(apply_constraint=False) if is_boxed else value
+
+        params = {
+            name: unboxed(self.param(name, lambda _, name=name: boxed(name), unbox=False))
+            for name in shapes
+        }
+        if self.select_bias:
+            zeros = jnp.zeros(self.num_experts, jnp.float32)
+            box: Any = linen.Partitioned(zeros, names=tuple(specs["select_bias"]))
+            variable = self.variable("router_state", "select_bias", lambda: box, unbox=False)
+            params["select_bias"] = unboxed(variable.value)
+        layer = Layer.of(given)
+        return layer(
+            x, params, self.dtype, mask=mask, shared_weights=shared_weights, placement=placement
         )
-        experts = ShardedExperts(
-            self.group,
-            self.num_experts,
-            self.top_k,
-            self.choose,
-            self.activation,
-            self.capacity_factor,
-            self.data_axes,
-        )
-        biases = (param("b_in"), param("b_out")) if self.expert_bias else None
-        x = x.astype(self.dtype)
-        return experts(x, router(x), param("w_in"), param("w_out"), biases)

@@ -16,7 +16,7 @@ from ._axes import group_over
 
 @dataclasses.dataclass(frozen=True)
 class RouteOutput:
-    """Hold the data that the experts and ``unsort_and_unpermute`` need with the rows. It is a
+    """The data that the experts and ``unsort_and_unpermute`` need with the rows. It is a
     pytree.
 
     C is the number of rows of a rank and L the number of its experts.

@@ -2,44 +2,96 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._flax import Activation, Router, ShardedExperts, check_num_experts, shapes_of
+from ._flax import (
+    PARAMETERS,
+    Activation,
+    Choose,
+    GroupOrAxes,
+    Initializer,
+    Layer,
+    check_module,
+    init_moe,
+    mesh_in_scope,
+    specs_of,
+)
+
+
+class SelectBias(nnx.Variable):
+    """The variable of a router's selection bias, which is no parameter: it has no gradient."""
 
 
 class MoE(nnx.Module):
-    """Route tokens to experts over a mesh axis, and sum the experts' weighted outputs.
+    """A mixture of experts over a mesh axis: routes tokens, and sums the experts' weighted outputs.
 
-    An expert is a gated network of two products. Parameters: ``router.kernel`` [H, E], ``w_in``
-    [E, H, 2 * I] (gate first), ``w_out`` [E, I, H], and with ``expert_bias`` also ``b_in``
-    [E, 2 * I] and ``b_out`` [E, H]. Shard the first dimension of the experts' arrays over the
-    group's axes. With Explicit mesh axes, call the module under ``jax.set_mesh``. Mesh axes over
-    which Flax or the compiler shards arrays must be Auto.
+    The module holds the parameters of ``moe`` and applies it, so the layer is described there, and
+    all its options are here. An expert is a gated network of two products. Parameters:
+    ``router`` [H, E], ``w_gate_up`` [E, H, 2, I] (gate at index 0), ``w_down`` [E, I, H]; with
+    ``bias`` also ``router_bias`` [E], ``b_gate_up`` [E, 2, I] and ``b_down`` [E, H]; and with
+    ``shared_expert`` also ``shared_gate_up`` [H, 2, J] and ``shared_down`` [J, H]. With
+    ``select_bias``, the module has a variable ``select_bias`` [E] of type ``SelectBias``, which is
+    not an ``nnx.Param``. Update it after a step::
+
+        load = statistics.load.wanted_per_expert
+        model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)
+
+    Parameters carry their placement as metadata, which ``nnx.get_partition_spec`` returns
+    (``moe_partition_specs``). Under ``jax.set_mesh``, they are placed so when the module is made,
+    unless Flax's eager sharding is off. Call the module under ``jax.set_mesh``, or pass a ``Group``
+    with a mesh of Auto axes.
 
     Args:
       hidden: H, features of a token.
       expert_hidden: I, width of an expert.
-      num_experts: E, number of experts of all ranks together; a multiple of ``group.size``.
+      num_experts: E, number of experts of all ranks together; a multiple of the group's size.
       top_k: K, number of experts of each token, at most 32.
-      group: the ranks. If the group has no mesh, call the layer under ``jax.set_mesh``.
-      choose: a function that maps this rank's logits [T, E] to router weights [T, K] and ids
-        [T, K]. None chooses the ``top_k`` highest logits and weighs them by their softmax.
-      activation: a function that maps the first product [C, 2 * I] to [C, I]. None means
-        ``silu(gate) * up``.
-      capacity_factor: rows of a rank as a multiple of the balanced load. None drops no row.
-      data_axes: mesh axes over which tokens are split in addition to the group's axes.
-      expert_bias: True to add biases to both products.
-      dtype: dtype of the computation.
-      param_dtype: dtype of the parameters.
+      group: the name of the mesh axis over which experts are divided, as in ``moe``; or a
+        ``Group``.
+      data_axes: as in ``moe``.
+      tensor_axis: as in ``moe``.
+      fsdp_axes: as in ``moe_partition_specs``.
+      activation: as in ``moe``. None means ``silu(gate) * up``.
+      bias: True to add biases to the router and to both products of the experts.
+      select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
+      shared_expert: True to add an expert that all tokens have.
+      shared_hidden: J, width of the shared expert; None means ``expert_hidden``.
+      score: as in ``top_k_router``.
+      num_groups: as in ``top_k_router``.
+      top_groups: as in ``top_k_router``.
+      renormalize: as in ``top_k_router``.
+      scale: as in ``top_k_router``.
+      choose: as in ``moe``.
+      capacity: as in ``moe``.
+      capacity_factor: as in ``moe``.
+      alignment: as in ``moe``.
+      replicated: as in ``moe``.
+      num_chunks: as in ``moe``.
+      wire_dtype: as in ``moe``.
+      format: as in ``moe``.
+      overlap_backward: as in ``moe``.
+      experts_format: as in ``moe``.
+      return_logits: as in ``moe``, but True by default.
+      dtype: dtype of the experts' computation and of the result.
+      param_dtype: dtype of the experts' parameters.
+      router_dtype: dtype of the router's parameters.
+      weights_format: ``BlockwiseFp8()`` to hold ``w_gate_up`` and ``w_down`` in FP8 for inference:
+        the values of ``QuantizedExperts``, with ``w_gate_up_scales`` and ``w_down_scales`` as
+        further parameters; or None.
+      initializer: as in ``init_moe``.
       rngs: random number streams for the parameters.
 
     Raises:
-      ValueError: if ``num_experts`` is not a multiple of ``group.size``.
+      TypeError: if a size is not an int.
+      ValueError: if ``num_experts`` is not a multiple of the size of a ``Group``, or
+        ``shared_hidden`` is passed without ``shared_expert``. A call raises the errors of ``moe``.
     """
 
     def __init__(
@@ -48,48 +100,73 @@ class MoE(nnx.Module):
         expert_hidden: int,
         num_experts: int,
         top_k: int,
-        group: ma.Group,
+        group: GroupOrAxes,
         *,
-        choose: Router | None = None,
+        data_axes: str | tuple[str, ...] = (),
+        tensor_axis: str | None = None,
+        fsdp_axes: str | tuple[str, ...] | None = None,
         activation: Activation | None = None,
+        bias: bool = False,
+        select_bias: bool = False,
+        shared_expert: bool = False,
+        shared_hidden: int | None = None,
+        score: Any = "softmax",
+        num_groups: int | None = None,
+        top_groups: int | None = None,
+        renormalize: bool | None = None,
+        scale: float = 1.0,
+        choose: Choose | None = None,
+        capacity: int | None = None,
         capacity_factor: float | None = None,
-        data_axes: tuple[str, ...] = (),
-        expert_bias: bool = False,
+        alignment: int | None = None,
+        replicated: bool | None = None,
+        num_chunks: int | None = None,
+        wire_dtype: DTypeLike | ma.TokenFormat | None = None,
+        format: ma.TokenFormat | None = None,
+        overlap_backward: bool = False,
+        experts_format: ma.TokenFormat | None = None,
+        return_logits: bool = True,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        router_dtype: DTypeLike = jnp.float32,
+        weights_format: ma.BlockwiseFp8 | None = None,
+        initializer: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        check_num_experts(group, num_experts)
-        self.router = nnx.Linear(
-            hidden, num_experts, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        init = nnx.initializers.lecun_normal(batch_axis=0)
-        shapes = shapes_of(num_experts, hidden, expert_hidden)
-        self.w_in = nnx.Param(init(rngs.params(), shapes["w_in"], param_dtype))
-        self.w_out = nnx.Param(init(rngs.params(), shapes["w_out"], param_dtype))
-        if expert_bias:
-            self.b_in = nnx.Param(jnp.zeros(shapes["b_in"], param_dtype))
-            self.b_out = nnx.Param(jnp.zeros(shapes["b_out"], param_dtype))
-        self.expert_bias, self.dtype = expert_bias, dtype
-        self.experts = ShardedExperts(
-            group, num_experts, top_k, choose, activation, capacity_factor, data_axes
-        )
+        given = dict(locals())
+        check_module(given)
+        specs = specs_of(given)
+        # Without a mesh in scope, the placement is metadata only.
+        options = {} if mesh_in_scope() else {"eager_sharding": False}
+        for name, param in init_moe(rngs.params(), hidden, given).items():
+            setattr(self, name, nnx.Param(param, out_sharding=specs[name], **options))
+        if select_bias:
+            zeros = jnp.zeros(num_experts, jnp.float32)
+            spec = specs["select_bias"]
+            self.select_bias = SelectBias(zeros, out_sharding=spec, **options)
+        self.layer, self.dtype = Layer.of(given), dtype
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        shared_weights: ArrayLike | None = None,
+        placement: ma.Placement | None = None,
+    ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks.
 
         Args:
-          x: floats [B, ..., H]. B is split over ``data_axes`` and the group's axes.
+          x: floats [..., H].
+          mask: as in ``moe``.
+          shared_weights: as in ``moe``.
+          placement: as in ``moe``, in the home form, because parameters have E experts.
 
         Returns:
-          Weighted sums in ``dtype`` with the shape of ``x``, and the ``ExpertLoad``, which counts
-          drops.
-
-        Raises:
-          ValueError: if B is not a multiple of the number of ranks, or a mesh axis is Explicit and
-            no mesh is in scope.
+          Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
+          the load, which counts drops, and the logits.
         """
-        cast = lambda param: param[...].astype(self.dtype)
-        biases = (cast(self.b_in), cast(self.b_out)) if self.expert_bias else None
-        x = x.astype(self.dtype)
-        return self.experts(x, self.router(x), cast(self.w_in), cast(self.w_out), biases)
+        params = {name: getattr(self, name)[...] for name in PARAMETERS if hasattr(self, name)}
+        return self.layer(
+            x, params, self.dtype, mask=mask, shared_weights=shared_weights, placement=placement
+        )

@@ -37,22 +37,22 @@ void back(char* at, int64_t bytes, unsigned char value) {
 
 }  // namespace
 
-Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
-    : num_ranks_(num_ranks), p2p_(p2p), slot_bytes_(slot_bytes), records_(num_ranks) {
+Domain::Domain(int num_ranks, int64_t half_bytes, int p2p)
+    : num_ranks_(num_ranks), p2p_(p2p), half_bytes_(half_bytes), records_(num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     char* slab = reserve(kSlabAddressBytes);
     back(slab, kHeaderBytes, 0);
-    for (int slot = 0; slot < kRingDepth; ++slot) {
-      back(slab + slot_offset(slot), slot_bytes, kNan);
+    for (int half = 0; half < kRingDepth; ++half) {
+      back(slab + half_offset(half), half_bytes, kNan);
     }
     slabs_.push_back(slab);
     control(rank).next_epoch = 1;
 #ifdef MOE_A2A_NETWORK
     Network& network = header(rank)->network;
-    network.outgoing = reserve(kRingDepth * kSlotStride);
-    network.slot_stride = kSlotStride;
-    for (int slot = 0; slot < kRingDepth; ++slot) {
-      back(network.outgoing + slot * kSlotStride, slot_bytes, 0xEE);
+    network.outgoing = reserve(kRingDepth * kHalfStride);
+    network.half_stride = kHalfStride;
+    for (int half = 0; half < kRingDepth; ++half) {
+      back(network.outgoing + half * kHalfStride, half_bytes, 0xEE);
     }
     for (int peer = 0; peer < num_ranks; ++peer) {
       network.pe[peer] = peer;
@@ -82,12 +82,12 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
 
 std::string Domain::damage() {
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    for (int slot = 0; slot < kRingDepth; ++slot) {
-      const auto* bytes = reinterpret_cast<unsigned char*>(slabs_[rank] + slot_offset(slot));
-      for (int64_t i = slot_bytes_; i < whole_pages(slot_bytes_); ++i) {
+    for (int half = 0; half < kRingDepth; ++half) {
+      const auto* bytes = reinterpret_cast<unsigned char*>(slabs_[rank] + half_offset(half));
+      for (int64_t i = half_bytes_; i < whole_pages(half_bytes_); ++i) {
         if (bytes[i] != kNan) {
-          return "rank " + std::to_string(rank) + ", ring half " + std::to_string(slot) +
-                 ": byte " + std::to_string(i - slot_bytes_) + " after the zones was written";
+          return "rank " + std::to_string(rank) + ", ring half " + std::to_string(half) +
+                 ": byte " + std::to_string(i - half_bytes_) + " after the zones was written";
         }
       }
     }

@@ -97,15 +97,38 @@ RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing
     }
     arrays_.push_back(make_array(values));
   }
-  view_ = {arrays_[0]->as<int32_t>(), arrays_[1]->as<int32_t>(), arrays_[2]->as<int32_t>(),
-           arrays_[3]->as<int32_t>(), arrays_[4]->as<int32_t>(), routing.shape.num_tokens,
-           routing.shape.top_k,       routing.shape.capacity};
 }
 
-RoutePlan PlanOutputs::plan() const {
-  RoutePlan plan = {};
-  for (int i = 0; i < kNumPlanArrays; ++i) plan.*kPlanArrays[i] = arrays_[i]->as<int32_t>();
-  return plan;
+namespace {
+
+void add_routing(Bound& args, const Shape& s, char* const* data) {
+  args.add(kInt32, {s.num_tokens, s.num_ranks}, data[0]);
+  args.add(kInt32, {s.num_ranks, s.num_tokens}, data[1]);
+  args.add(kInt32, {s.num_tokens, s.top_k}, data[2]);
+  args.add(kInt32, {s.num_ranks, s.num_tokens, s.top_k}, data[3]);
+  args.add(kInt32, {s.capacity}, data[4]);
+}
+
+}  // namespace
+
+void RoutingArrays::add_to(Bound& args, const Shape& shape) const {
+  std::vector<char*> data;
+  for (const Array& array : arrays_) data.push_back(array->data());
+  add_routing(args, shape, data.data());
+}
+
+void add_routing_sizes(Bound& args, const Shape& shape) {
+  char* const none[kNumRoutingArrays] = {};
+  add_routing(args, shape, none);
+}
+
+void PlanOutputs::add_to(Bound& results, const Shape& shape, int64_t batch) const {
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    const bool is_of_rows =
+        kPlanArrays[i] == &RoutePlan::row_rank;  // its last axis is the capacity
+    const auto count = static_cast<int64_t>(arrays_[i]->bytes() / sizeof(int32_t));
+    results.add(kInt32, {is_of_rows ? count / batch : count}, arrays_[i]);
+  }
 }
 
 std::string PlanOutputs::wrong(const Plan& expected) const {
@@ -122,16 +145,28 @@ std::string PlanOutputs::wrong(const Plan& expected) const {
   return "";
 }
 
-int access_width(int64_t bytes, std::initializer_list<const void*> addresses) {
-  auto bits = static_cast<uintptr_t>(bytes);
-  for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);
-  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+const DataType& data_type(ElementType type) {
+  for (const DataType* known : {&kBFloat16, &kFloat16}) {
+    ElementType element;
+    if (ToElementType(*known, &element) && element == type) return *known;
+  }
+  return kFloat32;
 }
 
-int64_t take_zone(int64_t& zone_bytes, int64_t slots, int64_t row_bytes) {
-  const int64_t offset = zone_bytes;
-  zone_bytes += array_bytes(slots, row_bytes);
-  return offset;
+std::string name_of(TokenFormat format) {
+  std::string name;
+  for_each(TokenFormats{}, [&](auto each) {
+    constexpr TokenFormat kEach = decltype(each)::value;
+    if (kEach == format) name = Format<kEach>::kName;
+  });
+  return name;
+}
+
+void Bound::add(const DataType& type, std::vector<int64_t> axes, char* data) {
+  moe_a2a::Array array = {type, std::move(axes), 0, reinterpret_cast<uintptr_t>(data)};
+  array.bytes = NumElements(array, 0) * type.bytes;
+  arrays.push_back(std::move(array));
+  addresses.push_back(data);
 }
 
 void vary_roles(Random& random, int num_blocks, Roles& roles) {

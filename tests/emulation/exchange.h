@@ -4,11 +4,14 @@
 #include <cuda_runtime_api.h>
 
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "calls/why_not.h"
 #include "guarded.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
@@ -141,6 +144,75 @@ ExchangePtr make_combine(const Making& making, Random& random);
 
 constexpr unsigned char kNanByte = 0xFF;
 
+// The types of arrays: bytes that a kernel moves, and the types that kernels compute with.
+inline const moe_a2a::DataType kByte = {"U8", 1, kNanByte};
+const moe_a2a::DataType& data_type(moe_a2a::ElementType type);
+
+std::string name_of(moe_a2a::TokenFormat format);
+
+// Operands or results of a call on one rank.
+struct Bound {
+  moe_a2a::Arrays arrays;
+  std::vector<char*> addresses;
+
+  // `data` may be null if only sizes matter.
+  void add(const moe_a2a::DataType& type, std::vector<int64_t> axes, char* data);
+  void add(const moe_a2a::DataType& type, std::vector<int64_t> axes, const Array& array) {
+    add(type, std::move(axes), array->data());
+  }
+  void append(const Bound& more) {
+    arrays.insert(arrays.end(), more.arrays.begin(), more.arrays.end());
+    addresses.insert(addresses.end(), more.addresses.begin(), more.addresses.end());
+  }
+};
+
+struct Arguments {
+  Bound args, results;
+};
+
+// Returns the parameters of a call, like a handler (ffi/call_state_of.h).
+template <typename Call>
+typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
+                                int num_sms, const Arguments& a) {
+  typename Call::Params p = {};
+#ifdef MOE_A2A_NETWORK
+  constexpr bool kIsMultiHost = true;
+#else
+  constexpr bool kIsMultiHost = false;
+#endif
+  const moe_a2a::Problem problem = call.Describe(
+      {view, kIsMultiHost, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
+      {a.results.arrays.data(), a.results.arrays.size()}, &p);
+  if (!problem.empty()) {
+    std::fprintf(stderr, "EMULATOR: %s\n", problem.c_str());
+    std::abort();
+  }
+  call.Point({a.args.addresses.data(), a.args.addresses.size()},
+             {a.results.addresses.data(), a.results.addresses.size()}, &p);
+  // Checks choose signatures whose flags are equal although the heads differ.
+  const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;
+  return p;
+}
+
+// Returns the bytes of one source's landing zone.
+template <typename Call>
+int64_t zone_bytes_of(const Call& call, int num_ranks, const Arguments& a) {
+  moe_a2a::RankView view = {};
+  view.num_ranks = num_ranks;
+  return Call::ZoneBytes(params_of(call, view, false, 1, a));
+}
+
+// Launches a call. vary(params, num_blocks) may change the parameters.
+template <typename Call, typename Vary>
+cudaError_t launch_call(const Call& call, const LaunchOn& on, const Arguments& a, Vary&& vary) {
+  auto p = params_of(call, on.view, on.joint != nullptr, on.num_sms, a);
+  const int blocks = moe_a2a::grid_of(p, on.num_sms).blocks;
+  vary(p, blocks);
+  return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+    return Call::Launch(on.kernels, ranks, blocks, stream);
+  });
+}
+
 // A routing: the ids of all ranks, and the arrays computed from them.
 struct Routing {
   Shape shape;
@@ -158,30 +230,27 @@ struct Routing {
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
-  moe_a2a::RoutingView view() const { return view_; }
+
+  // Adds the arrays to the operands of a call.
+  void add_to(Bound& args, const Shape& shape) const;
 
  private:
   std::vector<Array> arrays_;
-  moe_a2a::RoutingView view_;
 };
+// Adds the routing of a call of which only the sizes matter.
+void add_routing_sizes(Bound& args, const Shape& shape);
 
 // The results of a route on one rank.
 class PlanOutputs {
  public:
   void add(Array array) { arrays_.push_back(std::move(array)); }
-  moe_a2a::RoutePlan plan() const;
+  // Adds the arrays to the results of a call. `batch`: the number of routings.
+  void add_to(Bound& results, const Shape& shape, int64_t batch) const;
   std::string wrong(const Plan& expected) const;
-  const std::vector<Array>& arrays() const { return arrays_; }
 
  private:
   std::vector<Array> arrays_;
 };
-
-// Returns the widest access in bytes that the size and all addresses allow.
-int access_width(int64_t bytes, std::initializer_list<const void*> addresses);
-
-// Reserves an array of `slots` rows in a zone. Returns its offset.
-int64_t take_zone(int64_t& zone_bytes, int64_t slots, int64_t row_bytes);
 
 // Sometimes replaces the roles by random roles.
 void vary_roles(Random& random, int num_blocks, moe_a2a::Roles& roles);

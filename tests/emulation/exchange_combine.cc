@@ -1,4 +1,4 @@
-// combine: sums of rows, with and without weights, in every wire dtype and format, and choice scalars.
+// combine: sums of rows, with and without weights, in every wire dtype and format, and choice arrays.
 #include "exchange.h"
 
 namespace emulation {
@@ -30,22 +30,17 @@ class Combine : public Exchange {
 
   Operation operation() const override { return Operation::kCombine; }
   int64_t zone_bytes() const override {
-    CombineParams p = {};
-    describe(0, p);
-    return p.zone_bytes;
+    Arguments a = arguments(0);
+    add_routing_sizes(a.args, routing_.shape);
+    return zone_bytes_of(call(), routing_.shape.num_ranks, a);
   }
 
   cudaError_t launch(const LaunchOn& on) override {
-    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
-    CombineParams p = {};
-    p.view = on.view;
-    p.routing = arrays.view();
-    describe(on.rank, p);
-    const Grid grid = grid_of(p, on.num_sms);
-    p.roles = grid.roles;
-    vary_roles(on.random, grid.blocks, p.roles);
-    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-      return on.kernels.combine(ranks, grid.blocks, stream);
+    const RoutingArrays routing(making_, on.random, routing_, on.rank);
+    Arguments a = arguments(on.rank);
+    routing.add_to(a.args, routing_.shape);
+    return launch_call(call(), on, a, [&](CombineParams& p, int blocks) {
+      vary_roles(on.random, blocks, p.roles);
     });
   }
 
@@ -63,9 +58,9 @@ class Combine : public Exchange {
           }
         }
       }
-      for (int k = 0; k < shape.top_k && has_scalars_; ++k) {
+      for (int k = 0; k < shape.top_k && has_choice_array_; ++k) {
         if (!is_scalar_right(rank, token, k)) {
-          return "scalar of token " + std::to_string(token) + ", choice " + std::to_string(k);
+          return "entry of token " + std::to_string(token) + ", choice " + std::to_string(k);
         }
       }
     }
@@ -79,7 +74,7 @@ class Combine : public Exchange {
   struct Rank {
     std::vector<Array> rows, weights;  // by array, or by pair
     std::vector<Array> sums;           // by array
-    Array scalars_in, scalars_out;
+    Array choices_in, choices_out;
   };
 
   static Form choose_form(const Making& making, Random& random) {
@@ -105,7 +100,7 @@ class Combine : public Exchange {
         }
       }
     }
-    has_scalars_ = num_pairs_ == 0 && random.one_in(3);
+    has_choice_array_ = num_pairs_ == 0 && random.one_in(3);
   }
 
   Rank make_rank(Random& random, int rank) {
@@ -143,66 +138,40 @@ class Combine : public Exchange {
       made.sums.push_back(
           add_output(rank, static_cast<size_t>(shape.num_tokens) * elements * item, 16, kNanByte));
     }
-    if (has_scalars_) {
-      made.scalars_in = make_array(capacity * 4, 4);
-      for (size_t i = 0; i < capacity; ++i) made.scalars_in->as<uint32_t>()[i] = random.next() | 1;
-      made.scalars_out =
+    if (has_choice_array_) {
+      made.choices_in = make_array(capacity * 4, 4);
+      for (size_t i = 0; i < capacity; ++i) made.choices_in->as<uint32_t>()[i] = random.next() | 1;
+      made.choices_out =
           add_output(rank, static_cast<size_t>(shape.num_choices()) * 4, 4, kNanByte);
     }
     return made;
   }
 
-  // Fills in the arrays of a launch like calls/combine.h.
-  void describe(int rank, CombineParams& p) const {
+  CombineCall call() const {
+    const bool is_encoded = format_ != kNoFormat;
+    const DataType& wire = float32_wire_ ? kFloat32 : data_type(type_);
+    return {has_choice_array_, num_pairs_, is_encoded ? name_of(format_) : wire.name, 1.f};
+  }
+
+  // Returns the operands, except the routing, and the results.
+  Arguments arguments(int rank) const {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;
-    const int64_t item = item_bytes(type_);
-    const bool is_encoded = format_ != kNoFormat;
-    p.type = type_;
-    p.float32_wire = float32_wire_;
-    p.wire_format = format_;
-    p.wire_global_scale = 1.f;
-    p.num_summed = num_summed_;
-    p.num_pairs = num_pairs_;
-    p.listed = !float32_wire_ && num_pairs_ <= 1 && shape.top_k + shape.num_ranks <= kWarpThreads;
-    int results = 0;
-    const auto fill = [&](const Array& array) {
-      p.fills[results++] = {array->data(), static_cast<int64_t>(array->bytes()), kNanByte};
-    };
-    for (int i = 0; i < num_summed_; ++i) {
-      const bool vectorized =
-          access_width(elements_ * item, {own.rows[i]->data(), own.sums[i]->data()}) == 16;
-      p.listed = p.listed && vectorized;
-      const int64_t row_bytes =
-          is_encoded ? encoded_stride(format_, elements_) : elements_ * (float32_wire_ ? 4 : item);
-      p.summed[i] = {num_pairs_ > 0 ? nullptr : own.rows[i]->data(), own.sums[i]->data(), elements_,
-                     take_zone(p.zone_bytes, shape.num_tokens, row_bytes), vectorized};
-      fill(own.sums[i]);
+    Arguments a;
+    for (const Array& rows : own.rows) {
+      a.args.add(data_type(type_), {shape.capacity, elements_}, rows);
     }
-    if (has_scalars_) {
-      p.num_moved = 1;
-      char *in = own.scalars_in->data(), *out = own.scalars_out->data();
-      const int64_t row_bytes = int64_t{4} * shape.top_k;
-      p.moved[0] = {in,
-                    out,
-                    row_bytes,
-                    4,
-                    take_zone(p.zone_bytes, shape.num_tokens, row_bytes),
-                    access_width(4, {in, out})};
-      fill(own.scalars_out);
+    for (const Array& weights : own.weights) {
+      a.args.add(kFloat32, {shape.capacity, weights_per_row_}, weights);
     }
-    for (int i = 0; i < num_pairs_; ++i) {
-      p.pair_rows[i] = own.rows[i]->data();
-      p.pair_weights[i] = own.weights[i]->as<float>();
-      p.weights_per_row = weights_per_row_;
-      p.elements_per_weight = std::max<int64_t>(1, elements_ / weights_per_row_);
-      const bool is_aligned = weights_per_row_ == 1 || p.elements_per_weight % 8 == 0;
-      p.summed[0].vectorized = p.summed[0].vectorized && is_aligned;
-      const bool is_part = is_encoded ? p.elements_per_weight % group_size(format_) == 0
-                                      : p.elements_per_weight * item % kVectorBytes == 0 &&
-                                            p.elements_per_weight * item >= 128;
-      p.listed = p.listed && (weights_per_row_ == 1 || is_part);
+    for (const Array& sums : own.sums) {
+      a.results.add(data_type(type_), {shape.num_tokens, elements_}, sums);
     }
+    if (has_choice_array_) {
+      a.args.add(kFloat32, {shape.capacity}, own.choices_in);
+      a.results.add(kFloat32, {shape.num_tokens, shape.top_k}, own.choices_out);
+    }
+    return a;
   }
 
   // Returns the row of a choice, and in `at` its rank; -1 if there is no row.
@@ -236,9 +205,9 @@ class Combine : public Exchange {
   bool is_scalar_right(int rank, int token, int k) const {
     int at;
     const int row = row_of(rank, token, k, &at);
-    const uint32_t expected = row < 0 ? 0 : ranks_[at].scalars_in->as<uint32_t>()[row];
+    const uint32_t expected = row < 0 ? 0 : ranks_[at].choices_in->as<uint32_t>()[row];
     const int choice = token * routing_.shape.top_k + k;
-    return ranks_[rank].scalars_out->as<uint32_t>()[choice] == expected;
+    return ranks_[rank].choices_out->as<uint32_t>()[choice] == expected;
   }
 
   float number(const Array& array, int64_t i) const {
@@ -250,7 +219,7 @@ class Combine : public Exchange {
   Routing routing_;
   ElementType type_;
   TokenFormat format_ = {};
-  bool float32_wire_, has_scalars_;
+  bool float32_wire_, has_choice_array_;
   int64_t elements_;
   int num_pairs_, weights_per_row_, num_summed_;
   std::vector<Rank> ranks_;

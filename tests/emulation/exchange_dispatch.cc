@@ -1,4 +1,5 @@
 // The four forms of dispatch: plain, weighted, with a token format, and routed (with or without a format).
+#include <algorithm>
 #include <string>
 
 #include "exchange.h"
@@ -26,12 +27,6 @@ struct Leaf {
 // The payload and its results. All forms use this class.
 class Payload : public Exchange {
  public:
-  int64_t zone_bytes() const override {
-    DispatchParams p = {};
-    Encoding encoding = {};
-    describe(0, p, encoding);
-    return p.zone_bytes;
-  }
   Operation operation() const override { return Operation::kDispatch; }
 
  protected:
@@ -104,51 +99,58 @@ class Payload : public Exchange {
     if (random.one_in(3)) add_array(random, 4 * shape().top_k, 4, 0);
   }
 
-  // Fills in the arrays of a launch like calls/payload.h and calls/encoded_payload.h. Returns the number of results.
-  int describe(int rank, DispatchParams& p, Encoding& encoding) const {
-    encoding = encoding_;
-    p.leaves_tail = leaves_tail_;
-    const int slots = shape().num_tokens;
-    const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
-                         int width) {
-      p.arrays[p.num_arrays++] = {static_cast<const char*>(in),
-                                  static_cast<char*>(out),
-                                  row_bytes,
-                                  choice_bytes,
-                                  take_zone(p.zone_bytes, slots, row_bytes),
-                                  width};
-    };
-    int results = 0;
-    const auto fill = [&](const Array& array) {
-      p.fills[results++] = {array->data(), static_cast<int64_t>(array->bytes()), kNanByte};
-    };
+  // Returns the payload and its results.
+  Arguments payload(int rank) const {
+    const int64_t tokens = shape().num_tokens, top_k = shape().top_k, capacity = shape().capacity;
+    Arguments a;
     for (const Leaf& leaf : leaves_) {
-      const int64_t values = value_bytes(encoding.format, leaf.elements);
-      const int64_t scales = scale_bytes(encoding.format, leaf.elements);
-      const char* in = leaf.in[rank]->data();
-      fill(leaf.values[rank]);
-      if (encoding.decode) {
-        add(in, leaf.values[rank]->data(), values, 0, kVectorBytes);
-        add(nullptr, nullptr, scales, 0, kVectorBytes);
+      const DataType& type = data_type(encoding_.type);
+      a.args.add(type, {tokens, leaf.elements}, leaf.in[rank]);
+      if (encoding_.decode) {
+        a.results.add(type, {capacity, leaf.elements}, leaf.values[rank]);
       } else {
-        fill(leaf.scales[rank]);
-        add(in, leaf.values[rank]->data(), values, 0,
-            access_width(values, {leaf.values[rank]->data()}));
-        add(in, leaf.scales[rank]->data(), scales, 0,
-            access_width(scales, {leaf.scales[rank]->data()}));
+        a.results.add(kByte, {capacity, value_bytes(encoding_.format, leaf.elements)},
+                      leaf.values[rank]);
+        a.results.add(kByte, {capacity, scale_bytes(encoding_.format, leaf.elements)},
+                      leaf.scales[rank]);
       }
     }
     for (const Moved& moved : moved_) {
-      const char* in = moved.in[rank]->data();
-      char* out = moved.out[rank]->data();
-      fill(moved.out[rank]);
-      add(in, out, moved.row_bytes, moved.choice_bytes, access_width(moved.out_bytes(), {in, out}));
+      if (moved.choice_bytes > 0) {
+        a.args.add(kByte, {tokens, top_k, moved.choice_bytes}, moved.in[rank]);
+      } else {
+        a.args.add(kByte, {tokens, moved.row_bytes}, moved.in[rank]);
+      }
+      a.results.add(kByte, {capacity, moved.out_bytes()}, moved.out[rank]);
     }
-    if (!token_scales_.empty()) {
-      encoding.token_scales = token_scales_[rank]->as<float>();
-      if (encoding.decode) add(encoding.token_scales, nullptr, 4, 0, 4);
-    }
-    return results;
+    if (!token_scales_.empty()) a.args.add(kFloat32, {tokens}, token_scales_[rank]);
+    return a;
+  }
+
+  DispatchOptions options() const {
+    return {std::count_if(moved_.begin(), moved_.end(),
+                          [](const Moved& moved) { return moved.choice_bytes > 0; }),
+            leaves_tail_};
+  }
+
+  EncodedPayload encoded() const {
+    return {name_of(encoding_.format), encoding_.num_leaves, encoding_.decode,
+            !token_scales_.empty(), encoding_.global_scale};
+  }
+
+  template <typename Call>
+  int64_t zone_bytes_with_routing(const Call& call) const {
+    Arguments a = payload(0);
+    add_routing_sizes(a.args, shape());
+    return zone_bytes_of(call, shape().num_ranks, a);
+  }
+
+  template <typename Call, typename Vary>
+  cudaError_t launch_with_routing(const Call& call, const LaunchOn& on, const Vary& vary) const {
+    const RoutingArrays routing(making_, on.random, routing_, on.rank);
+    Arguments a = payload(on.rank);
+    routing.add_to(a.args, shape());
+    return launch_call(call, on, a, vary);
   }
 
   std::string wrong_payload(int rank) const {
@@ -258,21 +260,15 @@ class Dispatch : public Payload {
     name = "dispatch";
     add_moved(random, 3);
   }
+  int64_t zone_bytes() const override { return zone_bytes_with_routing(call()); }
   cudaError_t launch(const LaunchOn& on) override {
-    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
-    DispatchParams p = {};
-    Encoding none;
-    p.view = on.view;
-    p.routing = arrays.view();
-    describe(on.rank, p, none);
-    const Grid grid = grid_of(p, on.num_sms);
-    p.roles = grid.roles;
-    vary_roles(on.random, grid.blocks, p.roles);
-    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-      return on.kernels.dispatch(ranks, grid.blocks, stream);
-    });
+    return launch_with_routing(
+        call(), on, [&](DispatchParams& p, int blocks) { vary_roles(on.random, blocks, p.roles); });
   }
   std::string wrong(int rank) const override { return wrong_payload(rank); }
+
+ private:
+  DispatchCall call() const { return {options()}; }
 };
 
 #ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
@@ -283,20 +279,16 @@ class FormatDispatch : public Payload {
     name = "format_dispatch";
     add_encoded(random);
   }
+  int64_t zone_bytes() const override { return zone_bytes_with_routing(call()); }
   cudaError_t launch(const LaunchOn& on) override {
-    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
-    FormatDispatchParams p = {};
-    p.exchange.view = on.view;
-    p.exchange.routing = arrays.view();
-    p.num_results = describe(on.rank, p.exchange, p.encoding);
-    const Grid grid = grid_of(p, on.num_sms);
-    p.exchange.roles = grid.roles;
-    vary_roles(on.random, grid.blocks, p.exchange.roles);
-    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-      return on.kernels.format_dispatch(ranks, grid.blocks, stream);
+    return launch_with_routing(call(), on, [&](FormatDispatchParams& p, int blocks) {
+      vary_roles(on.random, blocks, p.exchange.roles);
     });
   }
   std::string wrong(int rank) const override { return wrong_payload(rank); }
+
+ private:
+  FormatDispatchCall call() const { return {options(), encoded()}; }
 };
 
 class RoutedDispatch : public Payload {
@@ -323,29 +315,11 @@ class RoutedDispatch : public Payload {
     }
   }
   Operation operation() const override { return Operation::kRoutedDispatch; }
+  int64_t zone_bytes() const override {
+    return zone_bytes_of(call(), shape().num_ranks, arguments(0));
+  }
   cudaError_t launch(const LaunchOn& on) override {
-    RoutedDispatchParams p = {};
-    p.exchange.view = on.view;
-    p.exchange.routing.num_tokens = shape().num_tokens;
-    p.exchange.routing.top_k = shape().top_k;
-    p.exchange.routing.capacity = shape().capacity;
-    p.num_results = describe(on.rank, p.exchange, p.encoding);
-    p.ids = ids_[on.rank]->as<int32_t>();
-    p.rank = numbers_[on.rank]->as<int32_t>();
-    p.num_experts = shape().num_experts();
-    p.alignment = shape().alignment;
-    p.first_choice = shape().first_choice;
-    p.plan = plans_[on.rank].plan();
-    for (int i = 0; i < kNumPlanArrays; ++i) {
-      const Array& array = plans_[on.rank].arrays()[i];
-      p.plan_fills[i] = {array->data(), static_cast<int64_t>(array->bytes()),
-                         static_cast<uint8_t>(i < 8 ? 0xFF : 0)};
-    }
-    const Grid grid = grid_of(p, on.num_sms);
-    p.exchange.roles = grid.roles;
-    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-      return on.kernels.routed_dispatch(ranks, grid.blocks, stream);
-    });
+    return launch_call(call(), on, arguments(on.rank), [](RoutedDispatchParams&, int) {});
   }
   std::string wrong(int rank) const override {
     const std::string plan = plans_[rank].wrong(routing_.plans[rank]);
@@ -353,6 +327,22 @@ class RoutedDispatch : public Payload {
   }
 
  private:
+  RoutedDispatchCall call() const {
+    return {shape().num_experts(), shape().alignment, shape().first_choice, options(),
+            leaves_.empty() ? EncodedPayload{} : encoded()};
+  }
+
+  Arguments arguments(int rank) const {
+    const Arguments of_payload = payload(rank);
+    Arguments a;
+    a.args.add(kInt32, {shape().num_tokens, shape().top_k}, ids_[rank]);
+    a.args.add(kInt32, {}, numbers_[rank]);
+    a.args.append(of_payload.args);
+    plans_[rank].add_to(a.results, shape(), 1);
+    a.results.append(of_payload.results);
+    return a;
+  }
+
   std::vector<Array> ids_, numbers_;  // by rank
   std::vector<PlanOutputs> plans_;
 };
@@ -394,42 +384,17 @@ class WeightedDispatch : public Exchange {
 
   Operation operation() const override { return Operation::kDispatch; }
   int64_t zone_bytes() const override {
-    return array_bytes(routing_.shape.num_tokens,
-                       static_cast<int64_t>(elements_) * item_bytes(type_));
+    Arguments a = arguments(0);
+    add_routing_sizes(a.args, routing_.shape);
+    return zone_bytes_of(call(), routing_.shape.num_ranks, a);
   }
 
   cudaError_t launch(const LaunchOn& on) override {
-    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
-    const Rank& rank = ranks_[on.rank];
-    DispatchParams p = {};
-    p.view = on.view;
-    p.routing = arrays.view();
-    p.num_arrays = 1;
-    MovedArray& array = p.arrays[0];
-    p.weighting.type = type_;
-    array.in = rank.in->data();
-    array.row_bytes = static_cast<int64_t>(elements_) * item_bytes(type_);
-    array.width = kVectorBytes;
-    array.zone_offset = take_zone(p.zone_bytes, p.routing.num_tokens, array.row_bytes);
-    int results = 0;
-    const auto fill = [&](const Array& output) {
-      p.fills[results++] = {output->data(), static_cast<int64_t>(output->bytes()), kNanByte};
-    };
-    if (rank.weights != nullptr) {
-      array.out = rank.out->data();
-      p.weighting.weights = rank.weights->as<float>();
-      fill(rank.out);
-    }
-    if (rank.rows != nullptr) {
-      p.weighting.rows = rank.rows->data();
-      p.weighting.dotted = rank.dotted->as<float>();
-      fill(rank.dotted);
-    }
-    const Grid grid = grid_of(p, on.num_sms);
-    p.roles = grid.roles;
-    vary_roles(on.random, grid.blocks, p.roles);
-    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-      return on.kernels.dispatch(ranks, grid.blocks, stream);
+    const RoutingArrays routing(making_, on.random, routing_, on.rank);
+    Arguments a = arguments(on.rank);
+    routing.add_to(a.args, routing_.shape);
+    return launch_call(call(), on, a, [&](DispatchParams& p, int blocks) {
+      vary_roles(on.random, blocks, p.roles);
     });
   }
 
@@ -459,6 +424,26 @@ class WeightedDispatch : public Exchange {
   struct Rank {
     Array in, rows, weights, out, dotted;
   };
+
+  WeightedDispatchCall call() const {
+    return {ranks_[0].weights != nullptr, ranks_[0].rows != nullptr};
+  }
+
+  // Returns the operands, except the routing, and the results.
+  Arguments arguments(int rank) const {
+    const Rank& own = ranks_[rank];
+    const int64_t capacity = routing_.shape.capacity, elements = static_cast<int64_t>(elements_);
+    const DataType& type = data_type(type_);
+    Arguments a;
+    a.args.add(type, {routing_.shape.num_tokens, elements}, own.in);
+    if (own.rows != nullptr) a.args.add(type, {capacity, elements}, own.rows);
+    if (own.weights != nullptr) {
+      a.args.add(kFloat32, {capacity}, own.weights);
+      a.results.add(type, {capacity, elements}, own.out);
+    }
+    if (own.rows != nullptr) a.results.add(kFloat32, {capacity}, own.dotted);
+    return a;
+  }
 
   Array make_numbers(Random& random, size_t count) const {
     const size_t item = static_cast<size_t>(item_bytes(type_));

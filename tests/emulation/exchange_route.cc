@@ -36,35 +36,11 @@ class RouteExchange : public Exchange {
 
   Operation operation() const override { return Operation::kRoute; }
   int64_t zone_bytes() const override {
-    return array_bytes(1, static_cast<int64_t>(batch_.size()) * batch_[0].shape.num_choices() * 4);
+    return zone_bytes_of(call(), batch_[0].shape.num_ranks, arguments(0));
   }
 
   cudaError_t launch(const LaunchOn& on) override {
-    const Shape& shape = batch_[0].shape;
-    Rank& rank = ranks_[on.rank];
-    RouteParams p = {};
-    p.view = on.view;
-    p.ids = rank.ids->as<int32_t>();
-    p.rank = rank.number->as<int32_t>();
-    p.batch = static_cast<int32_t>(batch_.size());
-    p.num_tokens = shape.num_tokens;
-    p.top_k = shape.top_k;
-    p.num_experts = shape.num_experts();
-    p.capacity = shape.capacity;
-    p.alignment = shape.alignment;
-    p.first_choice = shape.first_choice;
-    p.parts = shape.group_experts;
-    p.tokens_per_chunk = tokens_per_chunk_;
-    p.chunks = num_chunks();
-    p.all_ids = rank.all_ids->as<int32_t>();
-    p.expert_counts = rank.expert_counts->as<int32_t>();
-    p.rank_counts = rank.rank_counts->as<int32_t>();
-    p.plan = rank.outputs.plan();
-    const int blocks = grid_of(p, on.num_sms).blocks;
-    return on.run(p, [&](const RouteParams* ranks, cudaStream_t stream) {
-      const cudaError_t error = on.kernels.route_exchange(ranks, blocks, stream);
-      return error != cudaSuccess ? error : on.kernels.route_assign(ranks, stream);
-    });
+    return launch_call(call(), on, arguments(on.rank), [](RouteParams&, int) {});
   }
 
   std::string wrong(int rank) const override { return ranks_[rank].outputs.wrong(expected(rank)); }
@@ -74,6 +50,26 @@ class RouteExchange : public Exchange {
     Array ids, number, all_ids, expert_counts, rank_counts;
     PlanOutputs outputs;
   };
+
+  RouteCall call() const {
+    const Shape& shape = batch_[0].shape;
+    return {shape.num_experts(), shape.alignment, tokens_per_chunk_, shape.first_choice,
+            shape.group_experts};
+  }
+
+  Arguments arguments(int rank) const {
+    const Rank& own = ranks_[rank];
+    const Shape& shape = batch_[0].shape;
+    const auto batch = static_cast<int64_t>(batch_.size());
+    Arguments a;
+    a.args.add(kInt32, {batch, shape.num_tokens, shape.top_k}, own.ids);
+    a.args.add(kInt32, {}, own.number);
+    own.outputs.add_to(a.results, shape, batch);
+    for (const Array& scratch : {own.all_ids, own.expert_counts, own.rank_counts}) {
+      a.results.add(kByte, {static_cast<int64_t>(scratch->bytes())}, scratch);
+    }
+    return a;
+  }
 
   int num_chunks() const {
     return static_cast<int>(ceil_div(batch_[0].shape.num_tokens, tokens_per_chunk_));

@@ -164,18 +164,18 @@ class Sequence {
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
     expect_.may_fail = expect_.must_fail || options.has("overlap");
     expect_.has_results = !options.has("corrupt");
-    int64_t slot_bytes = 0;
+    int64_t half_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
       for (const ExchangePtr& exchange : *list) {
-        slot_bytes = std::max(slot_bytes, exchange->zone_bytes() * making.num_ranks);
+        half_bytes = std::max(half_bytes, exchange->zone_bytes() * making.num_ranks);
       }
     }
     const int p2p = options.whole("p2p", 1);
 #ifdef MOE_A2A_NETWORK
-    domain_ = std::make_unique<Domain>(making.num_ranks, slot_bytes, p2p);
+    domain_ = std::make_unique<Domain>(making.num_ranks, half_bytes, p2p);
 #else
     (void)p2p;
-    domain_ = std::make_unique<Domain>(making.num_ranks, slot_bytes, kMaxRanks);
+    domain_ = std::make_unique<Domain>(making.num_ranks, half_bytes, kMaxRanks);
 #endif
     for (int rank = 0; rank < making.num_ranks; ++rank) {
       Control& control = domain_->control(rank);

@@ -40,8 +40,8 @@ def build(target):
 
 HOST_SANITIZERS = ("asan", "tsan")
 HOST_CHECKS = (
-    "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device", "wide",
-    "alignment",
+    "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device",
+    "multi_host", "alignment",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Hold the signs and the output of a run."""
+    """The signs and the output of a run."""
 
     signs: frozenset[str]
     output: str

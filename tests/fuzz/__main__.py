@@ -3,6 +3,7 @@ oracle.
 
     python -m tests.fuzz --seconds 600 --seed 1
     python -m tests.fuzz --seed 1 --program 17    # only this program
+    python -m tests.fuzz --seconds 600 --seed 1 --kinds moe_mlp grouped_dot
     python -m tests.fuzz --seconds 600 --seed 1 --processes 16 --out 1.json
     python -m tests.fuzz --sum 1.json 2.json
 
@@ -36,6 +37,9 @@ def main():
     parser.add_argument("--program", type=int, help="the one program to run")
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--step", type=int, default=1, help="from a program's number to the next")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=fuzzer.KINDS, help="only the programs of these kinds"
+    )
     parser.add_argument("--keep-going", action="store_true", help="after failures, too")
     parser.add_argument("--processes", type=int, help="run in so many processes, and keep going")
     parser.add_argument("--out", type=pathlib.Path, help="write the counts to this JSON file")
@@ -64,8 +68,10 @@ def run(options):
     seconds = options.seconds or float("inf")
     report = lambda text: print(text, flush=True)
     if options.processes:
-        return parts.fuzz(seed, seconds, options.processes, report)
+        return parts.fuzz(seed, seconds, options.processes, report, options.kinds)
     numbers = range(options.first, sys.maxsize, options.step)
+    if options.kinds:
+        numbers = (n for n in numbers if fuzzer.kind_of(seed, n) in options.kinds)
     return fuzzer.fuzz(
         seed,
         seconds=seconds,

@@ -48,9 +48,11 @@ def exchange(program, group, a):
     y = y[0] if p.is_weighted else y
     if p.is_split:
         routed.pop("replicated", None)
-        flying = ma.dispatch_start(leaves, destination, a.get("topk_weights"), **routed, **options)
-        flying, y = ma.overlap(flying, lambda y: y, y)
-        recv = ma.dispatch_done(flying)
+        inflight = ma.dispatch_start(
+            leaves, destination, a.get("topk_weights"), **routed, **options
+        )
+        inflight, y = ma.overlap(inflight, lambda y: y, y)
+        recv = ma.dispatch_done(inflight)
     else:
         recv = ma.dispatch(leaves, destination, a.get("topk_weights"), **routed, **options)
     weights = a["y_weights"] if p.y_weights == "own" else p.y_weights
@@ -150,7 +152,7 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Compute with the oracle one element of the batch, all ranks."""
+    """One element of the batch, all ranks, computed with the oracle."""
 
     program: draw.Program
     args: dict[str, np.ndarray]

@@ -21,6 +21,7 @@ class Part:
 
     first: int
     folder: pathlib.Path
+    kinds: list[str] | None = None  # only these
     process: subprocess.Popen | None = None
     done: fuzzer.Done = dataclasses.field(default_factory=fuzzer.Done)  # of ended processes
 
@@ -39,7 +40,7 @@ class Part:
         return fuzzer.Done.of_json(json.loads(self.noted.read_text()))
 
 
-def fuzz(seed, seconds, processes, report):
+def fuzz(seed, seconds, processes, report, kinds=None):
     """Run programs of a seed in several processes for a number of seconds; return `fuzzer.Done`.
 
     If a process ends before its time or hangs in a program, that is a failure of the program, and
@@ -48,7 +49,7 @@ def fuzz(seed, seconds, processes, report):
     begin = time.monotonic()
     end = begin + seconds
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Part(number, pathlib.Path(folder)) for number in range(processes)]
+        parts = [Part(number, pathlib.Path(folder), kinds) for number in range(processes)]
         try:
             for part in parts:
                 start(part, seed, part.first, seconds, processes)
@@ -88,6 +89,7 @@ def start(part, seed, number, seconds, step):
         "--keep-going",
     ]
     command += ["--seconds", str(max(1, seconds)), "--first", str(number), "--step", str(step)]
+    command += ["--kinds", *part.kinds] if part.kinds else []
     root = pathlib.Path(__file__).resolve().parents[2]
     with part.output.open("w") as output:
         part.process = subprocess.Popen(

@@ -145,7 +145,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Count what was not as expected: int32 [] on a device, [ranks] on the host."""
+    """Counts of what was not as expected: int32 [] on a device, [ranks] on the host."""
 
     wrong: object  # elements with a plausible value that is not the right one
     lost: object  # elements with NaN, or tags with zero, where something else belongs
@@ -462,7 +462,7 @@ def restart(group, **exchanges):
 
 def counters_of(group):
     """Return what the counters of each workspace show, one number for each rank; [] if closed."""
-    split = native.counters(group.topology, native.SPLIT_RING)
+    split = native.counters(group.topology, native.SPLIT)
     return Exchanges(
         whole=[counters.num_exchanges for counters in runtime.counters(group)],
         split=[next_epoch - 1 for next_epoch, *_ in split],
@@ -730,7 +730,7 @@ def assert_right(state, group=GROUP):
 
 @dataclasses.dataclass
 class Outcome:
-    """Hold the outcome of a call that may fail."""
+    """The outcome of a call that may fail."""
 
     counts: Counts | None  # None: it raised
     error: str  # what it raised or `Group.check` raised afterwards, or ''

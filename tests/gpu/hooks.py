@@ -59,7 +59,7 @@ def set_hooks(
     rank=None,
     delay=0.0,
     depth=0,
-    ring=native.WHOLE_RING,
+    kind=native.WHOLE,
 ):
     """Replace the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of
     all.
@@ -70,10 +70,10 @@ def set_hooks(
     devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
-    rings = rings_of(group, ring)
+    kinds = kinds_of(group, kind)
     with nothing_under_way():
-        for each in rings:
-            common = dict(mutation=int(mutation), depth=depth, ring=each)
+        for each in kinds:
+            common = dict(mutation=int(mutation), depth=depth, kind=each)
             native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
             if rank is not None:  # a rank of another process has its hooks set there
                 native.set_hooks(group.topology, rank, **common, **delayed)
@@ -81,24 +81,24 @@ def set_hooks(
 
 def set_epoch(group, epoch):
     """Continue as if `epoch - 1` whole exchanges had run. Every process calls this."""
-    rings = rings_of(group, native.WHOLE_RING)
+    kinds = kinds_of(group, native.WHOLE)
     with nothing_under_way():
-        for each in rings:
+        for each in kinds:
             native.set_epoch(group.topology, epoch, each)
     checked.restart(group, whole=epoch - 1)
 
 
-def rings_of(group, kind):
+def kinds_of(group, kind):
     """Return the open workspaces of a kind, whole or split. A group that spans hosts has one for
     each size of exchanges."""
-    rings = [
-        ring
-        for ring in network.rings(group.topology)
-        if native.is_split(ring) == native.is_split(kind)
-        and native.reserved_bytes(group.topology, ring)
+    kinds = [
+        each
+        for each in network.kinds(group.topology)
+        if native.is_split(each) == native.is_split(kind)
+        and native.reserved_bytes(group.topology, each)
     ]
-    assert rings, "run an exchange first: it opens the workspace"
-    return rings
+    assert kinds, "run an exchange first: it opens the workspace"
+    return kinds
 
 
 @contextlib.contextmanager

@@ -168,8 +168,8 @@ def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
 
     def program(group, exchanges):
         def combine(ids, y, weights):
-            numbers = dict(num_experts=layout.num_experts(ranks), capacity=layout.capacity)
-            routing = ma.route(ids, group=group, **numbers)
+            route_args = dict(num_experts=layout.num_experts(ranks), capacity=layout.capacity)
+            routing = ma.route(ids, group=group, **route_args)
             y = jnp.where(routing.row_rank[:, None] >= 0, y, jnp.nan)
             sums = [ma.combine(y, routing, weights=w, wire_dtype=fmt) for w in (None, weights)]
             return sums

@@ -24,7 +24,7 @@ LARGE = checked.Shape(tokens=4096, hidden=8192)  # more than the least that a wo
 
 
 def slot_sizes(group):
-    return {memory.slot_bytes for memory in group.memory()}
+    return {memory.half_bytes for memory in group.memory()}
 
 
 def test_a_larger_exchange_has_a_workspace_of_its_own_and_smaller_ones_keep_theirs():
@@ -35,7 +35,7 @@ def test_a_larger_exchange_has_a_workspace_of_its_own_and_smaller_ones_keep_thei
     for program in (large, small, large, small):
         state = checked.repeat(program, 3, state)
     checked.assert_right(state, group)
-    assert network.LEAST_SLOT_BYTES in before
+    assert network.LEAST_HALF_BYTES in before
     assert max(slot_sizes(group)) > max(before)
 
 
@@ -57,8 +57,8 @@ def test_processes_that_open_different_workspaces_are_told_so():
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group
     )
     own = jax.process_index()
-    sizes = [network.LEAST_SLOT_BYTES << doublings for doublings in (5, 6)]
-    with pytest.raises(RuntimeError, match="came to open workspace .* in the same order"):
+    sizes = [network.LEAST_HALF_BYTES << doublings for doublings in (5, 6)]
+    with pytest.raises(RuntimeError, match="opening workspace .* in the same order"):
         network.open_workspace(group.topology, sizes[own % 2], 30.0)
     checked.assert_right(
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group

@@ -69,8 +69,8 @@ def test_a_header_and_two_ring_halves_are_mapped(group):
     memory = group.memory()
     assert [m.device for m in memory] == OWN_DEVICES
     for m in memory:
-        assert m.slot_bytes >= estimate.slot_bytes > 0
-        needed = m.header_bytes + m.ring_depth * m.slot_bytes
+        assert m.half_bytes >= estimate.half_bytes > 0
+        needed = m.header_bytes + m.ring_depth * m.half_bytes
         assert needed <= m.mapped_bytes <= needed + m.ring_depth * PAGE
 
 
@@ -112,11 +112,11 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
             words = np.array(words)
             depth = len(words)
             assert words.shape == (native.limit("RING_DEPTH"), RANKS)
-            for slot in range(depth):
-                epochs = [e for e in range(1, last + 1) if e % depth == slot]
+            for half in range(depth):
+                epochs = [e for e in range(1, last + 1) if e % depth == half]
                 expected = np.full(RANKS, max(epochs, default=0))
                 expected[rank] = 0
-                assert (words[slot] == expected).all()
+                assert (words[half] == expected).all()
 
 
 def exchange_of(shape, group, replicated):
@@ -188,5 +188,5 @@ def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()
     assert {m.device for m in memory} == set(OWN_DEVICES)
-    assert {(m.slot_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
+    assert {(m.half_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
     assert runtime.counters(group) == ()

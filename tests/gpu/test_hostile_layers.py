@@ -49,7 +49,7 @@ class Layout:
         )
 
     @property
-    def numbers(self):
+    def route_args(self):
         capacity = TIGHT_CAPACITY if self.is_tight else None
         return dict(num_experts=EXPERTS, capacity=capacity, alignment=8)
 
@@ -88,12 +88,12 @@ def integers(shape, salt, step, rank):
 
 
 def fused(layout, ids, x, topk_weights, *w):
-    options = dict(group=KERNELS, overlap_backward=layout.is_overlapped, **layout.numbers)
+    options = dict(group=KERNELS, overlap_backward=layout.is_overlapped, **layout.route_args)
     return ma.moe_mlp(x, ids, topk_weights, *w, activation=activation, **options)
 
 
 def unfused(layout, ids, x, topk_weights, w_in, w_out):
-    recv = ma.dispatch(x, ids, topk_weights, group=PORTABLE, **layout.numbers)
+    recv = ma.dispatch(x, ids, topk_weights, group=PORTABLE, **layout.route_args)
     h = activation(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
     return ma.combine(ma.grouped_dot(h, w_out, recv.group_sizes), recv)
 

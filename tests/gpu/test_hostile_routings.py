@@ -115,14 +115,14 @@ def exchange(group, layout, step, ids):
     shape, rank = layout.shape, checked.my_rank(group)
     token = jnp.arange(TOKENS)
     tags = checked.tags_at(step, rank, token)
-    numbers = dict(num_experts=EXPERTS, capacity=layout.capacity, alignment=layout.alignment)
+    route_args = dict(num_experts=EXPERTS, capacity=layout.capacity, alignment=layout.alignment)
 
     def dispatch(x, weights):
         payload = dict(x=x, tag=tags)
         if layout.is_routed:
-            recv = ma.dispatch(payload, ids, weights, group=group, **numbers)
+            recv = ma.dispatch(payload, ids, weights, group=group, **route_args)
         else:
-            recv = ma.dispatch(payload, ma.route(ids, group=group, **numbers), weights)
+            recv = ma.dispatch(payload, ma.route(ids, group=group, **route_args), weights)
         return (recv.rows["x"], recv.weights), recv
 
     def combine(y, weights):

@@ -57,7 +57,7 @@ needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU"
 
 
 class Job:
-    """Hold what a worker has: a group over both processes, and programs that check themselves."""
+    """What a worker has: a group over both processes, and programs that check themselves."""
 
     def __init__(self, **options):
         import checked

@@ -19,7 +19,7 @@ DELAY = 1.5  # longer than the timeout, and over before all must have stopped
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
 SLOW_RANK = 1
-NUMBERS = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
+NUMBERS = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=GROUP)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def once(x, routing):
 
 
 def twice(x, routing):
-    flying = start(x, routing)
-    return done(flying, routing), done(flying, routing)
+    inflight = start(x, routing)
+    return done(inflight, routing), done(inflight, routing)
 
 
 def never_started(x, routing):
@@ -60,9 +60,9 @@ def never_started(x, routing):
 
 
 def through_cond(x, routing):
-    flying = start(x, routing)
-    flying = jax.lax.cond(x[0, 0] < 1e9, lambda f: [f[0], f[1] + 1], lambda f: f, flying)
-    return done(flying, routing)
+    inflight = start(x, routing)
+    inflight = jax.lax.cond(x[0, 0] < 1e9, lambda f: [f[0], f[1] + 1], lambda f: f, inflight)
+    return done(inflight, routing)
 
 
 def never_done(x, routing):
@@ -143,7 +143,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
     state = run(run(checked.begin(), routing), routing)
     checked.assert_right(state, GROUP)
     calls = 1 if phase == Phase.SEND else 2
-    slow = dict(phase=phase, rank=SLOW_RANK, delay=DELAY, ring=native.SPLIT_RING)
+    slow = dict(phase=phase, rank=SLOW_RANK, delay=DELAY, kind=native.SPLIT)
 
     def repeat(state):
         for _ in range(calls):
@@ -171,6 +171,6 @@ def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
     """The two workspaces are independent."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
-    slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, ring=native.SPLIT_RING)
+    slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT)
     with hooked(GROUP, **slow):
         checked.assert_right(checked.repeat(run, 2, state), GROUP)

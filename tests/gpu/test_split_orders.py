@@ -51,7 +51,7 @@ def test_split_exchanges_may_be_done_in_any_order(name):
 def test_a_slow_rank_changes_nothing(name, phase):
     run = checked.program(SHAPE, checked.GROUP, ORDERS[name])
     state = checked.repeat(run, 1)
-    with hooked(checked.GROUP, phase=phase, rank=0, delay=2e-3, ring=native.SPLIT_RING):
+    with hooked(checked.GROUP, phase=phase, rank=0, delay=2e-3, kind=native.SPLIT):
         checked.assert_right(checked.repeat(run, 5, state))
 
 
@@ -84,15 +84,15 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
     ones = checked.on_all_ranks(rows_of_ones, checked.GROUP, exchanges)
     lowered = ones.lower(checked.begin()[0], routing)
     state = checked.repeat(run, 1)
-    before = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
-    slow = dict(phase=Phase.SEND, rank=0, delay=1.0, ring=native.SPLIT_RING)
+    before = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
+    slow = dict(phase=Phase.SEND, rank=0, delay=1.0, kind=native.SPLIT)
     with hooked(checked.GROUP, **slow):
         state = checked.repeat(run, 3, state)
         assert not state[1].is_ready()
         compiled = checked.Noted(lowered.compile(), {checked.GROUP: exchanges})
         if checked.ONE_GPU:  # learns its device, and reserves, when it runs
             assert compiled(checked.begin()[0], routing).all()
-        after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
+        after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
         assert after > before > 0
         assert compiled(checked.begin()[0], routing).all()
         checked.assert_right(state)

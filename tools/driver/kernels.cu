@@ -12,7 +12,7 @@
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
 //                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,routed-format,
 //                        format-combine]
-//                 [--format blockwise|mx|nv] [--decode] [--bare]
+//                 [--format BlockwiseFp8|MxFp8|NvFp4] [--decode] [--bare]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
 // Prints one line per operation and combination of the lists. A time is that of the slowest device, in microseconds per
@@ -24,7 +24,7 @@
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. A launch is for all
 //                  ranks, with the kernels of cuda/colocated/. Numbers in --sms are reduced to what
-//                  cuda/ffi/exchange.cc allows for a rank. `wire` and GB/s are computed as for N GPUs, but these bytes
+//                  cuda/ffi/call_state.cc allows for a rank. `wire` and GB/s are computed as for N GPUs, but these bytes
 //                  cross no link
 //   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams and
 //                  --receive-teams (teams of a block): likewise
@@ -85,7 +85,7 @@ struct Options {
   std::vector<int> send_teams = {0}, receive_teams = {0};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
-  std::string format = "blockwise", capacity = "tight";
+  std::string format = "BlockwiseFp8", capacity = "tight";
   bool check = false, bare = false, decode = false;
   double skew = 1, timeout_s = 5;
   int iters = 32, samples = 7;
@@ -179,6 +179,7 @@ struct Workload {
   int num_ranks;
   int num_gpus;  // as many as ranks, or one for all
   int num_tokens, hidden, top_k, num_experts;
+  std::string format_name;
   TokenFormat format;
   bool weights;  // dispatch sends router weights
   bool decode;   // destinations decode the tokens
@@ -239,21 +240,11 @@ void CountRows(bool is_worst, Workload* w) {
                                 *std::max_element(entering.begin(), entering.end()));
 }
 
-const std::map<std::string, TokenFormat> kFormats = {{"blockwise", TokenFormat::kBlockwiseFp8},
-                                                     {"mx", TokenFormat::kMxFp8},
-                                                     {"nv", TokenFormat::kNvFp4}};
-
 Workload MakeWorkload(const Options& options, int num_tokens) {
-  CHECK(kFormats.count(options.format) > 0);
-  Workload w = {options.ranks,
-                options.gpus,
-                num_tokens,
-                options.hidden,
-                options.top_k,
-                options.experts,
-                kFormats.at(options.format),
-                !options.bare,
-                options.decode};
+  CHECK(format_named(options.format) != kNoFormat);
+  Workload w = {options.ranks, options.gpus,    num_tokens,     options.hidden,
+                options.top_k, options.experts, options.format, format_named(options.format),
+                !options.bare, options.decode};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
   CountRows(options.capacity == "worst", &w);
   return w;
@@ -504,8 +495,7 @@ void AddPayload(const Call& call, bool has_format, Arguments* a) {
 }
 
 EncodedPayload EncodingOf(const Workload& w) {
-  return {static_cast<int64_t>(w.format), /*num_leaves=*/1, w.decode, /*has_token_scales=*/false,
-          kGlobalScale};
+  return {w.format_name, /*num_leaves=*/1, w.decode, /*has_token_scales=*/false, kGlobalScale};
 }
 
 void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
@@ -531,7 +521,8 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
       RankView view = call.view;
       view.operation = Kind::kOperation;
       view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
-      CHECK(kind.Describe({view, /*is_wide=*/false, call.tuning.sms},
+      const bool is_colocated = calls.size() > 1;
+      CHECK(kind.Describe({view, /*is_multi_host=*/false, is_colocated, call.tuning.sms},
                           {a.args.arrays.data(), a.args.arrays.size()},
                           {a.results.arrays.data(), a.results.arrays.size()}, &ranks[0]));
       grid = ChooseGrid(ranks[0], call.tuning);
@@ -557,10 +548,10 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
     LaunchKind(kind, calls, kernels, stream, bind);
   };
   constexpr int64_t kAlignment = 1, kNoDrops = -1;  // the capacity holds all rows
-  const auto combine = [&](TokenFormat format) {
+  const auto combine = [&](const std::string& wire) {
     CombineCall kind = {};
     kind.num_pairs = 1;
-    kind.wire_format = static_cast<int64_t>(format);
+    kind.wire = wire;
     kind.global_scale = kGlobalScale;
     launch(kind, [](const Call& call, Arguments* a) {
       const Workload& w = call.workload;
@@ -572,7 +563,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
   };
   switch (operation) {
     case Op::kDispatch:
-      return launch(DispatchCall{w.weights, /*leaves_tail=*/false},
+      return launch(DispatchCall{{w.weights, /*leaves_tail=*/false}},
                     [](const Call& call, Arguments* a) {
                       AddPayload(call, /*has_format=*/false, a);
                       AddRouting(call, &a->args);
@@ -588,7 +579,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
         a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
       });
     case Op::kFormatDispatch:
-      return launch(FormatDispatchCall{w.weights, /*leaves_tail=*/false, EncodingOf(w)},
+      return launch(FormatDispatchCall{{w.weights, /*leaves_tail=*/false}, EncodingOf(w)},
                     [](const Call& call, Arguments* a) {
                       AddPayload(call, /*has_format=*/true, a);
                       AddRouting(call, &a->args);
@@ -600,7 +591,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
       kind.num_experts = w.num_experts;
       kind.alignment = kAlignment;
       kind.first_choice = kNoDrops;
-      kind.num_scalars = w.weights;
+      kind.options.num_choice_arrays = w.weights;
       if (has_format) kind.encoded = EncodingOf(w);
       return launch(kind, [=](const Call& call, Arguments* a) {
         AddIds(call, &a->args);
@@ -608,8 +599,8 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
         AddPayload(call, has_format, a);
       });
     }
-    case Op::kCombine: return combine(TokenFormat{});
-    case Op::kFormatCombine: return combine(w.format);
+    case Op::kCombine: return combine(kBFloat16.name);
+    case Op::kFormatCombine: return combine(w.format_name);
     case Op::kRoute:
       return launch(RouteCall{w.num_experts, kAlignment, TokensPerRouteChunk(w.num_tokens),
                               kNoDrops, /*parts=*/1},
@@ -897,7 +888,7 @@ void MeasureAll(const Options& options) {
     AddDevice(ordinal, {0, ordinal});
     topology.devices.push_back(ordinal);
   }
-  Workspace& workspace = Workspace::Get(topology, Ring::kWhole);
+  Workspace& workspace = Workspace::Get(topology, WorkspaceKind::kWhole);
   for (int tokens : options.tokens) MeasureTokens(options, tokens, workspace);
 }
 

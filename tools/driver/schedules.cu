@@ -46,6 +46,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "calls/combine.h"
+#include "calls/dispatch.h"
+#include "calls/weighted_dispatch.h"
 #include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.h"
@@ -305,7 +308,7 @@ __global__ void CheckSums(Expected e, const BFloat16* rows, const float* weights
 
 // ---- Memory
 
-struct Array {
+struct Buffer {
   void* data = nullptr;
   int64_t bytes = 0;
   template <typename T>
@@ -321,19 +324,19 @@ class Memory {
   ~Memory() {
     for (void* data : taken_) cudaFree(data);
   }
-  Array Take(int64_t bytes) {
-    Array array = {nullptr, bytes};
+  Buffer Take(int64_t bytes) {
+    Buffer array = {nullptr, bytes};
     CHECK(cudaMalloc(&array.data, bytes));
     taken_.push_back(array.data);
     return array;
   }
-  Array Upload(const std::vector<int32_t>& values) {
-    const Array array = Take(values.size() * sizeof(int32_t));
+  Buffer Upload(const std::vector<int32_t>& values) {
+    const Buffer array = Take(values.size() * sizeof(int32_t));
     CHECK(cudaMemcpy(array.data, values.data(), array.bytes, cudaMemcpyHostToDevice));
     return array;
   }
-  Array Random(int64_t count, float scale) {
-    const Array array = Take(count * kItemBytes);
+  Buffer Random(int64_t count, float scale) {
+    const Buffer array = Take(count * kItemBytes);
     Start(FillNormalized, nullptr, array.as<BFloat16>(), count, ++seed_, scale);
     return array;
   }
@@ -495,7 +498,7 @@ class Layer {
 
   // Poisons all results of a program.
   void Poison() {
-    for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0xFF, array.bytes));
+    for (const Buffer& array : Computed()) CHECK(cudaMemset(array.data, 0xFF, array.bytes));
     CHECK(cudaDeviceSynchronize());
   }
 
@@ -503,7 +506,7 @@ class Layer {
   uint64_t Print() {
     auto* sum = counter64_.as<unsigned long long>();
     CHECK(cudaMemset(sum, 0, sizeof(*sum)));
-    for (const Array& array : Computed()) {
+    for (const Buffer& array : Computed()) {
       Start(Fingerprint, nullptr, array.as<uint32_t>(), array.bytes / 4, sum);
     }
     unsigned long long found = 0;
@@ -581,7 +584,7 @@ class Layer {
     for (const PlayedCall& call : calls_) zone_bytes = std::max(zone_bytes, call.zone_bytes);
     AddDevice(0, {0, 0});
     const Topology topology = {std::vector<int64_t>(num_ranks_, 0), num_ranks_, num_ranks_};
-    workspace_ = &Workspace::Get(topology, Ring::kWhole);
+    workspace_ = &Workspace::Get(topology, WorkspaceKind::kWhole);
     CHECK(workspace_->Reserve(zone_bytes * num_ranks_, 0));
     CHECK(workspace_->View(0, &view_));
     view_.rank = 0;
@@ -639,15 +642,15 @@ class Layer {
     CHECK(cudaMemset(arrived_.data, 0, arrived_.bytes));
     times_ = m.Take(int64_t{kMostLaunches} * options_.blocks * sizeof(PlayedTime));
     // Initial values, so that the products of a warm run see no NaN.
-    for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0, array.bytes));
+    for (const Buffer& array : Computed()) CHECK(cudaMemset(array.data, 0, array.bytes));
   }
 
-  std::vector<Array> Computed() const {
+  std::vector<Buffer> Computed() const {
     return {rows_in_, row_weights_, pre_,    act_, y_,         out_,    d_y_,    dots_,
             d_act_,   d_pre_,       d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_};
   }
 
-  GroupedGemm Gemm(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
+  GroupedGemm Gemm(GroupedProduct product, const Buffer& a, const Buffer& b, const Buffer& d, int k,
                    int n, int sms) const {
     GroupedGemm g = {};
     g.product = product;
@@ -667,11 +670,11 @@ class Layer {
     return g;
   }
 
-  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
-               int sms) {
+  void Product(GroupedProduct product, const Buffer& a, const Buffer& b, const Buffer& d, int k,
+               int n, int sms) {
     if (is_planning_) return;
     const GroupedGemm g = Gemm(product, a, b, d, k, n, sms);
-    CHECK(WhyNotGroupedGemm(g.num_rows, g.num_groups, k, n));
+    CHECK(WhyNotGroupedGemm("bfloat16", g.num_rows, g.num_groups, k, n));
     CHECK(LaunchGroupedGemm(g, main_));
   }
 
@@ -683,99 +686,79 @@ class Layer {
     return view;
   }
 
-  RoutingView Routing() const {
-    return {token_slot_.as<int32_t>(),
-            slot_token_.as<int32_t>(),
-            choice_rank_.as<int32_t>(),
-            slot_rows_.as<int32_t>(),
-            row_slot_.as<int32_t>(),
-            shape_.tokens,
-            shape_.top_k,
-            shape_.capacity};
-  }
-
-  static FailureFill FillOf(const Array& array) { return {array.data, array.bytes, 0xFF}; }
-
   void Enqueue(Kind kind, int budget, cudaStream_t stream) {
     if (is_planning_) {
       order_.push_back(kind);
       return;
     }
-    CHECK(IsDispatch(kind) ? LaunchOf(MakeDispatch(kind), budget, stream)
-                           : LaunchOf(MakeCombine(kind), budget, stream));
+    CHECK(Launch(kind, budget, stream));
     ++epoch_;
   }
 
-  cudaError_t LaunchOf(DispatchParams p, int budget, cudaStream_t stream) const {
-    const Grid grid = grid_of(p, budget);
-    p.roles = grid.roles;
-    return LaunchDispatch(&p, grid.blocks, stream);
-  }
-  cudaError_t LaunchOf(CombineParams p, int budget, cudaStream_t stream) const {
-    const Grid grid = grid_of(p, budget);
-    p.roles = grid.roles;
-    return LaunchCombine(&p, grid.blocks, stream);
+  cudaError_t Launch(Kind kind, int budget, cudaStream_t stream) const {
+    const int64_t tokens = shape_.tokens, rows = shape_.capacity, top_k = shape_.top_k;
+    const auto of_tokens = [&](const Buffer& b) { return Bound{kBFloat16, {tokens, H()}, b}; };
+    const auto of_rows = [&](const Buffer& b) { return Bound{kBFloat16, {rows, H()}, b}; };
+    const auto weights = [&](const Buffer& b) { return Bound{kFloat32, {rows}, b}; };
+    const auto of_choices = [&](const Buffer& b) { return Bound{kFloat32, {tokens, top_k}, b}; };
+    const auto launch = [&](const auto& call, std::vector<Bound> args, const auto& results) {
+      return LaunchOf(call, ViewOf(kind), std::move(args), results, budget, stream);
+    };
+    CombineCall combine = {};
+    combine.wire = kBFloat16.name;
+    combine.num_pairs = kind == kCombine;
+    combine.num_choice_arrays = kind == kGradientCombine;
+    using Results = std::vector<Bound>;
+    switch (kind) {
+      case kDispatch:
+        return launch(DispatchCall{{/*num_choice_arrays=*/1, /*leaves_tail=*/false}},
+                      {of_tokens(x_), of_choices(choice_weights_)},
+                      Results{of_rows(rows_in_), weights(row_weights_)});
+      case kWeightedDispatch:
+        return launch(WeightedDispatchCall{/*scaled=*/true, /*dotted=*/true},
+                      {of_tokens(ct_), of_rows(y_), weights(row_weights_)},
+                      Results{of_rows(d_y_), weights(dots_)});
+      case kCombine:
+        return launch(combine, {of_rows(y_), weights(row_weights_)}, Results{of_tokens(out_)});
+      default:
+        return launch(combine, {of_rows(d_rows_), weights(dots_)},
+                      Results{of_tokens(d_x_), of_choices(d_weights_)});
+    }
   }
 
-  DispatchParams MakeDispatch(Kind kind) const {
-    const PlayedCall& call = calls_[kind];
-    DispatchParams p = {};
-    p.view = ViewOf(kind);
-    p.routing = Routing();
-    p.zone_bytes = call.zone_bytes;
-    p.num_arrays = call.num_arrays;
-    const bool is_weighted = kind == kWeightedDispatch;
-    const Array& rows = is_weighted ? d_y_ : rows_in_;
-    p.arrays[0] = {(is_weighted ? ct_ : x_).as<const char>(),
-                   rows.as<char>(),
-                   call.row_bytes[0],
-                   0,
-                   0,
-                   kVectorBytes};
-    p.fills[0] = FillOf(rows);
-    if (is_weighted) {
-      p.weighting = {ElementType::kBFloat16, row_weights_.as<const float>(), y_.as<const char>(),
-                     dots_.as<float>()};
-      p.fills[1] = FillOf(dots_);
-    } else {
-      p.arrays[1] = {choice_weights_.as<const char>(),
-                     row_weights_.as<char>(),
-                     call.row_bytes[1],
-                     4,
-                     call.zone_offset[1],
-                     4};
-      p.fills[1] = FillOf(row_weights_);
-    }
-    return p;
-  }
+  // An operand or a result of a call.
+  struct Bound {
+    DataType type;
+    std::vector<int64_t> axes;
+    Buffer buffer;
+  };
 
-  CombineParams MakeCombine(Kind kind) const {
-    const PlayedCall& call = calls_[kind];
-    const bool is_gradient = kind == kGradientCombine;
-    const Array& rows = is_gradient ? d_rows_ : y_;
-    const Array& sums = is_gradient ? d_x_ : out_;
-    CombineParams p = {};
-    p.view = ViewOf(kind);
-    p.routing = Routing();
-    p.type = ElementType::kBFloat16;
-    p.zone_bytes = call.zone_bytes;
-    p.num_summed = 1;
-    p.summed[0] = {rows.data, sums.data, call.row_bytes[0] / kItemBytes, 0, true};
-    p.listed = shape_.top_k + num_ranks_ <= kWarpThreads;
-    p.fills[0] = FillOf(sums);
-    if (is_gradient) {
-      p.num_moved = 1;
-      p.moved[0] = {dots_.as<const char>(), d_weights_.as<char>(),
-                    call.row_bytes[1],      4,
-                    call.zone_offset[1],    4};
-      p.fills[1] = FillOf(d_weights_);
-    } else {
-      p.num_pairs = p.weights_per_row = 1;
-      p.elements_per_weight = p.summed[0].elements;
-      p.pair_rows[0] = rows.data;
-      p.pair_weights[0] = row_weights_.as<const float>();
+  // Launches a call with its operands, except the routing, and its results.
+  template <typename Call>
+  cudaError_t LaunchOf(const Call& call, const RankView& view, std::vector<Bound> args,
+                       const std::vector<Bound>& results, int budget, cudaStream_t stream) const {
+    const int64_t tokens = shape_.tokens, rows = shape_.capacity, top_k = shape_.top_k;
+    args.push_back({kInt32, {tokens, num_ranks_}, token_slot_});
+    args.push_back({kInt32, {num_ranks_, tokens}, slot_token_});
+    args.push_back({kInt32, {tokens, top_k}, choice_rank_});
+    args.push_back({kInt32, {num_ranks_, tokens, top_k}, slot_rows_});
+    args.push_back({kInt32, {rows}, row_slot_});
+    Arrays arrays[2];
+    std::vector<char*> addresses[2];
+    for (int i = 0; i < 2; ++i) {
+      for (const Bound& bound : i == 0 ? args : results) {
+        arrays[i].push_back({bound.type, bound.axes, bound.buffer.bytes});
+        addresses[i].push_back(bound.buffer.as<char>());
+      }
     }
-    return p;
+    typename Call::Params p = {};
+    CHECK(call.Describe({view, /*is_multi_host=*/false, /*is_colocated=*/false, budget},
+                        {arrays[0].data(), arrays[0].size()}, {arrays[1].data(), arrays[1].size()},
+                        &p));
+    p.view.signature = view.signature;  // the player's
+    call.Point({addresses[0].data(), addresses[0].size()},
+               {addresses[1].data(), addresses[1].size()}, &p);
+    return Call::Launch(DirectKernels(), &p, grid_of(p, budget).blocks, stream);
   }
 
   void StartPlayer() {
@@ -845,8 +828,8 @@ class Layer {
             templates_.as<const BFloat16>()};
   }
 
-  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
-                      int n) {
+  void CheckProductOf(GroupedProduct product, const Buffer& a, const Buffer& b, const Buffer& d,
+                      int k, int n) {
     const GroupedGemm g = Gemm(product, a, b, d, k, n, 1);
     CheckOne("grouped product", [&](auto* wrong) {
       Start(CompareProduct, nullptr, g, shape_.num_rows, int64_t{kSamples}, wrong);
@@ -876,13 +859,13 @@ class Layer {
   bool is_planning_ = false;
   std::vector<int32_t> order_;  // kinds of the exchanges of the program
   Memory memory_;
-  Array token_slot_, slot_token_, choice_rank_, slot_rows_;
-  Array row_rank_, row_slot_, row_token_, group_sizes_;
-  Array starts_, groups_, counter_, counter64_;
-  Array x_, ct_, choice_weights_, templates_, w_in_, w_out_;
-  Array rows_in_, row_weights_, pre_, act_, y_, out_;
-  Array d_y_, dots_, d_act_, d_pre_, d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_;
-  Array played_calls_, played_order_, arrived_, times_;
+  Buffer token_slot_, slot_token_, choice_rank_, slot_rows_;
+  Buffer row_rank_, row_slot_, row_token_, group_sizes_;
+  Buffer starts_, groups_, counter_, counter64_;
+  Buffer x_, ct_, choice_weights_, templates_, w_in_, w_out_;
+  Buffer rows_in_, row_weights_, pre_, act_, y_, out_;
+  Buffer d_y_, dots_, d_act_, d_pre_, d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_;
+  Buffer played_calls_, played_order_, arrived_, times_;
   uint64_t* started_ = nullptr;
   cudaStream_t main_, side_, player_;
   cudaEvent_t before_, after_, fork_, join_;

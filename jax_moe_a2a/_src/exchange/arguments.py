@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, Tail, check_tail, short
+from ..checks import PyTree, short
 from ..formats.formats import Encoding, NvFp4, TokenFormat, WireDtype, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .payload_checks import (
-    check_format,
+    DispatchOptions,
     check_leaves,
     check_weights,
     check_wire_dtype,
@@ -25,8 +25,8 @@ from .recv import Recv, recv_of
 from .straight_through import decoded, encoded
 
 
-class DispatchCall(NamedTuple):
-    """Hold the checked arguments of ``dispatch`` or ``dispatch_start``.
+class DispatchArguments(NamedTuple):
+    """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
     If the primitive applies the token format, bind it with ``payload`` and ``params``. If XLA
     applies the format before and after the primitive, use ``encoded_payload`` and
@@ -36,37 +36,34 @@ class DispatchCall(NamedTuple):
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
-    scalars: list[jax.Array]  # the router weights, if there are any, with the shared expert's
-    wire_dtype: WireDtype
-    format: TokenFormat | None
-    decode: bool
-    tail: Tail
+    choice_arrays: list[jax.Array]  # the router weights, if there are any, with the shared expert's
+    options: DispatchOptions
 
     @property
-    def options(self) -> RouteOptions:
+    def route_options(self) -> RouteOptions:
         """Return the static fields of the routing."""
         return self.source.options if isinstance(self.source, CheckedIds) else self.source
 
     @property
     def payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that quantizes, without the routing."""
-        return [*self.leaves, *self.scalars, *self._token_scales]
+        return [*self.leaves, *self.choice_arrays, *self._token_scales]
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that quantizes."""
-        params = self._params(len(self.leaves), self.wire_dtype)
-        if self.format is not None:
+        params = self.options.params(len(self.leaves), len(self.choice_arrays))
+        if self.options.format is not None:
             # A traced global scale is an operand; the static format has the default in its place.
             has_token_scales = bool(self._token_scales)
-            static = NvFp4() if has_token_scales else self.format.travelling
-            params["encoding"] = Encoding(static, self.decode, has_token_scales)
+            static = NvFp4() if has_token_scales else self.options.format.travelling
+            params["encoding"] = Encoding(static, self.options.decode, has_token_scales)
         return params
 
     @property
     def _token_scales(self) -> list[jax.Array]:
         """Return the format's traced global scale for each token, [T]; [] without such a scale."""
-        scale = getattr(self.format, "global_scale", None)
+        scale = getattr(self.options.format, "global_scale", None)
         if not isinstance(scale, jax.Array):
             return []
         return [jnp.broadcast_to(scale, self.leaves[0].shape[:1])]
@@ -74,42 +71,32 @@ class DispatchCall(NamedTuple):
     @property
     def encoded_payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that does not quantize, without the routing."""
-        leaves = self.leaves if self.format is None else encoded(self.leaves, self.format)
-        return [*leaves, *self.scalars]
+        fmt = self.options.format
+        leaves = self.leaves if fmt is None else encoded(self.leaves, fmt)
+        return [*leaves, *self.choice_arrays]
 
     @property
     def encoded_params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that does not quantize."""
-        if self.format is None:
-            return self._params(len(self.leaves), self.wire_dtype)
+        if self.options.format is None:
+            return self.options.params(len(self.leaves), len(self.choice_arrays))
         # The wire dtype is for the gradient, and values and scales have no gradient.
-        return self._params(2 * len(self.leaves), None)
-
-    def _params(self, num_leaves: int, wire_dtype: WireDtype) -> dict[str, Any]:
-        """Return the parameters that every dispatch has."""
-        params = dict(num_leaves=num_leaves, num_scalars=len(self.scalars), wire_dtype=wire_dtype)
-        return params if self.tail == "zero" else dict(params, tail=self.tail)
+        options = self.options._replace(wire_dtype=None)
+        return options.params(2 * len(self.leaves), len(self.choice_arrays))
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that quantizes."""
-        rows: list[Any] = list(moved[: len(moved) - len(self.scalars)])
-        if self.format is not None and not self.decode:
-            rows = [self.format.laid_out(pair) for pair in paired(rows)]
-        weights = moved[-1] if self.scalars else None
+        rows: list[Any] = list(moved[: len(moved) - len(self.choice_arrays)])
+        if self.options.format is not None and not self.options.decode:
+            rows = [self.options.format.laid_out(pair) for pair in paired(rows)]
+        weights = moved[-1] if self.choice_arrays else None
         return recv_of(routing, jax.tree.unflatten(self.treedef, rows), weights)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that does not quantize."""
-        if self.format is not None and self.decode:
+        if self.options.decode:
             num_parts = 2 * len(self.leaves)
-            rows = decoded(
-                moved[:num_parts],
-                self.leaves,
-                routing,
-                fmt=self.format,
-                wire_dtype=self.wire_dtype,
-                tail=self.tail,
-            )
+            rows = decoded(moved[:num_parts], self.leaves, routing, self.options)
             moved = [*rows, *moved[num_parts:]]
         return self.recv(routing, moved)
 
@@ -118,44 +105,38 @@ def check_dispatch(
     x: PyTree,
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None,
-    route_arguments: RouteArguments,
-    *,
     shared_weights: ArrayLike | None,
-    wire_dtype: DTypeLike | TokenFormat | None,
-    format: TokenFormat | None,
-    decode: bool,
-    tail: Tail,
-) -> DispatchCall:
+    route_arguments: RouteArguments,
+    options: DispatchOptions,
+) -> DispatchArguments:
     """Check the arguments of ``dispatch`` or ``dispatch_start``, and raise their errors."""
     source = check_ids_or_routing(topk_ids, route_arguments)
     if isinstance(source, CheckedIds):
-        options, (num_tokens, top_k) = source.options, source.ids.shape
+        route_options, (num_tokens, top_k) = source.options, source.ids.shape
     else:
-        options, num_tokens, top_k = source, source.num_tokens, source.top_k
+        route_options, num_tokens, top_k = source, source.num_tokens, source.top_k
 
     leaves, treedef = check_leaves("x", x, "num_tokens", num_tokens)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
-    check_format(format, decode, leaves)
-    wire = check_wire_dtype(wire_dtype, "x", leaves, has_levels=options.has_levels)
-    scalars = []
+    options = options.checked(leaves, route_options.has_levels)
+    choice_arrays = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
-        scalars = [check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
-    has_shared_weights = bool(scalars) and options.shared_expert
+        choice_arrays = [check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
+    has_shared_weights = bool(choice_arrays) and route_options.shared_expert
     if shared_weights is not None and not has_shared_weights:
         raise ValueError(
             "shared_weights must be None without topk_weights and a shared expert; "
             f"got {shared_weights!r}. Pass topk_weights and shared_expert=True as well"
         )
     if has_shared_weights:
-        scalars = [with_shared_weights(scalars[0], shared_weights)]
-    tail = check_tail(tail)
-    return DispatchCall(source, leaves, treedef, scalars, wire, format, decode, tail)
+        choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]
+    return DispatchArguments(source, leaves, treedef, choice_arrays, options)
 
 
-class CombineCall(NamedTuple):
-    """Hold the checked arguments of ``combine`` or ``combine_start``."""
+class CombineArguments(NamedTuple):
+    """The checked arguments of ``combine`` or ``combine_start``."""
 
     routing: AnyRouting
     leaves: list[jax.Array]
@@ -171,7 +152,7 @@ class CombineCall(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of the primitive."""
-        return dict(num_leaves=len(self.leaves), num_scalars=0, wire_dtype=self.wire_dtype)
+        return dict(num_leaves=len(self.leaves), num_choice_arrays=0, wire_dtype=self.wire_dtype)
 
     def sums(self, sums: Sequence[jax.Array]) -> PyTree:
         """Return the results of the primitive as a pytree like ``y``."""
@@ -183,7 +164,7 @@ def check_combine(
     recv: Recv | AnyRouting,
     weights: ArrayLike | Literal["recv"] | None,
     wire_dtype: DTypeLike | TokenFormat | None,
-) -> CombineCall:
+) -> CombineArguments:
     """Check the arguments of ``combine`` or ``combine_start``, and raise their errors."""
     if not isinstance(recv, Recv | AnyRouting):
         is_swapped = isinstance(y, Recv | AnyRouting)
@@ -211,11 +192,11 @@ def check_combine(
     if weights is None:
         if not leaves:
             raise ValueError(f"y must have at least one array; got {y!r}")
-        return CombineCall(routing, leaves, treedef, None, wire)
+        return CombineArguments(routing, leaves, treedef, None, wire)
     if not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(
             f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
             "combine once for each array"
         )
     weights = check_weights("weights", weights, "[capacity]", (routing.capacity,))
-    return CombineCall(routing, leaves, treedef, weights, wire)
+    return CombineArguments(routing, leaves, treedef, weights, wire)

@@ -23,8 +23,8 @@ from .routed import bind_route, bind_routed_dispatch
 from .two_level import TwoLevelPlan
 
 
-class RouteParams(TypedDict):
-    """Hold the parameters of ``bind_route``."""
+class RoutePrimitiveParams(TypedDict):
+    """The parameters of ``bind_route``."""
 
     group: Group
     num_experts: int
@@ -85,20 +85,20 @@ def bind_start(
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
         return in_flight, partial(two_level.bind_done, exchange, routing=routing, **params)
-    numbers = dict(params, group=routing.domain)
-    kept: Sequence[jax.Array] = ()
+    all_params = dict(params, group=routing.domain)
+    kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
         # The done must read the same memory as the start, but XLA copies a constant for each
         # reader. So both read the results of one barrier.
-        kept = payload = lax.optimization_barrier(payload)
+        kept_payload = payload = lax.optimization_barrier(payload)
 
     def bind_done(in_flight: Sequence[jax.Array]) -> list[jax.Array]:
-        return exchange.done.bind([*in_flight, *kept], routing.arrays, **numbers)
+        return exchange.done.bind([*in_flight, *kept_payload], routing.arrays, **all_params)
 
-    return exchange.start.bind(payload, routing.arrays, **numbers), bind_done
+    return exchange.start.bind(payload, routing.arrays, **all_params), bind_done
 
 
-def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RouteParams]:
+def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePrimitiveParams]:
     """Return the ids and the parameters of ``route_p``."""
     group, domain, shared_expert = options.group, options.domain, options.shared_expert
     num_tokens, top_k = ids.shape
@@ -123,7 +123,7 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePar
             shared_expert=shared_expert,
             replicated=options.replicated,
         )
-    return ids, RouteParams(
+    return ids, RoutePrimitiveParams(
         group=domain,
         num_experts=options.num_local_experts * domain.size,
         capacity=options.capacity,

@@ -28,16 +28,16 @@ from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .lowering.combine import combine_calls
 from .lowering.dispatch import dispatch_calls
-from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, split_routing
+from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, shared_params, split_routing
 from .rules import carries_tangent, cotangents_of, is_zero, select, zero_tangent
 
 # Layouts and types
 
 
 def _dispatch_layouts(
-    *, num_leaves: int, num_scalars: int, encoding: Encoding | None = None, **_: Any
+    *, num_leaves: int, num_choice_arrays: int, encoding: Encoding | None = None, **_: Any
 ) -> Layouts:
-    operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     per_leaf = 1
     if encoding is not None:
         per_leaf = encoding.results_per_leaf
@@ -45,12 +45,12 @@ def _dispatch_layouts(
     # The scales of tokens are not a source, because they may be batched independently of the
     # leaves.
     sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
-    sources += [(num_leaves + scalar,) for scalar in range(num_scalars)]
+    sources += [(num_leaves + i,) for i in range(num_choice_arrays)]
     return Layouts(operands, [ROW] * len(sources), sources)
 
 
-def _combine_layouts(*, num_leaves: int, num_scalars: int, **_: Any) -> Layouts:
-    results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+def _combine_layouts(*, num_leaves: int, num_choice_arrays: int, **_: Any) -> Layouts:
+    results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     return Layouts([ROW] * len(results), results, [(i,) for i in range(len(results))])
 
 
@@ -84,17 +84,15 @@ def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
     )
 
 
-def _dispatch_unfused(*operands: Any, encoding: Encoding | None = None, **params: Any) -> list[Any]:
+def _encode_around(*operands: Any, encoding: Encoding, **params: Any) -> list[Any]:
     """Encode, dispatch values and scales, and decode."""
-    if encoding is None:
-        return reference.dispatch(*operands, **params)
     payload, routing = split_routing(operands)
-    num_leaves, num_scalars = params.pop("num_leaves"), params.pop("num_scalars")
+    num_leaves, num_choice_arrays = params.pop("num_leaves"), params.pop("num_choice_arrays")
 
-    def dispatch(*parts: Any, **numbers: Any) -> list[Any]:
-        return DISPATCH.bind(parts, routing, **numbers, **params)
+    def dispatch(*parts: Any, **counts: Any) -> list[Any]:
+        return DISPATCH.bind(parts, routing, **counts, **params)
 
-    return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)
+    return reference.encode_and_decode(dispatch, payload, num_leaves, num_choice_arrays, encoding)
 
 
 DISPATCH = Exchange(
@@ -103,7 +101,7 @@ DISPATCH = Exchange(
     reference=reference.dispatch,
     layouts=_dispatch_layouts,
     kernel_calls=dispatch_calls,
-    unfused=_dispatch_unfused,
+    unfused=lambda encoding=None, **_: _encode_around if encoding is not None else None,
     result_types=_dispatch_types,
 )
 COMBINE = Exchange(
@@ -117,15 +115,18 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a dispatch or combine that moves only the kept leaves and
-    scalars."""
+    """Return the parameters of a dispatch or combine that moves only the kept leaves and choice
+    arrays."""
     end_of_leaves = params["num_leaves"]
-    end_of_scalars = end_of_leaves + params["num_scalars"]
-    num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
-    kept = dict(params, num_leaves=num_leaves, num_scalars=num_scalars)
+    end_of_choice_arrays = end_of_leaves + params["num_choice_arrays"]
+    num_leaves, num_choice_arrays = (
+        sum(keep[:end_of_leaves]),
+        sum(keep[end_of_leaves:end_of_choice_arrays]),
+    )
+    kept_params = dict(params, num_leaves=num_leaves, num_choice_arrays=num_choice_arrays)
     if num_leaves == 0:
-        kept.pop("encoding", None)
-    return kept
+        kept_params.pop("encoding", None)
+    return kept_params
 
 
 # Derivatives. Let P be the linear map of the exchange.
@@ -155,7 +156,7 @@ def moved_tangents(
     sources = exchange.layouts(**params).sources
     encoding = params.pop("encoding", None)
     moves = [encoding is None or encoding.decode] * params["num_leaves"]
-    moves += [True] * params["num_scalars"]
+    moves += [True] * params["num_choice_arrays"]
     moves += [False] * (len(payload) - len(moves))  # the scales of tokens
     keep = [
         can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
@@ -176,18 +177,18 @@ def _transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     encoding: Encoding | None = None,
-    tail: str = "zero",
-    **params: Any,
+    **all_params: Any,
 ) -> list[Any]:
-    if not exchange.is_outward and tail != "zero":
-        params["tail"] = tail
+    params = shared_params(all_params)
+    if not exchange.is_outward and all_params.get("tail", "zero") != "zero":
+        params["tail"] = all_params["tail"]
     payload, routing = split_routing(operands)
     if encoding is not None:
-        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
         zeros = [ad.Zero(rules.aval_of(x)) for x in payload]
         leaves = cotangents[:num_leaves] if encoding.decode else zeros[:num_leaves]
-        scalars = cotangents[len(cotangents) - num_scalars :]
-        cotangents = [*leaves, *scalars, *zeros[num_leaves + num_scalars :]]
+        choice_arrays = cotangents[len(cotangents) - num_choice_arrays :]
+        cotangents = [*leaves, *choice_arrays, *zeros[num_leaves + num_choice_arrays :]]
     keep = [
         ad.is_undefined_primal(x) and not is_zero(ct)
         for x, ct in zip(payload, cotangents, strict=True)
@@ -212,40 +213,40 @@ def used_payload(
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):
         used[source] = used[source] or is_used
-    kept = [used[source] for (source,) in layouts.sources]
-    num_arrays = params["num_leaves"] + params["num_scalars"]
+    kept_results = [used[source] for (source,) in layouts.sources]
+    num_arrays = params["num_leaves"] + params["num_choice_arrays"]
     for scales in range(num_arrays, len(used)):  # of tokens
         used[scales] = any(used[: params["num_leaves"]])
-    return used, kept
+    return used, kept_results
 
 
 def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves and scalars. Remove the whole exchange if no result is used."""
+    """Remove unused leaves and choice arrays. Remove the whole exchange if no result is used."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
     if all(used_results):
         return [True] * len(eqn.invars), eqn
     payload, routing = split_routing(eqn.invars)
-    used, kept = used_payload(used_results, eqn.params)
+    used, kept_results = used_payload(used_results, eqn.params)
     eqn = eqn.replace(
         invars=[*select(used, payload), *routing],
-        outvars=select(kept, eqn.outvars),
+        outvars=select(kept_results, eqn.outvars),
         params=keep_arrays(used, eqn.params),
     )
     return [*used, *(True for _ in routing)], eqn
 
 
 def _divide_known(
-    exchange: Exchange, known: Sequence[bool], *, num_leaves: int, num_scalars: int, **_: Any
+    exchange: Exchange, known: Sequence[bool], *, num_leaves: int, num_choice_arrays: int, **_: Any
 ) -> Callable[..., list[Any]] | None:
-    """Return a function that binds one exchange of the known leaves and scalars and one of the
-    unknown ones.
+    """Return a function that binds one exchange of the known leaves and choice arrays and one of
+    the unknown ones.
 
-    Return None if the routing is unknown, or if all or none of the leaves and scalars are known.
-    Without the division, all rows would be unknown, and a product of two rows would not be linear
-    in the unknown arrays.
+    Return None if the routing is unknown, or if all or none of the leaves and choice arrays are
+    known. Without the division, all rows would be unknown, and a product of two rows would not be
+    linear in the unknown arrays.
     """
-    num_moved = num_leaves + num_scalars
+    num_moved = num_leaves + num_choice_arrays
     payload_known, routing_known = split_routing(known)
     # The scales of tokens do not count, because they are operands of both exchanges.
     is_known = payload_known[:num_moved]
@@ -257,10 +258,10 @@ def _divide_known(
         sources = exchange.layouts(**params).sources
         results: dict[int, Any] = {}
         for keep in (is_known, [not k for k in is_known]):
-            kept = select(keep, payload[:num_moved])
+            kept_payload = select(keep, payload[:num_moved])
             if any(keep[:num_leaves]):
-                kept += payload[num_moved:]  # the scales of tokens
-            moved = exchange.bind(kept, routing, **keep_arrays(keep, params))
+                kept_payload += payload[num_moved:]  # the scales of tokens
+            moved = exchange.bind(kept_payload, routing, **keep_arrays(keep, params))
             places = [i for i, (source,) in enumerate(sources) if keep[source]]
             results.update(zip(places, moved, strict=True))
         return [results[i] for i in range(len(sources))]

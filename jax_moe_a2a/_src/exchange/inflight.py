@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class InFlight:
-    """Hold an exchange that ``dispatch_start`` or ``combine_start`` has started.
+    """An exchange that ``dispatch_start`` or ``combine_start`` has started.
 
     Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
     It cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint`` as an

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, check_bool, check_static, merge_axes, short
+from ..checks import PyTree, Tail, check_bool, check_static, check_tail, merge_axes, short
 from ..formats.formats import TokenFormat, WireDtype
 from .rules import carries_tangent
+
+
+class DispatchOptions(NamedTuple):
+    """The options of a dispatch that do not concern its routing, as the caller passed them or
+    checked."""
+
+    wire_dtype: DTypeLike | TokenFormat | None
+    format: TokenFormat | None
+    decode: bool
+    tail: Tail
+
+    def checked(self, leaves: Sequence[jax.Array], has_levels: bool) -> DispatchOptions:
+        """Return the options as ``params`` needs them, or raise the errors of ``dispatch``."""
+        check_format(self.format, self.decode, leaves)
+        wire = check_wire_dtype(self.wire_dtype, "x", leaves, has_levels=has_levels)
+        return self._replace(wire_dtype=wire, tail=check_tail(self.tail))
+
+    def params(self, num_leaves: int, num_choice_arrays: int) -> dict[str, Any]:
+        """Return the parameters of a dispatch that does not quantize."""
+        params = dict(
+            num_leaves=num_leaves, num_choice_arrays=num_choice_arrays, wire_dtype=self.wire_dtype
+        )
+        return params if self.tail == "zero" else dict(params, tail=self.tail)
 
 
 def check_leaves(

@@ -5,8 +5,8 @@ Given the routing (integers), it is linear in its payload, or bilinear in pairs 
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
-- ``num_leaves``, ``num_scalars``: the number of payload arrays with an entry for each token, and of
-  payload arrays with an entry for each choice of a token.
+- ``num_leaves``, ``num_choice_arrays``: the number of payload arrays with an entry for each token,
+  and of payload arrays with an entry for each choice of a token.
 - ``wire_dtype``: how partial sums travel: a dtype, a token format, or None for the array's dtype.
 - ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. Every
   array then has a leading axis of ranks.
@@ -25,6 +25,7 @@ from ..group.group import Group
 from ..plan.plan import RoutingArrays
 
 NUM_ROUTING = len(RoutingArrays._fields)
+SHARED_PARAMS = ("num_leaves", "num_choice_arrays", "wire_dtype", "group", "emulated")
 
 # The axes of an operand or result that belong to the exchange; payload axes follow.
 Layout = tuple[str, ...]
@@ -34,7 +35,7 @@ ROW: Layout = ("C",)
 
 
 class Layouts(NamedTuple):
-    """Hold the axes of all arrays of a payload, as the parameters determine them."""
+    """The axes of all arrays of a payload, as the parameters determine them."""
 
     operands: Sequence[Layout]
     """The payload operands."""
@@ -46,7 +47,7 @@ class Layouts(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Exchange:
-    """Describe an exchange primitive.
+    """An exchange primitive.
 
     A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
     ``start`` and ``done``. Between start and done, the payload is *in flight*. It then consists of
@@ -61,11 +62,11 @@ class Exchange:
     layouts: Callable[..., Layouts]
     """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
     kernel_calls: Callable[..., Any]
-    """Returns the kernel calls that make the exchange, or None (see ``lowering.exchange``). It
-    receives a ``Site``, the abstract payload of one rank, K and the parameters."""
-    unfused: Callable[..., list[jax.Array]] | None = None
-    """Computes the results with other primitives on devices whose kernels do not support this
-    payload. None means ``reference``."""
+    """Returns the kernel calls that make the exchange (see ``lowering.exchange``). It receives a
+    ``CallPlacement``, the abstract payload of one rank and the parameters."""
+    unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
+    """Receives the parameters, and returns what computes the results with other exchanges on GPUs
+    whose kernels do not support this payload. None means ``reference``."""
     result_types: Callable[..., list[Any]] | None = None
     """Changes the abstract values of results whose type differs from the type of their source."""
     keeps_payload: bool = False
@@ -99,6 +100,11 @@ def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
     A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
     """
     return () if emulated or group.size == 1 else group.axes
+
+
+def shared_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of every exchange, without the options of a dispatch."""
+    return {name: params[name] for name in SHARED_PARAMS}
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:

@@ -14,7 +14,7 @@ from .reference import own_rank
 
 
 class SourceInfo(NamedTuple):
-    """Hold the origin of each row as three int32 arrays [C].
+    """The origin of each row as three int32 arrays [C].
 
     All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated. ``k`` is K
     for a row of the shared expert.
@@ -27,7 +27,7 @@ class SourceInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recv:
-    """Hold the result of ``dispatch`` on a rank. It is a pytree.
+    """The result of ``dispatch`` on a rank. It is a pytree.
 
     C is the capacity, and L the number of local experts. A shared expert is the first local expert.
     Rows are sorted by local expert, then source rank, token and choice. Rows without a token are

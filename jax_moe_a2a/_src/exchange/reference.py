@@ -22,18 +22,18 @@ from jax.sharding import PartitionSpec
 from ..compat import align_varying
 from ..formats.formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from ..group.group import Group
-from ..plan.plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
+from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 from .record import Exchange, split_routing
 
 
 def route(
-    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
+    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **plan_params: Any
 ) -> list[jax.Array]:
     """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
     the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(
-        plan_route, num_local_experts=num_experts // group.size, **numbers
+        plan_route, num_local_experts=num_experts // group.size, **plan_params
     )
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
@@ -50,44 +50,46 @@ def route(
 def dispatch(
     *operands: jax.Array,
     num_leaves: int,
-    num_scalars: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
+    num_choice_arrays: int,
     encoding: Encoding | None = None,
-    tail: str = "zero",
+    **params: Any,
 ) -> list[jax.Array]:
-    """Dispatch leaves [T, ...] and scalars [T, K, ...] by a routing. Return leaves [C, ...] and
-    scalars [C, ...].
+    """Dispatch leaves [T, ...] and choice arrays [T, K, ...] by a routing. Return both as [C, ...].
 
     With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. The
-    global scales [T] may follow the scalars as one more operand. With ``tail="unspecified"``, the
-    rows after the last group hold NaN or extreme integers, so that a test detects code that reads
-    them.
+    global scales [T] may follow the choice arrays as one more operand. With
+    ``tail="unspecified"``, the rows after the last group hold NaN or extreme integers, so that a
+    test detects code that reads them.
     """
     payload, routing = split_routing(operands)
-    if encoding is not None:
+    if encoding is None:
+        leaves, choice_arrays = payload[:num_leaves], payload[num_leaves:]
+        return _dispatch_as_is(leaves, choice_arrays, routing, **params)
 
-        def dispatch_parts(*parts: jax.Array, **numbers: Any) -> list[jax.Array]:
-            return dispatch(
-                *parts,
-                *routing,
-                wire_dtype=wire_dtype,
-                group=group,
-                emulated=emulated,
-                tail=tail,
-                **numbers,
-            )
+    def dispatch_parts(*parts: jax.Array, **counts: Any) -> list[jax.Array]:
+        return dispatch(*parts, *routing, **counts, **params)
 
-        return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
+    return encode_and_decode(dispatch_parts, payload, num_leaves, num_choice_arrays, encoding)
+
+
+def _dispatch_as_is(
+    leaves: Sequence[jax.Array],
+    choice_arrays: Sequence[jax.Array],
+    routing: RoutingArrays,
+    *,
+    group: Group,
+    emulated: bool,
+    tail: str = "zero",
+    **_: Any,
+) -> list[jax.Array]:
+    """Dispatch leaves and choice arrays unchanged."""
     move = partial(_move, routing=routing, group=group, emulated=emulated)
-    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
 
     def receive(half: Callable[..., jax.Array], x: jax.Array) -> Callable[..., jax.Array]:
         return partial(half, tail_value=_poison(x.dtype) if tail == "unspecified" else 0)
 
     return [move(send_tokens, receive(receive_rows, x), x) for x in leaves] + [
-        move(send_tokens, receive(receive_row_scalars, x), x) for x in scalars
+        move(send_tokens, receive(receive_row_choices, x), x) for x in choice_arrays
     ]
 
 
@@ -95,19 +97,25 @@ def encode_and_decode(
     dispatch: Callable[..., list[jax.Array]],
     payload: Sequence[jax.Array],
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     encoding: Encoding,
 ) -> list[jax.Array]:
     """Encode leaves before a dispatch and decode rows after it. ``dispatch(*payload, num_leaves=,
-    num_scalars=)`` moves values and scales as leaves."""
+    num_choice_arrays=)`` moves values and scales as leaves."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
-    scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
+    choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
     fmt, global_scales = encoding.format, token_scales[0] if token_scales else None
     parts = [part for x in leaves for part in encode_tokens(fmt, x, global_scales)]
     travelling = token_scales if encoding.decode else []
     num_parts = len(parts) + len(travelling)
-    moved = dispatch(*parts, *travelling, *scalars, num_leaves=num_parts, num_scalars=num_scalars)
-    rows, row_scales, scalars = (
+    moved = dispatch(
+        *parts,
+        *travelling,
+        *choice_arrays,
+        num_leaves=num_parts,
+        num_choice_arrays=num_choice_arrays,
+    )
+    rows, row_scales, choice_arrays = (
         moved[: len(parts)],
         moved[len(parts) : num_parts],
         moved[num_parts:],
@@ -118,41 +126,41 @@ def encode_and_decode(
             decode_tokens(fmt, pair, x.dtype, global_scales)
             for pair, x in zip(paired(rows), leaves, strict=True)
         ]
-    return [*rows, *scalars]
+    return [*rows, *choice_arrays]
 
 
 def combine(
     *operands: jax.Array,
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     wire_dtype: Any,
     group: Group,
     emulated: bool,
     tail: str = "zero",
 ) -> list[jax.Array]:
-    """Combine leaves [C, ...] and scalars [C, ...] by a routing. Return sums [T, ...] and scalars
-    [T, K, ...]. ``tail`` is for the transpose only."""
-    del num_scalars, tail
+    """Combine leaves [C, ...] and choice arrays [C, ...] by a routing. Return sums [T, ...] and
+    choice arrays [T, K, ...]. ``tail`` is for the transpose only."""
+    del num_choice_arrays, tail
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
-    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    leaves, choice_arrays = payload[:num_leaves], payload[num_leaves:]
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     return [_partial_and_total_sums(exchange, [(x, None)], wire_dtype) for x in leaves] + [
-        move(send_row_scalars, receive_choice_scalars, x) for x in scalars
+        move(send_row_choices, receive_choices, x) for x in choice_arrays
     ]
 
 
 def weighted_combine(
     *operands: jax.Array,
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     wire_dtype: Any,
     group: Group,
     emulated: bool,
 ) -> list[jax.Array]:
     """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
     Return [T, *W, ...]."""
-    del num_scalars
+    del num_choice_arrays
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
@@ -162,7 +170,7 @@ def weighted_combine(
 def weighted_dispatch(
     *operands: jax.Array,
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     num_weight_axes: int,
     wire_dtype: Any,
     group: Group,
@@ -179,7 +187,7 @@ def weighted_dispatch(
         g,
         *routing,
         num_leaves=1,
-        num_scalars=0,
+        num_choice_arrays=0,
         wire_dtype=wire_dtype,
         group=group,
         emulated=emulated,
@@ -194,31 +202,13 @@ def weighted_dispatch(
 
 
 def routed_dispatch(
-    ids: jax.Array,
-    *payload: jax.Array,
-    num_leaves: int,
-    num_scalars: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
-    encoding: Encoding | None = None,
-    tail: str = "zero",
-    **numbers: Any,
+    ids: jax.Array, *payload: jax.Array, group: Group, emulated: bool, **params: Any
 ) -> list[jax.Array]:
-    """Route ids int32 [T, K], and dispatch leaves [T, ...] and scalars [T, K, ...]. Return the
-    results of a ``RoutePlan``, then leaves [C, ...] and scalars [C, ...]."""
-    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **numbers))
-    moved = dispatch(
-        *payload,
-        *plan.arrays,
-        num_leaves=num_leaves,
-        num_scalars=num_scalars,
-        wire_dtype=wire_dtype,
-        group=group,
-        emulated=emulated,
-        encoding=encoding,
-        tail=tail,
-    )
+    """Route ids int32 [T, K], and dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return
+    the results of a ``RoutePlan``, then leaves [C, ...] and choice arrays [C, ...]."""
+    plan_params = {name: params.pop(name) for name in PLAN_PARAMS}
+    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **plan_params))
+    moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
     return [*plan.results, *moved]
 
 
@@ -347,9 +337,9 @@ def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) 
     return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail_value))
 
 
-def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
-    """Return scalars of rows [C, ...]: for each row, the entry of its choice in the slots [R, T, K,
-    ...]. Rows after the last group have the value ``tail_value``."""
+def receive_row_choices(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
+    """Return a choice array as [C, ...]: for each row, the entry of its choice in the slots [R, T,
+    K, ...]. Rows after the last group have the value ``tail_value``."""
     _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
@@ -438,14 +428,13 @@ def receive_sums(
     return lax.fori_loop(np.int32(0), np.int32(num_ranks), add_rank, total).astype(dtype)
 
 
-def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place the scalars of rows [C, ...] into slots [R, T, K, ...]. Entries without a row are
-    zero."""
+def send_row_choices(x: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """Place a choice array [C, ...] into slots [R, T, K, ...]. Entries without a row are zero."""
     return take_rows(x, routing.slot_rows)
 
 
-def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Return scalars of choices [T, K, ...]: for each choice, the entry that its rank returned in
+def receive_choices(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """Return a choice array as [T, K, ...]: for each choice, the entry that its rank returned in
     the slots [R, T, K, ...]."""
     _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)

@@ -15,13 +15,13 @@ from jax.interpreters import ad, batching
 
 from .. import compat
 from ..group.group import Group
-from ..plan.plan import NUM_RESULTS, RoutePlan, RoutingArrays, plan_shapes
+from ..plan.plan import NUM_RESULTS, PLAN_PARAMS, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
 from . import reference, rules
 from .devices import for_own_devices
 from .dispatch_combine import DISPATCH, keep_arrays, moved_tangents, used_payload
 from .lowering import route as lowered
-from .lowering.site import register
+from .lowering.call_placement import register
 from .record import crossed_axes
 from .rules import is_own_axis, move_or_broadcast, select, zero_tangent
 
@@ -30,17 +30,17 @@ routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
 
 def bind_route(
-    ids: jax.Array, *, group: Group, emulated: bool, parts: int = 1, **numbers: Any
+    ids: jax.Array, *, group: Group, emulated: bool, parts: int = 1, **plan_params: Any
 ) -> RoutePlan:
     """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead.
 
-    ``numbers`` are ``num_experts`` (of all ranks), and ``capacity``, ``alignment`` and
+    ``plan_params`` are ``num_experts`` (of all ranks), and ``capacity``, ``alignment`` and
     ``first_choice`` of ``plan_route``.
     """
     (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
     ids = for_own_devices(ids, group)
-    numbers.update(group=group, emulated=emulated, parts=parts)
-    return RoutePlan.of_results(route_p.bind(ids, **numbers))
+    plan_params.update(group=group, emulated=emulated, parts=parts)
+    return RoutePlan.of_results(route_p.bind(ids, **plan_params))
 
 
 def bind_routed_dispatch(
@@ -68,12 +68,11 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters of the route and of the dispatch in a routed dispatch."""
-    of_dispatch = ("num_leaves", "num_scalars", "wire_dtype", "encoding", "tail")
     shared = dict(group=params["group"], emulated=params["emulated"])
-    route = {name: value for name, value in params.items() if name not in of_dispatch}
-    route["parts"] = 1  # one launch routes for the ranks of one host
-    dispatch = {name: value for name, value in params.items() if name in of_dispatch}
-    return {**route, **shared}, {**dispatch, **shared}
+    route = {name: params[name] for name in PLAN_PARAMS}
+    dispatch = {name: value for name, value in params.items() if name not in PLAN_PARAMS}
+    # One launch routes for the ranks of one host.
+    return {**route, **shared, "parts": 1}, dispatch
 
 
 def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -190,17 +189,17 @@ def _routed_batch(
 
 
 def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves. If no leaf or scalar is used, only the route is left."""
+    """Remove unused leaves. If no leaf or choice array is used, only the route is left."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
-    used, kept = used_payload(used_results[NUM_RESULTS:], eqn.params)
+    used, kept_results = used_payload(used_results[NUM_RESULTS:], eqn.params)
     used_inputs = [True, *used]
     if not any(used):
         return used_inputs, _route_of(eqn)
     plan, moved = _split_plan(eqn.outvars)
     return used_inputs, eqn.replace(
         invars=select(used_inputs, eqn.invars),
-        outvars=[*plan.results, *select(kept, moved)],
+        outvars=[*plan.results, *select(kept_results, moved)],
         params=keep_arrays(used, eqn.params),
     )
 
@@ -253,11 +252,11 @@ def _routed_remat(
         backward = None if has_moved else dispatch
     else:
         backward = route if has_moved else eqn
-    read = [] if backward is None else backward.invars
+    read_by_backward = [] if backward is None else backward.invars
     needs = [
         x
         for x, inst in zip(eqn.invars, instantiated, strict=True)
-        if not inst and any(x is each for each in read)
+        if not inst and any(x is each for each in read_by_backward)
     ]
     if backward is dispatch:
         needs += plan.arrays
@@ -271,7 +270,12 @@ route_p.def_abstract_eval(_route_abstract)
 ad.primitive_jvps[route_p] = _route_jvp
 batching.fancy_primitive_batchers[route_p] = _route_batch
 
-register(routed_dispatch_p, reference.routed_dispatch, lowered.routed_dispatch, _route_and_dispatch)
+register(
+    routed_dispatch_p,
+    reference.routed_dispatch,
+    lowered.routed_dispatch,
+    lambda **_: _route_and_dispatch,
+)
 routed_dispatch_p.def_abstract_eval(_routed_abstract)
 ad.primitive_jvps[routed_dispatch_p] = _routed_jvp
 batching.fancy_primitive_batchers[routed_dispatch_p] = _routed_batch

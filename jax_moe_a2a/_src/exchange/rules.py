@@ -15,7 +15,7 @@ from ..group.group import Group
 from ..plan.plan import RoutingArrays, fold_batch
 from ..routing.types import check_arrays
 from .lowering import exchange as lowered
-from .lowering.site import register
+from .lowering.call_placement import register
 from .record import Exchange, Layout, split_routing
 
 

@@ -20,8 +20,8 @@ from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .dispatch_combine import COMBINE, DISPATCH
 from .lowering import exchange as lowered
-from .lowering.site import barrier, register
-from .record import Exchange, Layout, Layouts, split_routing
+from .lowering.call_placement import barrier, register
+from .record import Exchange, Layout, Layouts, shared_params, split_routing
 from .rules import aval_of, carries_tangent, cotangents_of, is_zero, select
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
@@ -48,12 +48,14 @@ def add_halves(whole: Exchange) -> None:
 
     def done_layouts(**params: Any) -> Layouts:
         layouts = whole.layouts(**params)
-        flying, kept = in_flight(layouts), layouts.operands if whole.keeps_payload else ()
+        in_flight_layouts = in_flight(layouts)
+        num_in_flight = len(in_flight_layouts)
+        kept_layouts = layouts.operands if whole.keeps_payload else ()
         sources = [
-            (i, len(flying) // 2 + i, *(len(flying) + j for j in of_whole if kept))
+            (i, num_in_flight // 2 + i, *(num_in_flight + j for j in of_whole if kept_layouts))
             for i, of_whole in enumerate(layouts.sources)
         ]
-        return Layouts([*flying, *kept], layouts.results, sources)
+        return Layouts([*in_flight_layouts, *kept_layouts], layouts.results, sources)
 
     for phase, layouts, compute, lower in (
         ("start", start_layouts, reference.start, lowered.start),
@@ -93,7 +95,7 @@ def _half_jvp(
 def _half_transpose(
     half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
-    params.pop("tail", None)  # as for a whole exchange
+    params = shared_params(params)
     payload, routing = split_routing(operands)
     cotangents = [
         ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)
@@ -115,10 +117,10 @@ def _bind_kept(
     """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
     if not operands:
         return []
-    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
-    keep = [carries_tangent(aval_of(x).dtype) for x in payload[: num_leaves + num_scalars]]
-    kept = dict(num_leaves=sum(keep[:num_leaves]), num_scalars=sum(keep[num_leaves:]))
-    return half.bind(operands, routing, **dict(params, **kept))
+    num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
+    keep = [carries_tangent(aval_of(x).dtype) for x in payload[: num_leaves + num_choice_arrays]]
+    kept_counts = dict(num_leaves=sum(keep[:num_leaves]), num_choice_arrays=sum(keep[num_leaves:]))
+    return half.bind(operands, routing, **dict(params, **kept_counts))
 
 
 # Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..checks import Tail
-from ..formats.formats import TokenFormat, WireDtype, paired
+from ..formats.formats import TokenFormat, paired
 from ..routing.two_level import AnyRouting
 from .bind import bind
 from .dispatch_combine import DISPATCH
+from .payload_checks import DispatchOptions
 
 
 def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
@@ -27,10 +27,7 @@ def decoded(
     parts: Sequence[jax.Array],
     x: Sequence[jax.Array],
     routing: AnyRouting,
-    *,
-    fmt: TokenFormat,
-    wire_dtype: WireDtype,
-    tail: Tail,
+    options: DispatchOptions,
 ) -> list[jax.Array]:
     """Return the rows of dispatched values and scales, with straight-through derivatives.
 
@@ -38,19 +35,16 @@ def decoded(
       parts: the result of ``encoded`` after the dispatch.
       x: the arrays that were encoded.
       routing: the routing of the dispatch.
-      fmt: the token format.
-      wire_dtype: as in ``dispatch``, for the gradient.
-      tail: as in ``dispatch``.
+      options: of the dispatch. Its wire dtype is for the gradient.
 
     Returns:
       An array [C, ...] for each array of ``x``, in its dtype.
     """
     pairs = zip(paired(parts), x, strict=True)
-    rows = [fmt.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    params: dict[str, Any] = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
-    if tail != "zero":
-        params["tail"] = tail
-    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
+    assert options.format is not None
+    fmt = options.format.travelling
+    rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
+    return _with_derivatives_of_dispatch(rows, list(x), routing, options.params(len(x), 0))
 
 
 # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format. The

@@ -29,7 +29,7 @@ from .routed import bind_route
 
 
 class TwoLevelPlan(NamedTuple):
-    """Hold the results of a two-level route. The fields are those of ``TwoLevelRouting``."""
+    """The results of a two-level route. The fields are those of ``TwoLevelRouting``."""
 
     hosts: RoutingArrays
     ranks: RoutingArrays
@@ -64,7 +64,7 @@ def plan_levels(
         _between_hosts(everywhere, host),
         group=hosts,
         num_leaves=1,
-        num_scalars=0,
+        num_choice_arrays=0,
         wire_dtype=None,
     )
     gathered = gathered.reshape(hosts.size, num_tokens, top_k)
@@ -212,13 +212,15 @@ def _levels(
 def _for_hosts(
     payload: Sequence[Any], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return the payload between hosts: leaves, and for each host of a token all of its scalars."""
+    """Return the payload between hosts: leaves, and for each host of a token the entries of all its
+    choices."""
     return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
 
 
-def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
-    """Return [T, min(K, H), K] from scalars [T, K], because each host receives all scalars of a
-    token. Unlike the gradient of leaves, their gradient is not rounded to ``wire_dtype``."""
-    num_tokens, top_k = scalars.shape
+def _for_each_host(choice_arrays: jax.Array, routing: TwoLevelRouting) -> jax.Array:
+    """Return [T, min(K, H), K] from a choice array [T, K], because each host receives the entries
+    of all choices of a token. Unlike the gradient of leaves, their gradient is not rounded to
+    ``wire_dtype``."""
+    num_tokens, top_k = choice_arrays.shape
     most_hosts = routing.hosts.choice_rank.shape[1]
-    return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))
+    return jnp.broadcast_to(choice_arrays[:, None], (num_tokens, most_hosts, top_k))

@@ -2,13 +2,13 @@
 
 The payload of a weighted combine is pairs of rows and weights: first all rows, then all weights.
 The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then weights
-(the scalars). Its parameter ``num_weight_axes`` is the number of axes of a weight after the axis of
-rows.
+(the choice arrays). Its parameter ``num_weight_axes`` is the number of axes of a weight after the
+axis of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 from jax.interpreters import ad, batching
 
 from .. import compat
+from ..group.group import Group
 from . import reference, rules
 from .dispatch_combine import DISPATCH
 from .lowering.combine import weighted_combine_calls
@@ -30,8 +31,8 @@ def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
     return Layouts([ROW] * num_operands, [TOKEN], [tuple(range(num_operands))])
 
 
-def _dispatch_layouts(*, num_leaves: int, num_scalars: int, **_: Any) -> Layouts:
-    num_others = num_leaves + num_scalars
+def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: Any) -> Layouts:
+    num_others = num_leaves + num_choice_arrays
     return Layouts([TOKEN] + [ROW] * num_others, [ROW] * num_others, [(0,)] * num_others)
 
 
@@ -41,7 +42,7 @@ def _dispatch_types(
     *,
     lead: tuple[int, ...],
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     num_weight_axes: int,
     **_: Any,
 ) -> list[Any]:
@@ -57,26 +58,28 @@ def _dispatch_types(
         accumulation_dtype(moved.dtype),
         moved.sharding.spec[len(lead) + 1 : num_axes],
     )
-    expected = [moved.shape] * num_leaves + [dotted.shape] * num_scalars
+    expected = [moved.shape] * num_leaves + [dotted.shape] * num_choice_arrays
     for aval, shape in zip(payload[1:], expected, strict=True):
         if aval.shape != shape:
             raise TypeError(
                 f"{WEIGHTED_DISPATCH.primitive} needs an operand {shape}; got {aval.str_short()}"
             )
-    return [moved] * num_scalars + [dotted] * num_leaves
+    return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
 def _dispatch_and_weigh(
     *operands: Any,
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     num_weight_axes: int,
     emulated: bool,
     **params: Any,
 ) -> list[Any]:
     """Build a weighted dispatch from a dispatch and a local computation on its rows."""
     (g, *payload), routing = split_routing(operands)
-    (moved,) = DISPATCH.bind([g], routing, num_leaves=1, num_scalars=0, emulated=emulated, **params)
+    (moved,) = DISPATCH.bind(
+        [g], routing, num_leaves=1, num_choice_arrays=0, emulated=emulated, **params
+    )
     return reference.scale_and_dot(
         moved,
         payload[:num_leaves],
@@ -86,12 +89,9 @@ def _dispatch_and_weigh(
     )
 
 
-def _unfused(*operands: Any, **params: Any) -> list[Any]:
+def _unfused(*, group: Group, **_: Any) -> Callable[..., list[Any]]:
     # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
-    is_single_rank = params["group"].size == 1
-    return (reference.weighted_dispatch if is_single_rank else _dispatch_and_weigh)(
-        *operands, **params
-    )
+    return reference.weighted_dispatch if group.size == 1 else _dispatch_and_weigh
 
 
 WEIGHTED_COMBINE = Exchange(
@@ -161,7 +161,7 @@ def _combine_transpose(
         rows, weights = payload[:num_leaves], payload[num_leaves:]
         dot_with = select(wanted[num_leaves:], rows)
         scale_by = select(wanted[:num_leaves], weights)
-        params.update(num_leaves=len(dot_with), num_scalars=len(scale_by))
+        params.update(num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
         moved = WEIGHTED_DISPATCH.bind(
             [cotangent, *dot_with, *scale_by],
             routing,
@@ -193,13 +193,13 @@ def _dispatch_jvp(
         return _dispatch_and_weigh(*spread(moving, args, primals), **params)
 
     out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
-    # Each result depends on the first operand and on one scalar or leaf. The results of the scalars
-    # come first.
+    # Each result depends on the first operand and on one other array. The results of the choice
+    # arrays come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]
-    of_scalars = moving[1 + params["num_leaves"] : len(out) + 1]
+    of_choice_arrays = moving[1 + params["num_leaves"] : len(out) + 1]
     return out, [
         dx if moving[0] or m else zero_tangent(x)
-        for x, dx, m in zip(out, tangents_out, of_scalars + of_leaves, strict=True)
+        for x, dx, m in zip(out, tangents_out, of_choice_arrays + of_leaves, strict=True)
     ]
 
 
@@ -207,13 +207,13 @@ def _dispatch_transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     num_leaves: int,
-    num_scalars: int,
+    num_choice_arrays: int,
     num_weight_axes: int,
     **params: Any,
 ) -> list[Any]:
     (g, *payload), routing = split_routing(operands)
     rows, weights = payload[:num_leaves], payload[num_leaves:]
-    ct_scaled, ct_dotted = cotangents[:num_scalars], cotangents[num_scalars:]
+    ct_scaled, ct_dotted = cotangents[:num_choice_arrays], cotangents[num_choice_arrays:]
     if ad.is_undefined_primal(g):
         pairs = [(ct, w) for ct, w in zip(ct_scaled, weights, strict=True) if not is_zero(ct)]
         pairs += [(r, ct) for r, ct in zip(rows, ct_dotted, strict=True) if not is_zero(ct)]
@@ -221,7 +221,7 @@ def _dispatch_transpose(
         if pairs:
             paired = [r for r, _ in pairs] + [w for _, w in pairs]
             (ct_g,) = WEIGHTED_COMBINE.bind(
-                paired, routing, num_leaves=len(pairs), num_scalars=0, **params
+                paired, routing, num_leaves=len(pairs), num_choice_arrays=0, **params
             )
         return [ct_g] + [None] * (len(payload) + len(routing))
 
@@ -237,7 +237,7 @@ def _dispatch_transpose(
             [g, *dot_with, *scale_by],
             routing,
             num_leaves=len(dot_with),
-            num_scalars=len(scale_by),
+            num_choice_arrays=len(scale_by),
             num_weight_axes=num_weight_axes,
             **params,
         )
@@ -276,14 +276,14 @@ def _dispatch_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], A
     """Remove rows and weights of unused results. Remove the whole exchange if no result is used."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
-    num_scalars = eqn.params["num_scalars"]
-    of_scalars, of_leaves = used_results[:num_scalars], used_results[num_scalars:]
+    num_choice_arrays = eqn.params["num_choice_arrays"]
+    of_choice_arrays, of_leaves = used_results[:num_choice_arrays], used_results[num_choice_arrays:]
     _, routing = split_routing(eqn.invars)
-    used_inputs = [True, *of_leaves, *of_scalars, *(True for _ in routing)]
+    used_inputs = [True, *of_leaves, *of_choice_arrays, *(True for _ in routing)]
     return used_inputs, eqn.replace(
         invars=select(used_inputs, eqn.invars),
         outvars=select(used_results, eqn.outvars),
-        params=dict(eqn.params, num_leaves=sum(of_leaves), num_scalars=sum(of_scalars)),
+        params=dict(eqn.params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choice_arrays)),
     )
 
 

@@ -20,10 +20,11 @@ from ..group import native
 from ..grouped import lowering as grouped
 from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_fun, table
 from ..grouped.reference import lead_of
-from .activations import FusedActivation
+from .activations import KINDS, FusedActivation
 
 DOT_ACT = "moe_a2a_dot_act"
 ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
+SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
 
 logger = logging.getLogger("jax_moe_a2a")
@@ -34,10 +35,9 @@ def why_not_dot_act(
 ) -> str:
     """Return why the kernel does not compute the activations of a product of these sizes on the
     GPUs of this process; '' if it does. The product has ``width`` columns."""
-    if why := grouped.why_no_kernel(dtype, num_rows, num_groups, k, width):
-        return why
-    columns = width // activation.width(1)
-    return f"the kernel needs I in multiples of 8; got I={columns}" if columns % 8 else ""
+    of_columns = (width, width // activation.width(1))  # of the product, and of its activations
+    whys = (grouped.why_no_kernel(dtype, num_rows, num_groups, k, n) for n in of_columns)
+    return next(filter(None, whys), "")
 
 
 def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -49,14 +49,23 @@ def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **pa
     return _lower(why, _dot_act, composition, ctx, *operands, **params)
 
 
+def dot_bias_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower ``dot_bias_p``."""
+    h, w_out = ctx.avals_in[:2]
+    return _lower(_why_no_product(h, w_out), _dot_bias, composition, ctx, *operands, **params)
+
+
 def act_dot_grad_cuda(
     composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
 ) -> Any:
     """Lower ``act_dot_grad_p``."""
     ct, _, _, w_out, _ = ctx.avals_in
-    batch, own = math.prod(lead_of(ct)), w_out.shape[-3:]
-    why = grouped.why_no_kernel(ct.dtype, batch * ct.shape[-2], batch * own[0], *own[1:])
-    return _lower(why, _act_dot_grad, composition, ctx, *operands, **params)
+    return _lower(_why_no_product(ct, w_out), _act_dot_grad, composition, ctx, *operands, **params)
+
+
+def _why_no_product(rows: Any, w: Any) -> str:
+    batch, own = math.prod(lead_of(rows)), w.shape[-3:]
+    return grouped.why_no_kernel(rows.dtype, batch * rows.shape[-2], batch * own[0], *own[1:])
 
 
 def _lower(
@@ -85,24 +94,60 @@ def _dot_act(
     num_sms: int | None,
 ) -> list[jax.Array]:
     *bias, weights, sizes = others
+    columns = w.shape[-1] // activation.width(1)
+    attributes = _attributes_of(activation)
+    return _product(
+        rows, w, bias[0] if has_bias else None, weights, sizes, columns, keep, num_sms, attributes
+    )
+
+
+def _dot_bias(
+    h: jax.Array,
+    w_out: jax.Array,
+    b_out: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    num_sms: int | None,
+) -> jax.Array:
+    attributes = dict(_attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
+    columns = w_out.shape[-1]
+    return _product(h, w_out, b_out, weights, sizes, columns, False, num_sms, attributes)[0]
+
+
+def _product(
+    rows: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    weights: jax.Array,
+    sizes: jax.Array,
+    columns: int,
+    keep: bool,
+    num_sms: int | None,
+    attributes: dict[str, Any],
+) -> list[jax.Array]:
+    """Call the kernel that has an activation in the epilogue of a product of rows.
+
+    Args:
+      columns: of the result. With ``keep``, the product itself is a second result.
+    """
     num_rows, width = rows.shape[-2], w.shape[-1]
     bias2 = jnp.zeros(0, rows.dtype)
-    if has_bias:  # the table has one index for both
-        lead = np.broadcast_shapes(w.shape[:-3], bias[0].shape[:-2])
+    if bias is not None:  # the table has one index for both
+        lead = np.broadcast_shapes(w.shape[:-3], bias.shape[:-2])
         w = jnp.broadcast_to(w, (*lead, *w.shape[-3:]))
-        bias2 = flat(jnp.broadcast_to(bias[0], (*lead, *bias[0].shape[-2:])), 2)
+        bias2 = flat(jnp.broadcast_to(bias, (*lead, *bias.shape[-2:])), 2)
     groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=False)
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
-    columns = width // activation.width(1)
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
     h, pre = _call(
         DOT_ACT,
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
         (rows2, flat(w, 3), groups, bias2, weights.reshape(-1)),
-        activation,
         num_sms,
         product=np.int64(FORWARD_FEW if few else FORWARD),
+        **attributes,
     )
     found = [h, pre] if keep else [h]
     return [x.reshape(*rows.shape[:-1], x.shape[-1]) for x in found]
@@ -130,8 +175,9 @@ def _act_dot_grad(
             jax.ShapeDtypeStruct((num_tiles, num_rows), jnp.float32),
         ],
         (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
-        activation,
         num_sms,
+        input_output_aliases={3: 0},  # a warp reads its elements before it writes them
+        **_attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_tiles)))
@@ -142,26 +188,27 @@ def _act_dot_grad(
     ]
 
 
-def _call(
-    target: str,
-    results: list[jax.ShapeDtypeStruct],
-    operands: tuple[jax.Array, ...],
-    activation: FusedActivation,
-    num_sms: int | None,
-    **attributes: Any,
-) -> list[jax.Array]:
-    """Call a kernel and return its results without the counter."""
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call(target, [*results, counter])
-    *found, _ = call(
-        *operands,
+def _attributes_of(activation: FusedActivation) -> dict[str, Any]:
+    return dict(
         activation=np.int64(activation.code),
         gated=np.int64(activation.gated),
         alpha=np.float32(activation.alpha),
         limit=np.float32(activation.limit),
-        num_sms=np.int64(num_sms or 0),
-        **attributes,
     )
+
+
+def _call(
+    target: str,
+    results: list[jax.ShapeDtypeStruct],
+    operands: tuple[jax.Array, ...],
+    num_sms: int | None,
+    input_output_aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Call a kernel and return its results without the counter."""
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=input_output_aliases)
+    *found, _ = call(*operands, num_sms=np.int64(num_sms or 0), **attributes)
     # As in grouped/lowering.py. Each result has a barrier of its own, because XLA removes unused
     # results from a shared barrier. Two equal calls would then not be merged.
     return [lax.optimization_barrier(x) for x in found]

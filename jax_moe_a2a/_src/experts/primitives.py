@@ -1,10 +1,11 @@
 """Define the experts of a layer as primitives: two grouped products around an activation.
 
-``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out``. A row is multiplied by the
-weights of its group. Its derivatives need two more primitives. Let ``pre = rows w_in + b_in`` and
-``h = weights * act(pre)``.
+``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row is
+multiplied by the weights of its group. Its derivatives need more primitives. Let
+``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
+- ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
   ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``.
 - ``act_dot_grad_p`` has all that its transpose needs of one product, ``ct_h = ct_y w_out^T``:
@@ -43,6 +44,7 @@ from .activations import FusedActivation
 
 experts_p = compat.Primitive("moe_a2a_experts")
 dot_act_p = compat.Primitive("moe_a2a_dot_act")
+dot_bias_p = compat.Primitive("moe_a2a_dot_bias")
 act_dot_tangent_p = compat.Primitive("moe_a2a_act_dot_tangent")
 act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
 dot_act_p.multiple_results = act_dot_grad_p.multiple_results = True
@@ -58,15 +60,27 @@ def bind_experts(
     b_in: Any,
     weights: Any,
     w_out: Any,
+    b_out: Any,
     sizes: Any,
     *,
     activation: FusedActivation,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Bind ``experts_p``. ``b_in`` may be None."""
-    operands = [rows, w_in, *([] if b_in is None else [b_in]), weights, w_out, sizes]
+    """Bind ``experts_p``. ``b_in`` and ``b_out`` may be None."""
+    given = lambda bias: [] if bias is None else [bias]
+    operands = [rows, w_in, *given(b_in), weights, w_out, *given(b_out), sizes]
     params = dict(activation=activation, num_sms=num_sms)
-    return _bind(experts_p, *operands, has_bias=b_in is not None, **params)
+    has_biases = dict(has_bias=b_in is not None, has_b_out=b_out is not None)
+    return _bind(experts_p, *operands, **has_biases, **params)
+
+
+def _bind_dot_bias(
+    h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, num_sms: int | None = None
+) -> jax.Array:
+    """Bind ``dot_bias_p``, or the grouped product alone if ``b_out`` is None."""
+    if b_out is None:
+        return _dot(h, w_out, sizes, num_sms)
+    return _bind(dot_bias_p, h, w_out, b_out, weights, sizes, num_sms=num_sms)
 
 
 def _bind(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -134,12 +148,28 @@ def _dot_act(
 
 
 def _experts(
-    *operands: Any, activation: FusedActivation, has_bias: bool, num_sms: int | None
+    *operands: Any,
+    activation: FusedActivation,
+    has_bias: bool,
+    has_b_out: bool,
+    num_sms: int | None,
 ) -> jax.Array:
-    *first, w_out, sizes = operands
+    first, w_out, b_out, sizes = _split_experts(operands, has_b_out)
     params = dict(activation=activation, has_bias=has_bias, num_sms=num_sms)
     (h,) = _bind(dot_act_p, *first, sizes, keep=False, **params)
-    return _dot(h, w_out, sizes, num_sms)
+    return _bind_dot_bias(h, w_out, b_out, first[-1], sizes, num_sms)
+
+
+def _split_experts(operands: Sequence[Any], has_b_out: bool) -> tuple[Any, Any, Any, Any]:
+    """Return the operands of the first product, w_out, b_out or None, and sizes."""
+    *first, w_out, b_out, sizes = operands if has_b_out else [*operands[:-1], None, operands[-1]]
+    return first, w_out, b_out, sizes
+
+
+def _dot_bias(
+    h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, *, num_sms: int | None
+) -> jax.Array:
+    return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
 
 
 def _act_dot_tangent(
@@ -210,10 +240,15 @@ def _dot_act_abstract(
     return [h, pre] if keep else [h]
 
 
-def _experts_abstract(*avals: Any, **_: Any) -> Any:
-    rows, *_others, w_out, _sizes = avals
+def _experts_abstract(*avals: Any, has_b_out: bool, **_: Any) -> Any:
+    (rows, *_others), w_out, _, _ = _split_experts(avals, has_b_out)
     check_unsharded(*avals)
     return compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype)
+
+
+def _dot_bias_abstract(h: Any, w_out: Any, *others: Any, **_: Any) -> Any:
+    check_unsharded(h, w_out, *others)
+    return compat.result_aval(h, (*h.shape[:-1], w_out.shape[-1]), h.dtype)
 
 
 def _tangent_abstract(*avals: Any, **_: Any) -> Any:
@@ -232,15 +267,22 @@ def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_:
 
 
 def _experts_jvp(
-    primals: Any, tangents: Any, *, activation: FusedActivation, has_bias: bool, num_sms: Any
+    primals: Any,
+    tangents: Any,
+    *,
+    activation: FusedActivation,
+    has_bias: bool,
+    has_b_out: bool,
+    num_sms: Any,
 ) -> Any:
-    rows, w_in, *bias, weights, w_out, sizes = primals
-    d_rows, d_w_in, *d_bias, d_weights, d_w_out, _ = tangents
+    (rows, w_in, *bias, weights), w_out, b_out, sizes = _split_experts(primals, has_b_out)
+    first, d_w_out, d_b_out, _ = _split_experts(tangents, has_b_out)
+    d_rows, d_w_in, *d_bias, d_weights = first
     params = dict(activation=activation, num_sms=num_sms)
     h, pre = _bind(
         dot_act_p, rows, w_in, *bias, weights, sizes, keep=True, has_bias=has_bias, **params
     )
-    y = _dot(h, w_out, sizes, num_sms)
+    y = _bind_dot_bias(h, w_out, b_out, weights, sizes, num_sms)
     terms = []
     if not _is_zero(d_rows):
         terms.append(_dot(d_rows, w_in, sizes, num_sms))
@@ -249,13 +291,34 @@ def _experts_jvp(
     if has_bias and not _is_zero(d_bias[0]):
         ones = jnp.ones(rows.shape[:-1], rows.dtype)
         terms.append(bias_of_rows(d_bias[0], ones, sizes, num_sms))
-    if not terms and _is_zero(d_weights):
-        if _is_zero(d_w_out):
-            return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-        return y, _dot(h, d_w_out, sizes, num_sms)
-    d_pre = sum(terms[1:], terms[0]) if terms else None
-    others = [None if _is_zero(d) else d for d in (d_weights, d_w_out)]
-    return y, _bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params)
+    d_y = []
+    if terms or not _is_zero(d_weights):
+        d_pre = sum(terms[1:], terms[0]) if terms else None
+        others = [None if _is_zero(d) else d for d in (d_weights, d_w_out)]
+        d_y.append(_bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params))
+    elif not _is_zero(d_w_out):
+        d_y.append(_dot(h, d_w_out, sizes, num_sms))
+    if has_b_out:
+        d_y += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
+    return y, _sum(y, d_y)
+
+
+def _bias_terms(
+    bias: Any, d_bias: Any, scale: Any, d_scale: Any, sizes: Any, num_sms: Any
+) -> list[jax.Array]:
+    """Return the terms of the tangent of ``bias_of_rows``."""
+    moving = [(d_bias, scale), (bias, d_scale)]
+    return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(_is_zero, pair))]
+
+
+def _dot_bias_jvp(primals: Any, tangents: Any, *, num_sms: Any) -> Any:
+    h, w_out, b_out, weights, sizes = primals
+    d_h, d_w_out, d_b_out, d_weights, _ = tangents
+    y = _bind(dot_bias_p, *primals, num_sms=num_sms)
+    moving = [(d_h, w_out), (h, d_w_out)]
+    terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(_is_zero, pair))]
+    terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
+    return y, _sum(y, terms)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -422,8 +485,12 @@ def _shared_by_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
     return [False, True, *[True] * has_bias, False, True]
 
 
-def _shared_by_experts(*, has_bias: bool, **_: Any) -> list[bool]:
-    return [False, True, *[True] * has_bias, False, True, True]
+def _shared_by_experts(*, has_bias: bool, has_b_out: bool, **_: Any) -> list[bool]:
+    return [False, True, *[True] * has_bias, False, True, *[True] * has_b_out, True]
+
+
+def _shared_by_dot_bias(**_: Any) -> list[bool]:
+    return [False, True, True, False, True]
 
 
 def _shared_by_tangent(*, linear: Sequence[bool], **_: Any) -> list[bool]:
@@ -440,6 +507,7 @@ def _shared_by_grad(**_: Any) -> list[bool]:
 for _primitive, _abstract, _composition, _jvp, _shared in (
     (experts_p, _experts_abstract, _experts, _experts_jvp, _shared_by_experts),
     (dot_act_p, _dot_act_abstract, _dot_act, _dot_act_jvp, _shared_by_dot_act),
+    (dot_bias_p, _dot_bias_abstract, _dot_bias, _dot_bias_jvp, _shared_by_dot_bias),
     (act_dot_tangent_p, _tangent_abstract, _act_dot_tangent, _tangent_jvp, _shared_by_tangent),
     (act_dot_grad_p, _grad_abstract, _act_dot_grad, _grad_jvp, _shared_by_grad),
 ):
@@ -456,6 +524,7 @@ ad.primitive_transposes[act_dot_grad_p] = _grad_transpose
 compat.register_dce_rule(dot_act_p, _dot_act_dce)
 for _primitive, _cuda, _composition in (
     (dot_act_p, lowered.dot_act_cuda, _dot_act),
+    (dot_bias_p, lowered.dot_bias_cuda, _dot_bias),
     (act_dot_grad_p, lowered.act_dot_grad_cuda, _act_dot_grad),
 ):
     mlir.register_lowering(_primitive, partial(_cuda, _composition), platform="cuda")

@@ -45,7 +45,7 @@ GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
 class Quantized(NamedTuple):
-    """Hold tokens or rows in a token format. It is a pytree."""
+    """Tokens or rows in a token format. It is a pytree."""
 
     values: jax.Array
     """[..., H] float8_e4m3fn; or [..., H / 2] uint8 with two float4_e2m1fn per byte, the first in
@@ -57,8 +57,7 @@ class Quantized(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
-    """Define the common interface of all token formats: groups along the last axis, each with a
-    scale.
+    """The common interface of all token formats: groups along the last axis, each with a scale.
 
     If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
     scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
@@ -246,7 +245,7 @@ class TokenFormat:
 
 
 class _PowerOfTwoScales(TokenFormat):
-    """Store float8_e4m3fn values with powers of two as scales: only the values are rounded."""
+    """float8_e4m3fn values with powers of two as scales: only the values are rounded."""
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
         """Return the exponent of the scale, int32, from the largest magnitude of a group."""
@@ -267,7 +266,7 @@ class _PowerOfTwoScales(TokenFormat):
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseFp8(_PowerOfTwoScales):
-    """Store float8_e4m3fn values in groups of 128 with float32 scales.
+    """float8_e4m3fn values in groups of 128 with float32 scales.
 
     The scale is the smallest power of two, at least 2**-117, with which no value of the group
     exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``. The group
@@ -289,7 +288,7 @@ class BlockwiseFp8(_PowerOfTwoScales):
 
 @dataclasses.dataclass(frozen=True)
 class MxFp8(_PowerOfTwoScales):
-    """Store float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
+    """float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
 
     The scale is the largest power of two that is at most the largest magnitude of the group divided
     by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
@@ -313,7 +312,7 @@ class MxFp8(_PowerOfTwoScales):
 
 @dataclasses.dataclass(frozen=True)
 class NvFp4(TokenFormat):
-    """Store float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
+    """float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
 
     ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
     byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn. Matrix products
@@ -399,7 +398,7 @@ WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: d
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """Hold how a dispatch quantizes its leaves. It is a static parameter of the primitive."""
+    """The way a dispatch quantizes its leaves. It is a static parameter of the primitive."""
 
     format: TokenFormat
     decode: bool

@@ -15,7 +15,7 @@ from jax import lax
 
 
 class ScaleLayout(NamedTuple):
-    """Hold the functions that convert row-major scales to a layout and back."""
+    """The functions that convert row-major scales to a layout and back."""
 
     shape: Callable[[int, int], tuple[int, ...]]
     """Maps (C, S) to the shape of the scales in this layout."""

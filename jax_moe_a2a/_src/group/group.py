@@ -12,7 +12,7 @@ from .value import GroupValue
 
 
 class Group(GroupValue):
-    """Name the ranks that exchange tokens, along one or several mesh axes.
+    """The ranks that exchange tokens, along one or several mesh axes.
 
     A group is a value: it is frozen, hashable, and equal to any group with the same content. It
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
@@ -20,9 +20,9 @@ class Group(GroupValue):
 
     If a group has GPUs of several processes, each process must announce itself to the others. A
     process does so when it first lowers a program with an exchange of the group, or first uses
-    ``path``, ``why_portable``, ``topology``, ``is_wide`` or ``reserve``. Each of these may wait
-    until the other processes have announced themselves, so use them in all processes. See "When
-    processes announce themselves" in ``docs/multi_host.md``.
+    ``path``, ``why_portable``, ``topology``, ``is_multi_host`` or ``reserve``. Each of these may
+    wait until the other processes have announced themselves, so use them in all processes. See
+    "When processes announce themselves" in ``docs/multi_host.md``.
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -37,10 +37,11 @@ class Group(GroupValue):
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. For None, and for an operation
         that the mapping lacks, the package chooses, and split exchanges use fewer SMs. A launch
         never uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
-      p2p_world_size: number of neighbouring ranks that reach each other's memory with loads and
-        stores, as GPUs of one host do. The kernels reach all other ranks through NVSHMEM, which
-        needs one process per GPU. None means the ranks of one host. Results do not depend on it,
-        and the portable path ignores it.
+      p2p_world_size: None, the default, runs the kernels only between ranks of one host. A number
+        lets the kernels reach ranks of other hosts through NVSHMEM, which is experimental and needs
+        one process per GPU. It is the number of neighbouring ranks that reach each other's memory
+        with loads and stores: normally the GPUs of a host. Results do not depend on it, and the
+        portable path ignores it.
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
@@ -52,16 +53,17 @@ class Group(GroupValue):
         still end in all processes. ``check`` reports the failure in both cases. See "When an
         exchange fails" in ``docs/multi_host.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
-        and is an error if they cannot run. None selects the kernels if they can run, otherwise the
-        portable path. Inside ``jax.vmap`` over the group's axis, None means the portable path, and
-        ``"cuda"`` runs the kernels for all ranks on one GPU, in one launch.
+        and is an error if they cannot run; with two levels, they must run within each host. None
+        selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap`` over
+        the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
+        ranks on one GPU, in one launch.
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the
         package choose.
       two_level: True to exchange in two levels: a token crosses to each host once, and each host
         sums before it sends back. Two levels need a mesh, and ``axis_name`` must be the axis over
         at most 32 hosts and the axis over the ranks of a host. Rows and their order stay the same.
-        None chooses two levels only if the mesh has devices, and its two axes are 2 to 8 hosts and
-        the ranks of each host.
+        None chooses two levels if the mesh has devices, and the two axes are 2 to 32 hosts and at
+        least two ranks of each host.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -88,10 +90,17 @@ class Group(GroupValue):
     def path(self) -> str:
         """Return ``"cuda"`` if the kernels run on the group's devices, otherwise ``"portable"``.
 
+        With two levels of which only the level within a host runs on the kernels, return
+        ``"cuda within hosts, portable between"``. This is normal for a group over several hosts.
+
         Raises:
           RuntimeError: as ``why_portable``.
-          ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run.
+          ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run. With
+            two levels, they must run within a host.
         """
+        if self.two_level:
+            between, within = (level.path for level in self.levels)
+            return within if between == within else f"{within} within hosts, {between} between"
         why = self.why_portable
         if why and self.implementation == "cuda":
             raise ValueError(
@@ -104,9 +113,13 @@ class Group(GroupValue):
     def why_portable(self) -> str:
         """Return why the kernels do not run on the group's devices, or '' if they do.
 
-        With two levels, it returns the reason of the first level without kernels. If the devices
-        belong to several processes, it waits until all of them have announced themselves, so read
-        it in all processes.
+        With two levels, the reason begins with the level: ``"within hosts: "`` or
+        ``"between hosts: "``. If the devices belong to several processes, it waits until all of
+        them have announced themselves, so read it in all processes.
+
+        If the ranks are on several hosts, and a group over two mesh axes could run the kernels
+        within each host, the reason ends with the lines that make this group, and is also a Python
+        warning.
 
         Raises:
           RuntimeError: if another process of the mesh has not announced itself within
@@ -127,13 +140,13 @@ class Group(GroupValue):
         return runtime.topology(self)
 
     @property
-    def is_wide(self) -> bool:
-        """Return True if the group is multi-host: not all ranks share memory.
+    def is_multi_host(self) -> bool:
+        """Return True if not all ranks of the group share memory.
 
         Raises:
           RuntimeError: as ``why_portable``.
         """
-        return self.topology.is_wide
+        return self.topology.is_multi_host
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
         """Return the group with the devices of a program that is being lowered.
@@ -226,7 +239,10 @@ class Group(GroupValue):
 
         def __getattr__(self, name):
             """Raise an AttributeError for a name that does not exist or was removed."""
-            use = {"counters": "check() to find a failure, because the counters are internal"}
+            use = {
+                "counters": "check() to find a failure, because the counters are internal",
+                "is_wide": "is_multi_host, its new name",
+            }
             remedy = f": it was removed; use {use[name]}" if name in use else ""
             message = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"
             raise AttributeError(message, name=name, obj=self)

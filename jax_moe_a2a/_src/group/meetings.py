@@ -1,7 +1,7 @@
 """Let all processes meet through JAX's coordination service, with a bounded wait.
 
 The purpose of a meeting is its name. No process counts meetings, so a process whose wait for one
-meeting timed out can still come to the next meeting.
+meeting timed out can still take part in the next meeting.
 
 A meeting may be repeated, for example if a group is closed twice, or if some processes were late.
 So a meeting has numbered attempts, and the coordination service keeps the number of the next
@@ -24,7 +24,7 @@ import jax
 from .. import compat
 
 _ROOT = "jax_moe_a2a/meetings"
-_WAITING = f"{_ROOT}/waiting"  # the meeting that each process waits for, or last waited for
+_WAITING = f"{_ROOT}/waiting"  # the meeting at which each process waits, or last waited
 _lock = threading.Lock()  # a process is at one meeting at a time
 _read_by_all = compat.per_job(list[str])  # keys of this process, to be deleted
 
@@ -32,18 +32,17 @@ _read_by_all = compat.per_job(list[str])  # keys of this process, to be deleted
 def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None) -> list[str]:
     """Run ``act`` in all processes, wait for all of them, and return the result of each process.
 
-    If ``act`` raises in a process, the process still comes to the meeting, with its error. So no
-    process continues to a call that needs all processes while another process has failed.
+    If ``act`` raises in a process, the process still takes part in the meeting, with its error,
+    because no process may continue to a call that needs all processes after one has failed.
 
     Args:
-      what: purpose of the meeting, which completes "this process came ...". All processes pass the
-        same text.
+      what: purpose of the meeting, such as "starting NVSHMEM". All processes pass the same text.
       timeout: seconds to wait for the other processes.
       act: function to run first. All processes receive its result.
 
     Raises:
       RuntimeError: in every process, if ``act`` has raised in any process, or if a process has not
-      come within ``timeout`` seconds. The error names the process.
+      arrived within ``timeout`` seconds. The error names the process.
     """
     result, problem, cause = "", "", None
     try:
@@ -71,7 +70,7 @@ def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None
 
 
 def _failure(process: int, what: str, problem: str) -> str:
-    return f"jax_moe_a2a: in process {process}, which came {what}: {problem}"
+    return f"jax_moe_a2a: {what}: process {process} failed: {problem}"
 
 
 def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
@@ -98,12 +97,12 @@ def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
         if not is_late or time.monotonic() >= deadline:
             missing = _missing(what, process) if is_late else why
             raise RuntimeError(
-                f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all processes must "
-                "make the same groups, lower the same programs and close together, in the same "
-                "order"
+                f"jax_moe_a2a: {what}, which all processes must do together: {missing}. All "
+                "processes must make the same groups, lower the same programs and close together, "
+                "in the same order"
             )
     answers = {key: json.loads(text) for key, text in compat.coordination_list(told).items()}
-    # All processes have come, so all have read the texts of earlier meetings.
+    # All processes have arrived, so all have read the texts of earlier meetings.
     for old in _read_by_all():
         compat.coordination_delete(old)
     _read_by_all()[:] = [key] if any(own) else []
@@ -124,14 +123,16 @@ def _write_down(meeting: str, attempt: int) -> None:
 
 
 def _missing(what: str, process: int) -> str:
-    """Return which meetings the other processes have come to, as far as known."""
+    """Return at which meetings the other processes are, as far as known."""
     waiting = compat.coordination_list(_WAITING)
     others = {index: waiting.get(str(index)) for index in range(jax.process_count())}
     del others[process]
     elsewhere = {index: other for index, other in others.items() if other != what}
     if not elsewhere:
-        return f"processes {sorted(others)} came too, but not at the same time"
+        return f"processes {sorted(others)} arrived too, but not at the same time"
     return ", ".join(
-        f"process {index} has not come" if other is None else f"process {index} last came {other}"
+        f"process {index} has not arrived"
+        if other is None
+        else f"process {index} was last seen {other}"
         for index, other in elsewhere.items()
     )

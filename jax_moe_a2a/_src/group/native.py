@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .. import compat
 from . import extension
@@ -20,8 +22,8 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """Identify a workspace: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
-    the order in which the extension takes them."""
+    """The devices of a group and what they share: the fields of ``Topology`` in
+    ``cuda/runtime/workspace.h``, in the order in which the extension takes them."""
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
@@ -33,7 +35,7 @@ class Topology(NamedTuple):
     """Number of neighbouring ranks that share memory. NVSHMEM reaches all other ranks."""
 
     @property
-    def is_wide(self) -> bool:
+    def is_multi_host(self) -> bool:
         """Return True if some ranks of a domain cannot reach each other's memory by loads and
         stores."""
         return self.p2p_world_size < self.num_ranks
@@ -47,16 +49,16 @@ def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
     return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
 
 
-# A topology has two workspaces (``Ring`` in ``cuda/layout.h``): for whole exchanges, and for split
-# exchanges. A topology that spans hosts has such a pair for each size of a ring half.
-WHOLE_RING: int = 0
-SPLIT_RING: int = 1
-RINGS = (WHOLE_RING, SPLIT_RING)
+# A topology has two workspaces (``WorkspaceKind`` in ``cuda/layout.h``): for whole exchanges, and
+# for split exchanges. A topology that spans hosts has such a pair for each size of a ring half.
+WHOLE: int = 0
+SPLIT: int = 1
+WORKSPACE_KINDS = (WHOLE, SPLIT)
 
 
-def is_split(ring: int) -> bool:
+def is_split(kind: int) -> bool:
     """Return True if a workspace of this kind serves split exchanges."""
-    return ring % len(RINGS) == SPLIT_RING
+    return kind % len(WORKSPACE_KINDS) == SPLIT
 
 
 def has_kernels() -> bool:
@@ -91,9 +93,9 @@ def has_grouped_gemm() -> bool:
     return has_kernels() and _native.has_grouped_gemm
 
 
-def why_not_grouped_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products does not support such sizes, or ''."""
-    why, _ = _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
+def why_not_grouped_gemm(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why the kernel of grouped products does not support such a dtype or sizes, or ''."""
+    why, _ = _native.why_not_grouped_gemm(jnp.dtype(dtype).name, num_rows, num_groups, k, n)
     return why
 
 
@@ -133,10 +135,32 @@ def tuning(name: str) -> int:
     return _native.tuning[name] if _native is not None else 0
 
 
-def format_codes() -> dict[str, int]:
-    """Return the kernels' code of each token format by the name of its class; {} without the
-    extension."""
-    return {name: code for name, code, *_ in _native.TOKEN_FORMATS} if _native is not None else {}
+_XLA_LETTERS = dict(bfloat="BF", float="F", int="S", uint="U", complex="C", bool="PRED")
+
+
+def type_name(dtype: Any) -> str:
+    """Return XLA's name of a dtype."""
+    name = jnp.dtype(dtype).name
+    rest = name.lstrip(string.ascii_lowercase)
+    letters = _XLA_LETTERS[name.removesuffix(rest)]
+    return letters + rest.replace("_", "").upper()
+
+
+def why_not(
+    target: str,
+    attributes: Mapping[str, Any],
+    operands: Iterable[Any],
+    results: Iterable[Any],
+    topology: Topology,
+    is_colocated: bool,
+) -> tuple[str, int]:
+    """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
+    call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
+    """
+    arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
+    return _native.why_not(
+        target, dict(attributes), *arrays, topology.num_ranks, topology.is_multi_host, is_colocated
+    )
 
 
 def array_bytes(num_slots: int, row_bytes: int) -> int:
@@ -146,7 +170,7 @@ def array_bytes(num_slots: int, row_bytes: int) -> int:
 
 def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
     """Return the regions of a header that each kernel uses (``cuda/counters.h``). Each region is
-    (kernel, words, offset, bytes, count, stride, ring stride)."""
+    (kernel, words, offset, bytes, count, stride, half stride)."""
     return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
 
 
@@ -200,7 +224,7 @@ def why_no_gpus() -> str:
     return f"says that {unreachable}" if unreachable else ""
 
 
-def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
+def failure(topology: Topology, kinds: Sequence[int] = WORKSPACE_KINDS) -> str:
     """Return the first failure of this topology, or ''.
 
     Either a kernel of this process recorded the failure, or another rank reported it to a rank of
@@ -211,8 +235,8 @@ def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
     """
     if not has_kernels():
         return ""
-    for ring in rings:
-        problem, failure = _native.failure(*topology, ring)
+    for kind in kinds:
+        problem, failure = _native.failure(*topology, kind)
         _raise(problem)
         if failure:
             return failure
@@ -287,31 +311,31 @@ def _only_gpu() -> int:
     return device.local_hardware_id
 
 
-def prepare_multi_host(topology: Topology, ring: int) -> None:
+def prepare_multi_host(topology: Topology, kind: int) -> None:
     """Prepare ``open_multi_host`` with all steps that can fail in this process alone."""
     introduce_devices()
-    _raise(_native.prepare_wide(*topology, ring))
+    _raise(_native.prepare_multi_host(*topology, kind))
 
 
-def open_multi_host(topology: Topology, ring: int, slot_bytes: int) -> None:
+def open_multi_host(topology: Topology, kind: int, half_bytes: int) -> None:
     """Open a multi-host workspace after ``prepare_multi_host``. All processes must make the first
     call together."""
-    _raise(_native.open_wide(*topology, ring, slot_bytes))
+    _raise(_native.open_multi_host(*topology, kind, half_bytes))
 
 
-def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
+def reserved_bytes(topology: Topology, kind: int = WHOLE) -> int:
     """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
-    return _native.reserved_bytes(*topology, ring)
+    return _native.reserved_bytes(*topology, kind)
 
 
-def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
+def mapped_bytes(topology: Topology, kind: int = WHOLE) -> list[int]:
     """Return the bytes that each device of the topology has mapped; 0 while the workspace is
     closed."""
-    return _native.mapped_bytes(*topology, ring)
+    return _native.mapped_bytes(*topology, kind)
 
 
-def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHOLE_RING) -> None:
-    """Open or grow the workspace so that every ring half holds ``slot_bytes``. Wait ``timeout``
+def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHOLE) -> None:
+    """Open or grow the workspace so that every ring half holds ``half_bytes``. Wait ``timeout``
     seconds for the answers of other processes.
 
     Raises:
@@ -319,19 +343,19 @@ def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHO
         device has too little memory, the error is a ``jax.errors.JaxRuntimeError`` that starts with
         RESOURCE_EXHAUSTED, like XLA's own errors.
     """
-    _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
+    _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
 
 
-def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
+def counters(topology: Topology, kind: int = WHOLE) -> list[tuple]:
     """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
     Credits and heads list the ranks of one ring half after the other. No exchange of the topology
     may run meanwhile."""
-    problem, values = _native.counters(*topology, ring)
+    problem, values = _native.counters(*topology, kind)
     _raise(problem)
     return values
 
 
-def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
     """Wait until the devices of this process have finished all of their work, if the workspace is
     open.
 
@@ -340,11 +364,11 @@ def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> No
         what they still run. Also if the CUDA runtime fails.
     """
     if has_kernels():
-        for ring in rings:
-            _raise(_native.wait(*topology, ring, int(timeout * 1e9)))
+        for kind in kinds:
+            _raise(_native.wait(*topology, kind, int(timeout * 1e9)))
 
 
-def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
     again. If the wait fails, nothing changes.
 
@@ -352,8 +376,8 @@ def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> N
       RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
-        wait(topology, timeout, rings)  # Wait for all before closing the first.
-        problems = [_native.close(*topology, ring, int(timeout * 1e9)) for ring in rings]
+        wait(topology, timeout, kinds)  # Wait for all before closing the first.
+        problems = [_native.close(*topology, kind, int(timeout * 1e9)) for kind in kinds]
         for problem in problems:
             _raise(problem)
 
@@ -365,7 +389,7 @@ def set_hooks(
     delay_phase: int = 0,
     delay_ns: int = 0,
     depth: int = 0,
-    ring: int = WHOLE_RING,
+    kind: int = WHOLE,
 ) -> None:
     """Break a rule of the protocol (``Mutation`` in ``cuda/device/signal.cuh``), delay a phase
     (``Phase`` in ``cuda/status.h``) or use fewer ring halves, for tests.
@@ -373,25 +397,25 @@ def set_hooks(
     The workspace must be open. The hooks apply to the rank with that index in the topology, or (-1)
     to all ranks of this process, until the group is closed.
     """
-    _raise(_native.set_hooks(*topology, ring, index, mutation, delay_phase, delay_ns, depth))
+    _raise(_native.set_hooks(*topology, kind, index, mutation, delay_phase, delay_ns, depth))
 
 
-def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+def set_epoch(topology: Topology, epoch: int, kind: int = WHOLE, index: int = -1) -> None:
     """Let a rank continue as if ``epoch - 1`` exchanges had run, for tests. ``index`` is the index
     of the rank in the topology, or -1 for all ranks of this process."""
-    _raise(_native.set_epoch(*topology, ring, index, epoch))
+    _raise(_native.set_epoch(*topology, kind, index, epoch))
 
 
-def set_credits(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+def set_credits(topology: Topology, epoch: int, kind: int = WHOLE, index: int = -1) -> None:
     """Set the credits of a rank as if its peers had read all its rows up to ``epoch``, for
     tests."""
-    _raise(_native.set_credits(*topology, ring, index, epoch))
+    _raise(_native.set_credits(*topology, kind, index, epoch))
 
 
-def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) -> None:
+def set_uncapped(topology: Topology, is_uncapped: bool, kind: int = WHOLE) -> None:
     """Let ranks on one GPU launch all blocks of their budget, for tests. Without this setting, a
     launch has only as many blocks as the GPU can run at once."""
-    _native.set_uncapped(*topology, ring, is_uncapped)
+    _native.set_uncapped(*topology, kind, is_uncapped)
 
 
 def _raise(problem: tuple[str, bool]) -> None:

@@ -23,14 +23,14 @@ from .meetings import meet
 INSTALL = "pip install 'nvidia-nvshmem-cu13~=3.4.5', or -cu12 with CUDA 12"
 # The size of a ring half is this number times a power of two. A multi-host workspace never grows,
 # so exchanges of similar size share a workspace.
-LEAST_SLOT_BYTES = 64 << 20
+LEAST_HALF_BYTES = 64 << 20
 # The least timeout of a meeting. Processes that compile come at different times, even if the
 # timeout of their exchanges is short.
 LEAST_SECONDS = 30.0
 _failed: dict[str, str] = {}  # the error of each collective call that failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
-_opened: dict[native.Topology, list[int]] = {}  # the ``ring`` of each open workspace
+_opened: dict[native.Topology, list[int]] = {}  # the kinds of the open workspaces
 
 
 def why_not() -> str:
@@ -43,65 +43,64 @@ def why_not() -> str:
     return f"has {num_gpus} GPUs, but NVSHMEM needs one GPU per process" if num_gpus != 1 else ""
 
 
-def ring_of(ring: int, slot_bytes: int) -> int:
-    """Return the workspace (``ring``) for exchanges of this size, of the workspace kind of
-    ``ring``."""
-    return ring + len(native.RINGS) * _doublings(slot_bytes)
+def kind_of(kind: int, half_bytes: int) -> int:
+    """Return the kind of the workspace for exchanges of this size. ``kind`` says whether they are
+    whole or split."""
+    return kind + len(native.WORKSPACE_KINDS) * _doublings(half_bytes)
 
 
-def _slots_up_to(slot_bytes: int) -> list[int]:
+def _halves_up_to(half_bytes: int) -> list[int]:
     """Return the bytes of a ring half for each workspace size, up to exchanges of this size."""
-    return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
+    return [LEAST_HALF_BYTES << doublings for doublings in range(_doublings(half_bytes) + 1)]
 
 
-def _doublings(slot_bytes: int) -> int:
-    """Return how often ``LEAST_SLOT_BYTES`` must double to hold ``slot_bytes``."""
-    return (-(-slot_bytes // LEAST_SLOT_BYTES) - 1).bit_length() if slot_bytes else 0
+def _doublings(half_bytes: int) -> int:
+    """Return how often ``LEAST_HALF_BYTES`` must double to hold ``half_bytes``."""
+    return (-(-half_bytes // LEAST_HALF_BYTES) - 1).bit_length() if half_bytes else 0
 
 
 def open_workspace(
-    topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
+    topology: native.Topology, half_bytes: int, timeout: float, kind: int = native.WHOLE
 ) -> int:
-    """Open the workspace for exchanges of this size, if it is not open, and return its ``ring``.
+    """Open the workspace for exchanges of this size, if it is not open, and return its kind.
     All processes must call this in the same order, with the same arguments.
 
     Raises:
-      RuntimeError: if a process has not come within ``timeout`` seconds (at least 30), or came with
+      RuntimeError: if a process has not arrived within ``timeout`` seconds (at least 30), or has
         other arguments. Also if a step failed in any process, for example in NVSHMEM.
     """
-    ring = ring_of(ring, slot_bytes)
+    kind = kind_of(kind, half_bytes)
     with _lock:
-        if ring not in _opened.get(topology, ()):
+        if kind not in _opened.get(topology, ()):
             _start(timeout)
             _together(
-                f"to open workspace {ring} of {topology}",
+                f"opening workspace {kind} of {topology}",
                 timeout,
-                lambda: native.prepare_multi_host(topology, ring),
-                lambda _: native.open_multi_host(topology, ring, _slots_up_to(slot_bytes)[-1]),
+                lambda: native.prepare_multi_host(topology, kind),
+                lambda _: native.open_multi_host(topology, kind, _halves_up_to(half_bytes)[-1]),
             )
-            _opened.setdefault(topology, []).append(ring)
-    return ring
+            _opened.setdefault(topology, []).append(kind)
+    return kind
 
 
 def reserve(
-    topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
+    topology: native.Topology, half_bytes: int, timeout: float, kind: int = native.WHOLE
 ) -> None:
     """Open all workspaces for exchanges of up to this size. Arguments and errors are those of
     ``open_workspace``."""
-    for size in _slots_up_to(slot_bytes):
-        open_workspace(topology, size, timeout, ring)
+    for size in _halves_up_to(half_bytes):
+        open_workspace(topology, size, timeout, kind)
 
 
-def bytes_to_reserve(slot_bytes: int) -> int:
+def bytes_to_reserve(half_bytes: int) -> int:
     """Return the bytes that ``reserve`` allocates on each device, without headers. Half of them are
     for received rows, and half for outgoing rows."""
-    return 2 * RING_DEPTH * sum(_slots_up_to(slot_bytes))
+    return 2 * RING_DEPTH * sum(_halves_up_to(half_bytes))
 
 
-def rings(topology: native.Topology) -> Sequence[int]:
-    """Return the ``ring`` of each workspace of a topology; of each open workspace, if
-    multi-host."""
-    return _opened.get(topology, ()) if topology.is_wide else native.RINGS
+def kinds(topology: native.Topology) -> Sequence[int]:
+    """Return the kind of each workspace of a topology; of each open workspace, if multi-host."""
+    return _opened.get(topology, ()) if topology.is_multi_host else native.WORKSPACE_KINDS
 
 
 def close(topology: native.Topology, timeout: float, idle_timeout: float) -> None:
@@ -114,26 +113,26 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
       idle_timeout: seconds to wait for this process's device.
 
     Raises:
-      RuntimeError: if a process has not come in time, or a step failed in any process.
+      RuntimeError: if a process has not arrived in time, or a step failed in any process.
     """
     with _lock:
-        if not (opened := rings(topology)):
+        if not (opened := kinds(topology)):
             return
         what, seconds = f"workspaces {sorted(opened)} of {topology}", _patience(timeout)
-        meet(f"to close {what}", seconds)
+        meet(f"closing {what}", seconds)
 
         def close() -> None:
             native.close(topology, idle_timeout, opened)
 
         # Another process may use its whole idle_timeout before it reports a busy device.
-        meet(f"back, having closed {what}", seconds + idle_timeout, close)
+        meet(f"clearing {what}", seconds + idle_timeout, close)
 
         def open_again() -> None:  # No call is collective, because memory is kept.
-            for ring in opened:
-                native.prepare_multi_host(topology, ring)
-                native.open_multi_host(topology, ring, 0)
+            for kind in opened:
+                native.prepare_multi_host(topology, kind)
+                native.open_multi_host(topology, kind, 0)
 
-        meet(f"back, having cleared {what}", seconds, open_again)
+        meet(f"reopening {what}", seconds, open_again)
 
 
 def load() -> None:
@@ -156,7 +155,7 @@ def _start(timeout: float) -> None:
     def start(ids: list[str]) -> None:
         native.start_network(bytes.fromhex(ids[0]))
 
-    _together("to start NVSHMEM", timeout, prepare, start)
+    _together("starting NVSHMEM", timeout, prepare, start)
     _is_started = True
 
 
@@ -183,7 +182,7 @@ def _together(
         raise RuntimeError(_failed[what])
     prepared = meet(what, _patience(timeout), prepare)
     try:
-        meet(f"back, having come {what}", _patience(timeout), lambda: collective(prepared))
+        meet(f"the joint step of {what}", _patience(timeout), lambda: collective(prepared))
     except RuntimeError as error:
         _failed[what] = str(error)
         raise

@@ -27,7 +27,7 @@ KEY = "jax_moe_a2a/process/{}"
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """Hold the data that a process publishes about itself."""
+    """The data that a process publishes about itself."""
 
     host: str
     """Host name, equal for processes that can map each other's memory."""
@@ -81,7 +81,7 @@ def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> 
 
 
 def why_not_together(
-    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float
+    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float, network: bool
 ) -> str:
     """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
     the same result.
@@ -90,28 +90,37 @@ def why_not_together(
       domains: the devices of each exchange domain.
       p2p_world_size: number of neighbouring ranks that share memory.
       timeout: seconds to wait for each process to announce itself.
+      network: True if NVSHMEM may reach ranks that do not share memory.
 
     Raises:
       RuntimeError: if a process has not announced itself in time.
     """
+    # All processes of the mesh run one program, also those that exchange nothing with each other.
+    members = sorted({device.process_index for domain in domains for device in domain})
+    everyone = {index: _notice_of(index, timeout) for index in members}
+    for index, notice in everyone.items():
+        if notice.why_portable:
+            return f"process {index} {notice.why_portable}"
+    if why := _why_different(everyone):
+        return why
     for domain in domains:
-        notices = {index: _notice_of(index, timeout) for index in {d.process_index for d in domain}}
-        for index, notice in sorted(notices.items()):
-            if notice.why_portable:
-                return f"process {index} {notice.why_portable}"
-        if why := _why_different(notices):
-            return why
+        notices = {index: everyone[index] for index in {d.process_index for d in domain}}
+        num_hosts = len({notice.host for notice in notices.values()})
+        if num_hosts > 1 and not network:
+            return (
+                f"the ranks of processes {sorted(notices)} are on {num_hosts} hosts, and the "
+                "kernels run within a host"
+            )
         if p2p_world_size < len(domain):
-            in_mesh = {device.process_index for domain in domains for device in domain}
-            if missing := sorted(set(range(jax.process_count())) - in_mesh):
+            if missing := sorted(set(range(jax.process_count())) - set(members)):
                 return f"NVSHMEM needs all processes, but the mesh has no device of {missing}"
             for index, notice in sorted(notices.items()):
                 if notice.why_no_network:
                     return f"process {index} {notice.why_no_network}"
-        elif len({notice.host for notice in notices.values()}) > 1:
+        elif num_hosts > 1:
             return (
-                f"processes {sorted(notices)} exchange tokens but are not all on one host, and "
-                "hosts do not have equally many consecutive ranks"
+                f"processes {sorted(notices)} are on {num_hosts} hosts, but p2p_world_size says "
+                f"that {p2p_world_size} neighbouring ranks share memory"
             )
     return ""
 
@@ -165,10 +174,24 @@ def _read_notice(index: int, timeout: float) -> Notice:
             "a program with a Group over GPUs of several processes, or reads the path of such a "
             "group; all processes must do so"
         )
-    told = json.loads(text)
+    return _parse_notice(index, text)
+
+
+def _parse_notice(index: int, text: str) -> Notice:
     # A process of another version may publish more fields.
-    known = {field.name for field in dataclasses.fields(Notice)}
-    return Notice(**{name: value for name, value in told.items() if name in known})
+    fields = {field.name: field.type for field in dataclasses.fields(Notice)}
+    try:
+        told = {name: value for name, value in json.loads(text).items() if name in fields}
+        notice = Notice(**told)
+        wrong = [name for name, value in told.items() if type(value).__name__ != fields[name]]
+        if wrong:
+            raise TypeError(f"{wrong[0]} must be {fields[wrong[0]]}; got {told[wrong[0]]!r}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"jax_moe_a2a: process {index} has announced itself in a way that this process cannot "
+            f"read: {error}. Install the same version of jax_moe_a2a in all processes"
+        ) from error
+    return notice
 
 
 def _own_notice() -> Notice:

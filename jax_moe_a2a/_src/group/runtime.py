@@ -8,6 +8,7 @@ another process.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,7 +17,15 @@ from jax.sharding import Mesh
 from .. import compat
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 from . import extension, native, network, processes
-from .value import GroupValue, check_seconds, device_ids, devices_of, domains_of, spans_processes
+from .value import (
+    GroupValue,
+    check_seconds,
+    device_ids,
+    devices_of,
+    domains_of,
+    how_to_divide,
+    spans_processes,
+)
 
 LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
 
@@ -30,7 +39,7 @@ _of_programs: dict[GroupValue, dict[GroupValue, None]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """Hold the sync counters of one device. An epoch is the number of an exchange, from 1."""
+    """The sync counters of one device. An epoch is the number of an exchange, from 1."""
 
     device: jax.Device
     rank: int
@@ -46,7 +55,7 @@ class DeviceCounters:
 
 
 class _Place(NamedTuple):
-    """Hold a topology, and the devices of this process in the order of the topology."""
+    """A topology, and the devices of this process in the order of the topology."""
 
     topology: native.Topology
     own_devices: tuple[jax.Device, ...]
@@ -83,7 +92,10 @@ def placed_by(group: G, program_mesh: Mesh | None) -> G:
 def why_portable(group: GroupValue) -> str:
     """Return why the kernels do not run on the group's devices, or ''. See ``Group``."""
     if group.two_level:
-        return next(filter(None, map(why_portable, group.levels)), "")
+        for where, level in zip(("within", "between"), reversed(group.levels), strict=True):
+            if why := why_portable(level):
+                return f"{where} hosts: {why}"
+        return ""
     group = group.placed_on(compat.mesh_in_context())
     announce(group)  # even if this process has its answer: another process may wait for this one
     if why := _why_no_workspace(group):
@@ -91,11 +103,16 @@ def why_portable(group: GroupValue) -> str:
     if not isinstance(group.mesh, Mesh):
         return native.why_not_on_one_gpu(group.size)
     if spans_processes(group):
-        shared = _ranks_that_share_memory(group)
-        if why := processes.why_not_together(domains_of(group), shared, group.patience):
+        shared, network = _ranks_that_share_memory(group), group.p2p_world_size is not None
+        if why := processes.why_not_together(domains_of(group), shared, group.patience, network):
+            if not network and (how := how_to_divide(group, shared)):
+                why += f". To run the kernels within each host, {how}"
+                if group.implementation is None:
+                    message = f"jax_moe_a2a: {group} takes the portable path: {why}"
+                    warnings.warn(message, stacklevel=2)
             return why
         processes.meet((device.process_index for device in devices_of(group)), group.patience)
-    elif topology(group).is_wide:
+    elif topology(group).is_multi_host:
         return "ranks outside p2p_world_size need NVSHMEM, which needs one process per GPU"
     return ""
 
@@ -191,13 +208,13 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
         if why_portable(level):
             continue
         # In a split exchange, the level within the host is whole.
-        ring = native.SPLIT_RING if split and level is levels[0] else native.WHOLE_RING
+        kind = native.SPLIT if split and level is levels[0] else native.WHOLE
         of_devices = topology(level)
-        if of_devices.is_wide:
-            network_bytes += network.bytes_to_reserve(of_level.slot_bytes)
-            network.reserve(of_devices, of_level.slot_bytes, group.patience, ring)
+        if of_devices.is_multi_host:
+            network_bytes += network.bytes_to_reserve(of_level.half_bytes)
+            network.reserve(of_devices, of_level.half_bytes, group.patience, kind)
         else:
-            native.reserve(of_devices, of_level.slot_bytes, group.timeout, ring)
+            native.reserve(of_devices, of_level.half_bytes, group.timeout, kind)
     return dataclasses.replace(estimate, network_bytes=network_bytes)
 
 
@@ -205,13 +222,13 @@ def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:
     """Return what the workspace has mapped on each device of this process. See ``Group``."""
     found = []
     for of_devices, own_devices in _all_places(group):
-        for ring in network.rings(of_devices):
-            slot_bytes = native.reserved_bytes(of_devices, ring)
-            mapped = native.mapped_bytes(of_devices, ring)
+        for kind in network.kinds(of_devices):
+            half_bytes = native.reserved_bytes(of_devices, kind)
+            mapped = native.mapped_bytes(of_devices, kind)
             for device, mapped_bytes in zip(own_devices, mapped, strict=True):
                 if mapped_bytes:
                     found.append(
-                        DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
+                        DeviceMemory(device, HEADER_BYTES, half_bytes, RING_DEPTH, mapped_bytes)
                     )
     return tuple(found)
 
@@ -235,10 +252,10 @@ def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
     found = []
     for of_devices, own_devices in _places(group):
         ids = list(of_devices.devices)
-        for ring in network.rings(of_devices):
-            if native.is_split(ring):
+        for kind in network.kinds(of_devices):
+            if native.is_split(kind):
                 continue
-            values = native.counters(of_devices, ring)  # [] while closed
+            values = native.counters(of_devices, kind)  # [] while closed
             for i, (next_epoch, _, credits, heads) in enumerate(values):
                 device = own_devices[i]
                 is_shared = ids.count(device.id) > 1
@@ -251,7 +268,7 @@ def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
 def check(group: GroupValue) -> None:
     """Raise the error that a kernel of the group has reported, if there is one. See ``Group``."""
     topologies = [place.topology for place in _all_places(group)]
-    failures = (native.failure(each, network.rings(each)) for each in topologies)
+    failures = (native.failure(each, network.kinds(each)) for each in topologies)
     for failure in filter(None, failures):
         several = isinstance(group.mesh, Mesh) and spans_processes(group)
         where = " in every process" if several else ""
@@ -267,10 +284,10 @@ def close(group: GroupValue, timeout: float | None) -> None:
     check_seconds("timeout", timeout)
     topologies = [place.topology for place in _all_places(group)]
     for each in topologies:  # Wait first, so that either all close or none.
-        if not each.is_wide:  # ``network.close`` waits itself, and tells all processes.
+        if not each.is_multi_host:  # ``network.close`` waits itself, and tells all processes.
             native.wait(each, timeout)
     for each in topologies:
-        if each.is_wide:
+        if each.is_multi_host:
             network.close(each, group.timeout, timeout)
         else:
             native.close(each, timeout)

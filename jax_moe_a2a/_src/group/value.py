@@ -16,20 +16,11 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..plan.capacity import MAX_TOP_K
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
-# The most hosts for which a group chooses two levels by itself. A cost model predicts how many
-# times faster two levels are than one, for 128 and 4096 tokens: with 2 hosts of 8 ranks 1.33 and
-# 1.84, with 8 hosts 1.09 and 1.21, with 16 hosts 0.97 and 1.05 (of 2 ranks each: 1.04 and 1.43,
-# 1.01 and 1.12, 0.95 and 1.03). With more than 8 hosts, large exchanges gain as little as small
-# ones lose, because the experts of a token are on almost as many hosts as ranks. With one rank on
-# each host, two levels forward nothing and reach 0.75 to 0.95 of the speed. The model was fitted
-# to 4 GPUs of one host, and assumes a network of 45 GB/s with 8.35 us of latency. It was not
-# measured between hosts.
-MOST_HOSTS = 8
 IMPLEMENTATIONS = (None, "portable", "cuda")
 ON_FAILURE = ("raise", "nan")
 OPERATIONS = ("route", "dispatch", "combine")
@@ -37,7 +28,7 @@ OPERATIONS = ("route", "dispatch", "combine")
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class GroupValue:
-    """Hold the mesh, axes and options of a group, as ``Group`` documents them."""
+    """The mesh, axes and options of a group, as ``Group`` documents them."""
 
     mesh: Mesh | AbstractMesh | None
     axis_name: str | tuple[str, ...]
@@ -75,7 +66,7 @@ class GroupValue:
             raise TypeError(
                 f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
             )
-        axes = _check_axis_name(axis_name)
+        axes = check_axis_name(axis_name)
         check_seconds("timeout", timeout)
         check_seconds("first_timeout", first_timeout)
         if on_failure not in ON_FAILURE:
@@ -178,12 +169,40 @@ class GroupValue:
         assert self.mesh is not None
         sizes = self.mesh.shape
         hosts, ranks = self.axes
-        p2p = self.p2p_world_size
-        between = None if p2p is None else max(1, p2p // sizes[ranks])
+        p2p, implementation = self.p2p_world_size, self.implementation
+        if p2p is None and implementation == "cuda":
+            implementation = None  # the kernels are required within a host only
         return (
-            self._with(axis_name=hosts, size=sizes[hosts], two_level=False, p2p_world_size=between),
+            self._with(
+                axis_name=hosts,
+                size=sizes[hosts],
+                two_level=False,
+                p2p_world_size=None if p2p is None else max(1, p2p // sizes[ranks]),
+                implementation=implementation,
+            ),
             self._with(axis_name=ranks, size=sizes[ranks], two_level=False),
         )
+
+    def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
+        """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
+        and a group of two levels without devices over this mesh.
+
+        Return None if the axis is not on several hosts, or if another option chooses how tokens
+        reach other hosts.
+
+        Args:
+          mesh: a mesh with devices and the group's axis.
+        """
+        if mesh is None or len(self.axes) > 1 or self.p2p_world_size is not None:
+            return None
+        hosts = hosts_of(mesh, self.axes)
+        ranks_of_host = int((hosts[0] == hosts[0, 0]).sum())
+        if self.size % ranks_of_host:
+            return None
+        divided, axes = over_hosts(mesh, self.axes[0], ranks_of_host)
+        if not are_hosts_and_ranks(hosts_of(divided, axes)):
+            return None
+        return divided, self._with(mesh=divided.abstract_mesh, axis_name=axes, two_level=True)
 
     def _with(self, **fields: Any) -> Self:
         """Return the group with some fields replaced, without checking them."""
@@ -264,12 +283,13 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
 
 
-def _check_axis_name(axis_name: object) -> tuple[str, ...]:
+def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str, ...]:
+    """Return the names of a group's axes as a tuple, or raise an error about an argument."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"axis_name must be a str or a non-empty tuple of str; got {axis_name!r}")
+        raise TypeError(f"{argument} must be a str or a non-empty tuple of str; got {axis_name!r}")
     if len(set(axes)) != len(axes):
-        raise ValueError(f"axis_name must not name an axis twice; got {axis_name!r}")
+        raise ValueError(f"{argument} must not name an axis twice; got {axis_name!r}")
     return axes
 
 
@@ -296,15 +316,16 @@ def _check_two_level(
             )
         return True
     if two_level is None and isinstance(mesh, Mesh) and len(axes) == 2:
-        return two_levels_pay(_hosts_of(mesh, axes))
+        return are_hosts_and_ranks(hosts_of(mesh, axes))
     return False
 
 
-def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the host of each device, [domains, first axis, second axis]; -1 if it is unknown.
+def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Return the host of each device, [domains, sizes of the axes...]; -1 if it is unknown.
 
-    A host is a slice or a partition in JAX's terms. Within a host, stores reach the memory of all
-    devices.
+    A host is a partition (in older versions a slice) in JAX's terms. XLA numbers the partitions of
+    GPUs by hosts, unless the program chose the numbers in ``jax.distributed.initialize``, or NVLink
+    connects several hosts.
     """
     names = mesh.axis_names
     order = [names.index(axis) for axis in names if axis not in axes]
@@ -317,18 +338,63 @@ def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
     return np.array(hosts).reshape(-1, *(mesh.shape[axis] for axis in axes))
 
 
-def two_levels_pay(hosts: np.ndarray) -> bool:
-    """Return True if two levels are expected to be faster than one (``MOST_HOSTS`` says why).
+def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
+    """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host.
+
+    With one rank on each host, a second level would forward nothing.
 
     Args:
       hosts: the host of each rank, [domains, first axis, second axis].
     """
     _, num_hosts, num_ranks = hosts.shape
-    if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):
+    if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False
     is_one_host = (hosts == hosts[:, :, :1]).all()
     first = np.sort(hosts[:, :, 0], axis=1)
     return bool(is_one_host and (first[:, 1:] != first[:, :-1]).all())
+
+
+def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[str, str]]:
+    """Return the mesh with one axis divided into hosts and the ranks of a host, and the names of
+    these two axes."""
+    names, at = list(mesh.axis_names), mesh.axis_names.index(axis)
+    host = "host"
+    while host in names:
+        host = f"{axis}_{host}"
+    sizes, types = list(mesh.devices.shape), list(mesh.axis_types)
+    sizes[at : at + 1] = sizes[at] // ranks_of_host, ranks_of_host
+    names[at : at + 1] = host, axis
+    types[at : at + 1] = types[at], types[at]
+    divided = Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=tuple(types))
+    return divided, (host, axis)
+
+
+def how_to_divide(group: GroupValue, ranks_of_host: int) -> str:
+    """Return what makes a group of two levels from a group whose ranks are on several hosts.
+
+    Return '' if no such group exists, for example because each host has a single rank.
+
+    Args:
+      group: a group with devices and one level.
+      ranks_of_host: number of consecutive ranks of each host.
+    """
+    mesh = group.mesh
+    assert isinstance(mesh, Mesh)
+    hosts = group.size // ranks_of_host
+    if not (2 <= hosts <= MAX_TOP_K and ranks_of_host >= 2):
+        return ""
+    if len(group.axes) > 1:
+        sizes = tuple(mesh.shape[axis] for axis in group.axes)
+        return "pass two_level=True to the group" * (sizes == (hosts, ranks_of_host))
+    divided, axes = over_hosts(mesh, group.axes[0], ranks_of_host)
+    types = "" if AxisType.Auto in mesh.axis_types else f", axis_types={divided.axis_types}"
+    is_known = are_hosts_and_ranks(hosts_of(divided, axes))
+    return (
+        "make the mesh and the group with two axes:\n"
+        f"    mesh = jax.sharding.Mesh(mesh.devices.reshape{divided.devices.shape}, "
+        f"{divided.axis_names}{types})\n"
+        f"    group = ma.Group(mesh, {axes}{'' if is_known else ', two_level=True'})"
+    )
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:

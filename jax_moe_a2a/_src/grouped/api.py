@@ -7,20 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import Tail, as_array, check_int, check_tail, short
+from ..checks import Tail, as_array, check_int, check_tail, is_known, short
+from ..formats.formats import Quantized
+from ..formats.weights import QuantizedExperts, check_scales
 from . import lowering as lowered
+from . import quantized
 from .primitives import bind_dot
 
 
 def grouped_dot(
-    rows: ArrayLike,
-    w: ArrayLike,
+    rows: ArrayLike | Quantized,
+    w: ArrayLike | QuantizedExperts,
     group_sizes: ArrayLike,
     *,
     tail: Tail = "zero",
     num_sms: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
@@ -33,10 +37,15 @@ def grouped_dot(
     zeros as the gradient of its weights. Sums are computed in float32 (float64 for float64) and
     rounded once.
 
+    Rows and weights may be quantized to ``BlockwiseFp8``, as ``dispatch`` with this format and
+    ``quantize_experts`` return them. docs/fp8.md defines such a product. It has no derivatives.
+
     Args:
       rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
-        For example, they are ``recv.rows`` of a ``dispatch``.
-      w: [L, K, N] with the dtype of ``rows``: the weights of each group.
+        For example, they are ``recv.rows`` of a ``dispatch``. With quantized weights, a
+        ``Quantized`` with row-major scales, or an object with ``qvalue`` and ``scale``, or
+        bfloat16, float16 or float32, which the call quantizes.
+      w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
         most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0. Outside
@@ -47,17 +56,31 @@ def grouped_dot(
         that ignore them, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore it.
+      preferred_element_type: dtype of the result of quantized arrays: bfloat16, which None means,
+        or float32. It must be None for other arrays.
 
     Returns:
-      [C, N] with the dtype of ``rows``.
+      [C, N] with the dtype of ``rows``; with ``preferred_element_type`` if they are quantized.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or value. Values of ``group_sizes`` are checked
-        only if they are known when the call is traced.
+      ValueError: if an argument has the wrong shape or value. Values of ``group_sizes`` and of
+        scales are checked only if they are known when the call is traced.
     """
-    x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
-    check_arrays(x, weights)
+    sizes = as_array(group_sizes)
+    in_fp8 = quantized.is_quantized(rows, w)
+    if in_fp8:
+        pair, experts = quantized.check_operands(rows, w)
+        dtype = quantized.check_dtype(preferred_element_type)
+        x, weights = pair.values, experts.values
+    else:
+        x, weights = as_array(rows), as_array(w)
+        check_arrays(x, weights)
+        if preferred_element_type is not None:
+            raise ValueError(
+                "preferred_element_type must be None for arrays that are not quantized; got "
+                f"{preferred_element_type!r}. Cast the result"
+            )
     num_rows, num_groups = x.shape[0], weights.shape[0]
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers; got {short(sizes)}")
@@ -75,10 +98,17 @@ def grouped_dot(
     # are cast after the clip, because large sizes would wrap.
     if sizes.dtype.itemsize < 4:
         sizes = sizes.astype(jnp.int32)
+    clipped = jnp.clip(sizes, 0, num_rows).astype(jnp.int32)
+    if in_fp8:
+        if is_known(sizes):
+            check_scales("rows", pair.scales[: int(np.sum(np.asarray(sizes), dtype=np.int64))])
+        return quantized.bind_dot_fp8(
+            pair, experts, clipped, dtype=dtype, tail=tail, num_sms=num_sms
+        )
     return bind_dot(
         jnp.asarray(x),
         jnp.asarray(weights),
-        jnp.clip(sizes, 0, num_rows).astype(jnp.int32),
+        clipped,
         transposed=False,
         dtype=x.dtype,
         tail=tail,
@@ -87,8 +117,8 @@ def grouped_dot(
 
 
 def why_no_grouped_gemm(
-    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    w: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Quantized,
+    w: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
 ) -> str:
     """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
 
@@ -98,18 +128,23 @@ def why_no_grouped_gemm(
     at level INFO when a program is lowered.
 
     Args:
-      rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
-      w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``.
+      rows: [C, K], an array or a ``jax.ShapeDtypeStruct``; or a ``Quantized``.
+      w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
 
     Returns:
-      A reason in words, or "" if the kernel runs.
+      A reason in words, or "" if the kernel runs. Quantized arrays have no kernel yet.
 
     Raises:
       TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
+    if quantized.is_quantized(rows, w):
+        quantized.check_operands(rows, w)
+        return quantized.NO_KERNEL
     check_arrays(rows, w)
-    return lowered.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
+    x: Any = rows
+    weights: Any = w
+    return lowered.why_no_kernel(jnp.dtype(x.dtype), x.shape[0], *weights.shape)
 
 
 def check_arrays(rows: Any, w: Any, name: str = "w") -> None:
@@ -131,9 +166,7 @@ def check_arrays(rows: Any, w: Any, name: str = "w") -> None:
 
 
 def _check_sizes(group_sizes: Any, num_rows: int) -> None:
-    if isinstance(group_sizes, jax.core.Tracer):
-        return
-    if isinstance(group_sizes, jax.Array) and not group_sizes.is_fully_addressable:
+    if not is_known(group_sizes):
         return
     known = np.asarray(group_sizes)
     if (known < 0).any():

@@ -32,9 +32,9 @@ TARGET = "moe_a2a_grouped_gemm"
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
-KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 CAPABILITY = "9.0"
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
+MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
@@ -48,12 +48,10 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
         return why
-    if dtype not in KERNEL_DTYPES:
-        return f"the kernel needs bfloat16 or float16; got {dtype}"
     if 0 in (num_rows, num_groups, k, n):
         return "there are no rows, no groups or no columns"
     # The rows after the last group of each batch element may be one more group.
-    return native.why_not_grouped_gemm(num_rows, 2 * num_groups, k, n)
+    return native.why_not_grouped_gemm(dtype, num_rows, 2 * num_groups, k, n)
 
 
 def _why_other_gpu() -> str:
@@ -74,7 +72,7 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
     """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
     if why := _why_other_gpu():
         return why
-    if dtype not in KERNEL_DTYPES:
+    if dtype not in MOSAIC_DTYPES:
         return f"JAX's kernel needs bfloat16 or float16; got {dtype}"
     if k % MOSAIC_COLUMNS or n % MOSAIC_COLUMNS:
         return f"JAX's kernel needs multiples of {MOSAIC_COLUMNS} columns; got {k} and {n}"

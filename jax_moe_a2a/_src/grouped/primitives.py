@@ -17,6 +17,7 @@ summed over leading axes that are 1 in ``lead``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,7 @@ def check_unsharded(*avals: Any) -> None:
             )
 
 
-def _dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any, **_: Any) -> Any:
+def dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any, **_: Any) -> Any:
     check_unsharded(rows, w, sizes)
     columns = w.shape[-2] if transposed else w.shape[-1]
     return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
@@ -71,7 +72,7 @@ def _outer_abstract(
 #   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
 
 
-def _bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
     a, b, sizes = primals
     a_dot, b_dot, _ = tangents
     out = primitive.bind(a, b, sizes, **params)
@@ -118,33 +119,41 @@ def _outer_transpose(
 # Batching
 
 
-def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Add the batch as a leading axis, so that it runs in one launch."""
+def with_batch(args: Any, dims: Any, has_all: Sequence[bool]) -> tuple[list[Any], int]:
+    """Return operands with the batch as a leading axis, so that it runs in one launch, and its
+    size. ``has_all`` has True for operands that have all leading axes in full. The batch may share
+    the others."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
-    # Rows have all leading axes in full; the batch may share weights and sizes.
-    has_all = (True, False, False) if primitive is grouped_dot_p else (True, True, False)
 
     def with_axis(arg: Any, dim: int | None, has_all: bool) -> Any:
         if dim is not None:
             return jnp.moveaxis(arg, dim, 0)
         return jnp.broadcast_to(arg, (size if has_all else 1, *arg.shape))
 
-    args = [with_axis(*each) for each in zip(args, dims, has_all, strict=True)]
-    if primitive is grouped_outer_p:
-        params["lead"] = (size, *params["lead"])
-    bind = bind_dot if primitive is grouped_dot_p else bind_outer
+    return [with_axis(*each) for each in zip(args, dims, has_all, strict=True)], size
+
+
+def dot_batch(bind: Callable[..., Any], args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    """Batch a primitive with the operands of ``grouped_dot_p``."""
+    args, _ = with_batch(args, dims, (True, False, False))
     return bind(*args, **params), 0
+
+
+def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    args, size = with_batch(args, dims, (True, True, False))
+    return bind_outer(*args, **dict(params, lead=(size, *params["lead"]))), 0
 
 
 # Registration
 
-for _primitive, _abstract, _transpose, _reference, _cuda in (
+for _primitive, _abstract, _transpose, _reference, _cuda, _batch in (
     (
         grouped_dot_p,
-        _dot_abstract,
+        dot_abstract,
         _dot_transpose,
         reference.dot,
         lowered.dot_cuda,
+        partial(dot_batch, bind_dot),
     ),
     (
         grouped_outer_p,
@@ -152,12 +161,13 @@ for _primitive, _abstract, _transpose, _reference, _cuda in (
         _outer_transpose,
         reference.outer,
         lowered.outer_cuda,
+        _outer_batch,
     ),
 ):
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
     _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = partial(_bilinear_jvp, _primitive)
+    ad.primitive_jvps[_primitive] = partial(bilinear_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+    batching.primitive_batchers[_primitive] = _batch
     mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=False))
     mlir.register_lowering(_primitive, _cuda, platform="cuda")

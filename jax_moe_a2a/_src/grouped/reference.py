@@ -19,7 +19,7 @@ from ..exchange.reference import accumulation_dtype
 
 
 class Groups(NamedTuple):
-    """Hold the first row and the number of rows of each group."""
+    """The first row and the number of rows of each group."""
 
     starts: jax.Array
     """[..., L] int32."""
@@ -63,13 +63,13 @@ def ragged_dot(
 
 def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """Compute an ``Outer`` with ``lax.ragged_dot_general``."""
-    numbers = lax.RaggedDotDimensionNumbers(
+    dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[],
     )
     out = lax.ragged_dot_general(
-        x, y, sizes, numbers, preferred_element_type=accumulation_dtype(dtype)
+        x, y, sizes, dimensions, preferred_element_type=accumulation_dtype(dtype)
     )
     return out.astype(dtype)
 

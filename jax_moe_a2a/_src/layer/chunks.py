@@ -12,24 +12,26 @@ from jax import lax
 from .. import compat
 from ..checks import as_array, short
 from ..exchange.reference import accumulation_dtype
+from ..formats.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 
 
 def in_chunks(
-    layer: Callable[..., jax.Array],
+    layer: Callable[..., Any],
     num_chunks: int,
     per_token: Mapping[str, Any],
     weights: Mapping[str, Any],
-) -> jax.Array:
-    """Return the layer's results [T, H] for all tokens.
+) -> Any:
+    """Return the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
-      layer: maps keyword arguments of both kinds to an array [T, H]. It runs under
+      layer: maps keyword arguments of both kinds to a pytree of arrays. It runs under
         ``jax.checkpoint``.
       num_chunks: number of chunks of equal size.
       per_token: arguments [T, ...], which are divided. Numbers and None are passed to all chunks.
-      weights: arrays or None. Their gradients are summed over the chunks in float32.
+      weights: arrays or None. Their gradients are summed over the chunks in float32. Quantized
+        weights have no gradient.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.
@@ -53,16 +55,17 @@ def in_chunks(
             )
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
+    others |= {name: w for name, w in weights.items() if isinstance(w, QuantizedExperts)}
+    weights = {name: w for name, w in weights.items() if name not in others}
     arrays = {name: None if w is None else as_array(w) for name, w in weights.items()}
     sums = {name: None if w is None else _gradient_sum(w) for name, w in arrays.items()}
 
-    def step(_: None, chunk: dict[str, jax.Array]) -> tuple[None, jax.Array]:
+    def step(_: None, chunk: dict[str, jax.Array]) -> tuple[None, Any]:
         own = {name: w if w is None else _with_sum(w, sums[name]) for name, w in arrays.items()}
         return None, layer(**chunk, **others, **own)
 
     # The loop already keeps XLA from merging both computations of a chunk.
-    _, y = lax.scan(jax.checkpoint(step, prevent_cse=False), None, divided)
-    return y.reshape(-1, *y.shape[2:])
+    return lax.scan(jax.checkpoint(step, prevent_cse=False), None, divided)[1]
 
 
 # A scan sums the gradients of an array that its steps read, in the dtype of the array. So the

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .. import compat
 from ..api import bind_dispatch, bind_dispatch_start, dispatch_done, routing_of
-from ..exchange.arguments import DispatchCall
+from ..exchange.arguments import DispatchArguments
 from ..exchange.inflight import overlap
 from ..exchange.recv import Recv, recv_of
 from ..exchange.rules import select, spread
@@ -34,13 +34,13 @@ product_of = partial(grouped_dot, tail="unspecified")
 
 
 def dispatch_dot(
-    call: DispatchCall, w: jax.Array, *, overlap_backward: bool
+    arguments: DispatchArguments, w: jax.Array, *, overlap_backward: bool
 ) -> tuple[Recv, jax.Array]:
     """Dispatch tokens, and multiply the rows of each expert by its weights.
 
     Args:
-      call: a dispatch of one array [T, H] with ``tail="unspecified"``. If it has a format, it
-        decodes the rows.
+      arguments: of a dispatch of one array [T, H] with ``tail="unspecified"``. A dispatch with
+        a format decodes the rows.
       w: weights of the local experts, [L, H, N].
       overlap_backward: True to run the combine of the token gradients at the same time as the
         gradient of ``w``. Results do not change. The option has no effect if tokens do not travel,
@@ -50,52 +50,54 @@ def dispatch_dot(
       A pair: the ``Recv``, whose rows and weights have the checkpoint name, and the products [C,
       N]. After the last group, rows, weights, products and their derivatives are unspecified.
     """
-    if overlap_backward and _can_split(call):
-        return _with_overlapped_backward(call, w)
-    return _plain(call, w)
+    if overlap_backward and _can_split(arguments):
+        return _with_overlapped_backward(arguments, w)
+    return _plain(arguments, w)
 
 
-def dispatch_rows(call: DispatchCall) -> Recv:
+def dispatch_rows(arguments: DispatchArguments) -> Recv:
     """Dispatch tokens as in ``dispatch_dot``, without the product."""
-    recv = bind_dispatch(call)
+    recv = bind_dispatch(arguments)
     rows, weights = compat.checkpoint_name((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
     return dataclasses.replace(recv, rows=rows, weights=weights)
 
 
-def _plain(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
-    recv = dispatch_rows(call)
+def _plain(arguments: DispatchArguments, w: jax.Array) -> tuple[Recv, jax.Array]:
+    recv = dispatch_rows(arguments)
     return recv, product_of(recv.rows, w, recv.group_sizes)
 
 
-def _can_split(call: DispatchCall) -> bool:
+def _can_split(arguments: DispatchArguments) -> bool:
     """Return True if the dispatch can be split and can then overlap with other work.
 
     A dispatch with a token format is never split, because the format may hold a traced scale. A
     ``jax.custom_jvp`` function must not read traced values of the enclosing function.
     """
-    options = call.options
+    options = arguments.route_options
     is_moved = options.group.size > 1 and not options.replicated
-    return is_moved and call.format is None and compat.traced_function() is not None
+    return is_moved and arguments.options.format is None and compat.traced_function() is not None
 
 
 # Let D be the dispatch by the routing. The derivative of P = D(x) w is dP = D(dx) w + D(x) dw. Here
 # D(dx) is a split exchange, and D(x) dw is computed between its start and done. So the transpose
 # starts the combine of the token gradients, computes the gradient of w, and finishes the combine.
-def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
-    routing, payload = routing_of(call), [*call.leaves, *call.scalars]
-    # JAX keeps the functions below in the program, so they must not hold the arrays of the call.
+def _with_overlapped_backward(arguments: DispatchArguments, w: jax.Array) -> tuple[Recv, jax.Array]:
+    routing, payload = routing_of(arguments), [*arguments.leaves, *arguments.choice_arrays]
+    # JAX keeps the functions below in the program, so they must not hold its arrays.
     static = {
         name: value
-        for name, value in call._asdict().items()
-        if name not in ("source", "leaves", "scalars")
+        for name, value in arguments._asdict().items()
+        if name not in ("source", "leaves", "choice_arrays")
     }
 
-    def call_of(payload: Sequence[jax.Array], routing: AnyRouting) -> DispatchCall:
-        leaf, *scalars = payload
-        return DispatchCall(source=routing, leaves=[leaf], scalars=scalars, **static)
+    def arguments_of(payload: Sequence[jax.Array], routing: AnyRouting) -> DispatchArguments:
+        leaf, *choice_arrays = payload
+        return DispatchArguments(
+            source=routing, leaves=[leaf], choice_arrays=choice_arrays, **static
+        )
 
     def compute(payload: Any, w: Any, routing: Any) -> Any:
-        recv, product = _plain(call_of(payload, routing), w)
+        recv, product = _plain(arguments_of(payload, routing), w)
         return recv.rows, recv.weights, product
 
     def jvp(primals: Any, tangents: Any) -> Any:
@@ -109,7 +111,7 @@ def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, j
             )
         out = rows, weights, _ = compute(payload, w, routing)
         moving = [dx for dx in d_payload if not _is_zero(dx)]
-        inflight = bind_dispatch_start(call_of(moving, routing))
+        inflight = bind_dispatch_start(arguments_of(moving, routing))
         inflight, own = overlap(inflight, lambda dw: product_of(rows, dw, routing.group_sizes), dw)
         moved = dispatch_done(inflight)
         d_weights = moved.weights

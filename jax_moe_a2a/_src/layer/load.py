@@ -13,6 +13,7 @@ from jax import lax
 from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
+from ..placement.types import Placement
 from ..plan.plan import running_sum
 from ..routing.two_level import AnyRouting
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLoad:
-    """Hold the load of all experts and ranks after one dispatch, as a pytree of int32 arrays.
+    """The load of all experts and ranks after one dispatch, as a pytree of int32 arrays.
 
     E is the number of experts of all ranks, and R the number of ranks. The arrays are equal on all
     ranks. They may have leading axes, for example for layers or for training steps.
@@ -72,7 +73,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
+def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
     Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 2R
@@ -81,6 +82,8 @@ def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
         routing that ``moe_mlp`` received.
+      placement: the placement whose slots were routed, or None. The counts of experts are then the
+        sums over their slots, so E is the number of experts of the placement.
 
     Returns:
       An ``ExpertLoad`` with arrays [E], [R], [R] and [E]. It may be a result of ``jax.jit``,
@@ -132,7 +135,22 @@ def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     per_rank = jnp.zeros((group.size, 2), jnp.int32).at[rank].set(counts)
     found = align_varying([per_expert, per_rank, _wanted(routing, rank)], ())
     per_expert, per_rank, wanted = lax.psum(found, group.axis_name)
-    return ExpertLoad(per_expert.reshape(-1), per_rank[:, 0], per_rank[:, 1], wanted)
+    per_expert = per_expert.reshape(-1)
+    if placement is not None:
+        per_expert, wanted = (_of_experts(x, placement) for x in (per_expert, wanted))
+    return ExpertLoad(per_expert, per_rank[:, 0], per_rank[:, 1], wanted)
+
+
+def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:
+    """Return the counts of slots [P] as counts of experts [E]."""
+    if counts.shape != (placement.num_slots,):
+        raise ValueError(
+            f"placement must have the {counts.shape[0]} slots that were routed as experts; got "
+            f"{placement.num_slots}. Pass the placement of this dispatch"
+        )
+    slots = jnp.asarray(placement.expert_slots)
+    of_replicas = jnp.where(slots >= 0, counts[jnp.maximum(slots, 0)], 0)
+    return of_replicas.sum(axis=-1, dtype=jnp.int32)
 
 
 def _wanted(routing: AnyRouting, rank: jax.Array) -> jax.Array:

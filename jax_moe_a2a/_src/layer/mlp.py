@@ -18,25 +18,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, check_bool, check_int, check_static, merge_axes, short
+from ..checks import as_array, check_bool, check_int, check_static, merge_axes, short, taken_from
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.fixed import fixed
+from ..exchange.payload_checks import DispatchOptions
 from ..exchange.recv import Recv
 from ..exchange.reference import accumulation_dtype
-from ..experts.activations import recognize
+from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
-from ..group.group import Group
+from ..formats.weights import QuantizedExperts
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
-from ..routing.checks import RouteArguments
+from ..grouped.quantized import NO_KERNEL
+from ..grouped.straight_through import dot_in_fp8
+from ..placement.types import Placement
+from ..routing.checks import GroupOrAxes, RouteArguments
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .chunks import in_chunks
 from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
+from .fp8 import (
+    check_experts_format,
+    check_training,
+    check_weights,
+    experts_in_fp8,
+    format_of_fp8,
+)
+from .placed import Rows, Weights, apply_to_both, num_fetched, to_slots
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -45,11 +57,11 @@ def moe_mlp(
     x: ArrayLike,
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None,
-    w_in: ArrayLike,
-    w_out: ArrayLike,
+    w_in: ArrayLike | QuantizedExperts,
+    w_out: ArrayLike | QuantizedExperts,
     *,
     activation: Activation,
-    group: Group | None = None,
+    group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     b_in: ArrayLike | None = None,
     b_out: ArrayLike | None = None,
@@ -63,6 +75,8 @@ def moe_mlp(
     format: TokenFormat | None = None,
     overlap_backward: bool = False,
     num_chunks: int | None = None,
+    experts_format: TokenFormat | None = None,
+    placement: Placement | None = None,
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
@@ -77,6 +91,10 @@ def moe_mlp(
     ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
+    With weights of ``quantize_experts``, the layer computes in FP8, for inference: tokens travel in
+    ``BlockwiseFp8``, their rows are multiplied as they arrive, and weighted activations are
+    quantized before the second product. Gradients raise an error. docs/fp8.md has the details.
+
     To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: a ``Routing``
     has ``num_dropped``, and ``expert_load`` accepts it.
 
@@ -87,14 +105,15 @@ def moe_mlp(
       topk_weights: router weights, floats [T, K], or None for an unweighted sum. They multiply the
         activations in float32, and the result is rounded to the dtype of ``x``.
       w_in: [L, H, I'] with the dtype of ``x``: the first weights of this rank's L experts. L is
-        ``num_experts // group.size``, plus one with a shared expert, which comes first.
-      w_out: [L, I, H] with the dtype of ``x``: the second weights.
+        ``num_experts // group.size``, plus one with a shared expert, which comes first. Or both
+        weights are ``QuantizedExperts``; ``x`` is then bfloat16 or float32.
+      w_out: [L, I, H] with the dtype of ``x``: the second weights; or ``QuantizedExperts``.
       activation: a function that maps floats [C, I'] to floats [C, I], each row independently; C is
         the capacity. If I' = I, it is an elementwise function such as ``jax.nn.gelu``. If it is
         gated, like ``gated(jax.nn.silu)``, w_in holds gate and up side by side (I' = 2I). The
         function may read arrays of the enclosing function, which have gradients too. Rows without a
         token receive the values of a row with a token, or 0.5 if no row has a token.
-      group: the ranks.
+      group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
       b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
       b_out: [L, H] with the dtype of ``x``: biases of the second product, or None. Router weights
@@ -111,7 +130,7 @@ def moe_mlp(
         applies to the result and to the gradient of ``x``. None means the dtype of ``x``.
       format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
         decoded when they arrive, and the gradient is computed as without a format. None sends ``x``
-        unchanged.
+        unchanged, but with quantized weights it means ``BlockwiseFp8``, the only format for them.
       overlap_backward: True to run the last exchange of the backward pass at the same time as the
         gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
         own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
@@ -124,6 +143,18 @@ def moe_mlp(
         A ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk
         makes two exchanges forward and three backward. Gradients of weights and biases are summed
         over chunks in float32, and rounded once.
+      experts_format: ``BlockwiseFp8()`` to quantize rows and weights for the products, which is for
+        training; or None. The products of gradients and weights are then in FP8, too. Quantization
+        counts as the identity for all derivatives, and gradients of weights are computed from
+        numbers in the dtype of ``x``. ``format`` is then ``BlockwiseFp8`` unless it is passed.
+        docs/fp8.md has the details.
+      placement: a ``Placement`` of replicas of experts, without leading axes and equal on all
+        ranks, or None. Each choice then goes to one of the replicas of its expert
+        (``choose_slots``). If weights and biases are those of the E / R home experts, the placement
+        must have the home form. The weights of spare slots are fetched in one exchange
+        (``fetch_experts``), and by default fetched again in the backward pass. If they are those of
+        all P / R slots of this rank, nothing is fetched. A ``Routing`` must be one of slots. Must
+        be None with ``num_chunks`` above 1 and with ``overlap_backward``.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -159,7 +190,8 @@ def moe_mlp(
       ```
     """
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
-        return in_chunks(
+        check_no_chunks(placement)
+        y = in_chunks(
             partial(
                 moe_mlp,
                 activation=activation,
@@ -173,86 +205,232 @@ def moe_mlp(
                 wire_dtype=wire_dtype,
                 format=format,
                 overlap_backward=overlap_backward,
+                experts_format=experts_format,
             ),
             num_chunks,
             dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights),
             dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out),
         )
-    call = check_dispatch(
+        return y.reshape(-1, y.shape[-1])
+    y, _ = mlp_and_routing(
         x,
         topk_ids,
         topk_weights,
-        RouteArguments(
-            group=group,
-            num_experts=num_experts,
-            capacity=capacity,
-            capacity_factor=capacity_factor,
-            alignment=alignment,
-            shared_expert=shared_expert,
-            replicated=replicated,
-        ),
+        w_in,
+        w_out,
+        taken_from(locals(), RouteArguments),
+        activation=activation,
+        b_in=b_in,
+        b_out=b_out,
         shared_weights=shared_weights,
         wire_dtype=wire_dtype,
         format=format,
-        decode=format is not None,
-        tail="unspecified",
+        overlap_backward=overlap_backward,
+        experts_format=experts_format,
+        placement=placement,
     )
-    tokens = _check_tokens(call.leaves, call.treedef)
-    hidden, experts = tokens.shape[1], call.options.num_local_experts
-    weights_in = _check_weights("w_in", w_in, tokens, call.options, "H={}, I'", hidden)
-    weights_out = _check_weights("w_out", w_out, tokens, call.options, "I, H={}", hidden)
-    width = weights_in.shape[2]
+    return y
+
+
+def check_no_chunks(placement: Placement | None) -> None:
+    """Raise an error if there is a placement with chunks."""
+    if placement is not None:
+        raise ValueError(
+            "placement must be None with num_chunks, because each chunk would fetch the weights; "
+            f"got {placement_text(placement)}. Omit num_chunks"
+        )
+
+
+def placement_text(placement: Any) -> str:
+    """Return a short text for error messages."""
+    if not isinstance(placement, Placement):
+        return repr(placement)
+    return f"a Placement of {placement.num_slots} slots"
+
+
+def mlp_and_routing(
+    x: ArrayLike,
+    topk_ids: ArrayLike | AnyRouting,
+    topk_weights: ArrayLike | None,
+    w_in: ArrayLike | QuantizedExperts,
+    w_out: ArrayLike | QuantizedExperts,
+    route_arguments: RouteArguments,
+    *,
+    activation: Activation,
+    b_in: ArrayLike | None,
+    b_out: ArrayLike | None,
+    shared_weights: ArrayLike | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None,
+    format: TokenFormat | None,
+    overlap_backward: bool = False,
+    experts_format: TokenFormat | None = None,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, AnyRouting]:
+    """Return what ``moe_mlp`` returns, and the routing of its tokens.
+
+    With a placement, the routing is one of slots.
+    """
+    in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
+    if in_fp8:
+        format = format_of_fp8(format)
+    check_experts_format(experts_format, in_fp8)
+    if experts_format is not None and format is None:
+        format = experts_format.travelling
+    if placement is not None:
+        topk_ids, route_arguments = to_slots(topk_ids, route_arguments, placement)
+    arguments = check_dispatch(
+        x,
+        topk_ids,
+        topk_weights,
+        shared_weights,
+        route_arguments,
+        DispatchOptions(
+            wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"
+        ),
+    )
+    tokens = _check_tokens(arguments.leaves, arguments.treedef)
+    options = arguments.route_options
+    hidden, experts = tokens.shape[1], options.num_local_experts
+    spare = 0  # slots whose weights are not given
+    if placement is not None and overlap_backward:
+        raise ValueError(
+            "placement must be None with overlap_backward=True, which starts the dispatch within "
+            f"the first product; got {placement_text(placement)}"
+        )
+    if placement is not None:
+        given = w_in.values if isinstance(w_in, QuantizedExperts) else as_array(w_in)
+        spare = num_fetched(given.shape, options, placement)
+    if spare and (in_fp8 or experts_format is not None):
+        raise ValueError(
+            "weights in FP8 and experts_format need the weights of all slots with a placement, "
+            f"because they are not fetched; got those of {experts - spare} of {experts} slots"
+        )
+    weights_in: Any
+    weights_out: Any
+    if in_fp8:
+        weights_in, weights_out = check_weights(w_in, w_out, tokens, options)
+    else:
+        sizes_of = options, experts - spare
+        weights_in = _check_weights("w_in", w_in, tokens, *sizes_of, "H={}, I'", hidden)
+        weights_out = _check_weights("w_out", w_out, tokens, *sizes_of, "I, H={}", hidden)
+        if experts_format is not None:
+            check_training(tokens, weights_in, weights_out)
+    width, intermediate = weights_in.shape[2], weights_out.shape[1]
     biases = [
-        None if bias is None else _check_bias(name, bias, tokens, (experts, size))
+        None if bias is None else _check_bias(name, bias, tokens, (experts - spare, size))
         for name, bias, size in (("b_in", b_in, width), ("b_out", b_out, hidden))
     ]
     if not callable(activation):
         raise TypeError(f"activation must be a function; got {activation!r}")
-    intermediate = weights_out.shape[1]
     check_bool("overlap_backward", overlap_backward)
 
     bias_in, bias_out = biases
     fused = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    if not overlap_backward and call.tail == "unspecified":
-        products = jax.ShapeDtypeStruct((call.options.capacity, width), tokens.dtype)
+    unfused = overlap_backward or in_fp8 or experts_format is not None
+    if not unfused and arguments.options.tail == "unspecified":
+        products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
         fused = recognize(activation, products)
-    if fused is not None and fused.width(intermediate) == width:
-        recv = dispatch_rows(call)
-        routing, sizes = recv.routing, recv.group_sizes
-        row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
-        y = bind_experts(
-            recv.rows, weights_in, bias_in, row_weights, weights_out, sizes, activation=fused
+        if fused is not None and fused.width(intermediate) != width:
+            fused = None
+    if in_fp8:
+        y, routing = experts_in_fp8(
+            arguments,
+            weights_in,
+            weights_out,
+            bias_in,
+            bias_out,
+            partial(_activate, activation, intermediate),
         )
+    elif spare or fused is not None:
+        recv = dispatch_rows(arguments)
+        routing = recv.routing
+        apply = partial(_apply, activation=activation, fused=fused)
+        weights = Weights(weights_in, bias_in, weights_out, bias_out)
+        row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
+        rows = Rows(recv.rows, row_weights, routing.row_rank >= 0)
+        if spare:
+            assert placement is not None
+            first, group = int(routing.shared_expert), routing.group
+            y = apply_to_both(apply, rows, weights, recv.group_sizes, placement, group, first=first)
+        else:
+            y = apply(rows, weights, recv.group_sizes)
     else:
-        recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
-        routing, sizes = recv.routing, recv.group_sizes
+        multiply: Callable[..., jax.Array] = product_of
+        if experts_format is None:
+            recv, product = dispatch_dot(arguments, weights_in, overlap_backward=overlap_backward)
+        else:
+            recv, multiply = dispatch_rows(arguments), dot_in_fp8
+            product = multiply(recv.rows, weights_in, recv.group_sizes)
+        routing = recv.routing
         is_row = routing.row_rank >= 0
         ones = jnp.ones(is_row.shape, jnp.float32)
         row_weights = ones if recv.weights is None else recv.weights
-        if bias_in is not None:
-            product += bias_of_rows(bias_in, ones, sizes)
-        # Keep only the operands of the activation. The backward pass computes it again.
-        activate = jax.checkpoint(partial(_activate, activation, intermediate))
-        y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
-    if bias_out is not None:
-        y += bias_of_rows(bias_out, row_weights, sizes)
+        weights = Weights(weights_in, bias_in, weights_out, bias_out)
+        rows = Rows(recv.rows, row_weights, is_row)
+        y = _after_first_product(product, rows, weights, recv.group_sizes, activation, multiply)
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    return back.sums(bind(COMBINE, back.payload, routing, tail=call.tail, **back.params))
+    y = back.sums(bind(COMBINE, back.payload, routing, tail=arguments.options.tail, **back.params))
+    return y, routing
+
+
+def _apply(
+    rows: Rows,
+    weights: Weights,
+    sizes: jax.Array,
+    *,
+    activation: Activation,
+    fused: FusedActivation | None,
+) -> jax.Array:
+    """Return the outputs of the experts [C, H]; unspecified after the last group."""
+    if fused is None:
+        product = product_of(rows.rows, weights.w_in, sizes)
+        return _after_first_product(product, rows, weights, sizes, activation)
+    return bind_experts(
+        rows.rows,
+        weights.w_in,
+        weights.b_in,
+        rows.weights,
+        weights.w_out,
+        weights.b_out,
+        sizes,
+        activation=fused,
+    )
+
+
+def _after_first_product(
+    product: jax.Array,
+    rows: Rows,
+    weights: Weights,
+    sizes: jax.Array,
+    activation: Activation,
+    multiply: Callable[..., jax.Array] = product_of,
+) -> jax.Array:
+    """Return the outputs of the experts from their first products without bias."""
+    if weights.b_in is not None:
+        ones = jnp.ones(rows.has_token.shape, jnp.float32)
+        product += bias_of_rows(weights.b_in, ones, sizes)
+    # Keep only the operands of the activation. The backward pass computes it again.
+    activate = jax.checkpoint(partial(_activate, activation, weights.w_out.shape[1]))
+    y = multiply(activate(product, rows.weights, rows.has_token), weights.w_out, sizes)
+    if weights.b_out is not None:
+        y += bias_of_rows(weights.b_out, rows.weights, sizes)
+    return y
 
 
 def why_not_fused(
     activation: Activation,
     rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    w_in: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    w_out: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    w_in: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
+    w_out: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
 ) -> str:
     """Return why ``moe_mlp`` does not compute an activation within its grouped products, or "".
 
     On Hopper GPUs (compute capability 9.0), with bfloat16 or float16, the kernel of the first
-    product applies bias, activation and router weight, and a product of the backward pass applies
-    the derivative. No other pass over the rows is then necessary. An activation is recognized by
+    product applies bias, activation and router weight, that of the second product adds its bias,
+    and a product of the backward pass applies the derivative. No other pass over the rows is then
+    necessary. An activation is recognized by
     what it computes, however it is written: ``jax.nn.silu``, ``jax.nn.gelu`` (both forms) and
     ``jax.nn.relu``, each of them also in ``gated``; the square of ``jax.nn.relu``; and
     ``clamped_swiglu``. With ``overlap_backward=True``, no activation is fused.
@@ -263,8 +441,8 @@ def why_not_fused(
     Args:
       activation: as in ``moe_mlp``.
       rows: [C, H], an array or a ``jax.ShapeDtypeStruct``. C is the capacity.
-      w_in: [L, H, I'], an array or a ``jax.ShapeDtypeStruct``.
-      w_out: [L, I, H], an array or a ``jax.ShapeDtypeStruct``.
+      w_in: [L, H, I'], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
+      w_out: [L, I, H], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
 
     Returns:
       A reason in words, or "" if the kernels apply the activation.
@@ -273,6 +451,8 @@ def why_not_fused(
       TypeError: if the arrays do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
+    if isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts):
+        return NO_KERNEL
     check_arrays(rows, w_in, "w_in")
     num_rows, (num_groups, hidden, width) = rows.shape[0], w_in.shape
     dtype, intermediate = jnp.dtype(rows.dtype), w_out.shape[1]
@@ -350,15 +530,22 @@ def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> 
 
 
 def _check_weights(
-    name: str, value: Any, x: jax.Array, options: RouteOptions, axes: str, hidden: int
+    name: str,
+    value: Any,
+    x: jax.Array,
+    options: RouteOptions,
+    experts: int,
+    axes: str,
+    hidden: int,
 ) -> jax.Array:
     """Return weights as an array of the local experts, or raise an error.
 
     Args:
+      experts: expected size of the first axis.
       axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
       hidden: expected size of that axis.
     """
-    w, experts = as_array(value), options.num_local_experts
+    w = as_array(value)
     check_static(name, w)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2

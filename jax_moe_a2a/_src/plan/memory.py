@@ -21,7 +21,7 @@ WEIGHT_BYTES = 4  # of a router weight
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold the memory that one exchange needs on each rank, in bytes unless stated otherwise."""
+    """The memory that one exchange needs on each rank, in bytes unless stated otherwise."""
 
     capacity: int
     """Number of rows that ``dispatch`` returns."""
@@ -48,7 +48,7 @@ class MemoryEstimate:
     and ``wire_bytes`` are then sums of both."""
 
     @property
-    def slot_bytes(self) -> int:
+    def half_bytes(self) -> int:
         """Return the bytes of a ring half: the landing zones of one exchange."""
         return self.workspace_bytes // RING_DEPTH
 
@@ -73,16 +73,16 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Hold the memory that a group has mapped on one of its devices, in bytes.
+    """The memory that a group has mapped on one of its devices, in bytes.
 
-    ``mapped_bytes`` is the header plus ``ring_depth`` ring halves of ``slot_bytes``, rounded up to
+    ``mapped_bytes`` is the header plus ``ring_depth`` ring halves of ``half_bytes``, rounded up to
     the driver's pages.
     """
 
     device: jax.Device
     header_bytes: int
     """Bytes of flags, credits and counters."""
-    slot_bytes: int
+    half_bytes: int
     """Bytes of a ring half: the landing zones of the largest exchange reserved or compiled so
     far."""
     ring_depth: int
@@ -94,7 +94,7 @@ class DeviceMemory:
         return (
             f"{self.device}: {readable(self.mapped_bytes)} = header "
             f"{readable(self.header_bytes)} + {self.ring_depth} x landing zones "
-            f"{readable(self.slot_bytes)}"
+            f"{readable(self.half_bytes)}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/par
 
 
 class RoutingArrays(NamedTuple):
-    """Hold the arrays of a routing that an exchange reads, int32, with the fields of
+    """The arrays of a routing that an exchange reads, int32, with the fields of
     ``Routing``."""
 
     token_slot: jax.Array
@@ -32,7 +33,7 @@ class RoutingArrays(NamedTuple):
 
 
 class RoutePlan(NamedTuple):
-    """Hold the results of a route. The fields are those of ``Routing``."""
+    """The results of a route. The fields are those of ``Routing``."""
 
     arrays: RoutingArrays
     row_token: jax.Array
@@ -121,6 +122,10 @@ def renumbered_ids(
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
+# The parameters of the primitives that route, without those of every exchange.
+PLAN_PARAMS = ("num_experts", "capacity", "alignment", "first_choice")
+
+
 def plan_route(
     all_ids: jax.Array,
     rank: jax.Array,
@@ -151,17 +156,7 @@ def plan_route(
     valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
     choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
 
-    # A token uses one slot on each rank that has any of its experts, in token order.
-    ranks = jnp.arange(num_ranks, dtype=int32)
-    goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
-    slots = jnp.where(goes_to, running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
-    token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
-    tokens = jnp.arange(num_tokens, dtype=int32)
-    slot_token = (
-        jnp.full((num_ranks, num_tokens), -1, int32)
-        .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
-        .set(tokens[:, None], **_DROP)
-    )
+    slots = number_slots(choice_rank, rank)
 
     # Rows of this rank are sorted by local expert, then source rank, token and k.
     is_here = choice_rank == rank
@@ -189,32 +184,21 @@ def plan_route(
     row = (starts.at[local_expert].get(**_IN_BOUNDS) + index_in_expert).reshape(all_ids.shape)
     is_kept &= row < capacity
 
-    source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
-    r, t, k = (lax.broadcasted_iota(int32, all_ids.shape, axis) for axis in range(3))
-    slot_rows = (
-        jnp.full(all_ids.shape, -1, int32)
-        .at[r, jnp.where(is_here, source_slot, num_tokens), k]
-        .set(jnp.where(is_kept, row, -2), **_DROP)
-    )
-
-    row_or_none = jnp.where(is_kept, row, capacity).ravel()
-
-    def by_row(values: jax.Array) -> jax.Array:
-        values = jnp.broadcast_to(values, all_ids.shape).ravel()
-        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, **_DROP)
+    slot_rows = rows_of_slots(slots, is_here, jnp.where(is_kept, row, -2))
+    by_row = partial(values_by_row, jnp.where(is_kept, row, capacity), capacity)
 
     # The index of a row's choice determines its rank, token and k. Each scatter would be a launch.
     choice = by_row(choices.reshape(all_ids.shape))
     token = quotient(choice, max(1, top_k))
     num_rows = is_kept.sum(dtype=int32)
     arrays = RoutingArrays(
-        token_slot=token_slot,
-        slot_token=slot_token,
+        token_slot=slots.token_slot,
+        slot_token=slots.slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
         row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
         row_slot=jnp.where(
-            jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
+            jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(slots.here), TAIL_ROW
         ),
         row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
     )
@@ -225,6 +209,64 @@ def plan_route(
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
     )
+
+
+class Slots(NamedTuple):
+    """The slots of tokens on the ranks that receive them."""
+
+    token_slot: jax.Array
+    """[T, R]: slot of each own token on each rank, or -1."""
+    slot_token: jax.Array
+    """[R, T]: own token in each slot, or -1."""
+    here: jax.Array
+    """[R, T, 1]: slot of each rank's tokens on this rank, or -1."""
+
+
+def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
+    """Return the slots of tokens. A token uses one slot on each rank of its choices, in token
+    order.
+
+    Args:
+      choice_rank: int32 [R, T, K], the rank of each choice, or -1.
+      rank: int32 [], this rank.
+    """
+    num_ranks, num_tokens, _ = choice_rank.shape
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32)
+    goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
+    slots = jnp.where(goes_to, running_sum(goes_to.astype(jnp.int32), axis=1) - 1, -1)  # [R, T, R]
+    token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
+    slot_token = (
+        jnp.full((num_ranks, num_tokens), -1, jnp.int32)
+        .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
+        .set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], **_DROP)
+    )
+    return Slots(token_slot, slot_token, lax.dynamic_index_in_dim(slots, rank, axis=2))
+
+
+def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
+    """Return ``slot_rows`` from the rows of choices.
+
+    Args:
+      slots: of the tokens.
+      is_here: bool [R, T, K], True for choices of this rank.
+      row: int32 [R, T, K], the row of each choice of this rank, or a negative mark.
+    """
+    num_tokens = row.shape[1]
+    r, _, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in range(3))
+    slot = jnp.where(is_here, slots.here, num_tokens)
+    return jnp.full(row.shape, -1, jnp.int32).at[r, slot, k].set(row, **_DROP)
+
+
+def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
+    """Return the value of the choice of each row [num_rows]; -1 for other rows.
+
+    Args:
+      row: int32 [R, T, K], the row of each choice; ``num_rows`` for none.
+      num_rows: number of rows.
+      values: int32, of the choices.
+    """
+    values = jnp.broadcast_to(values, row.shape).ravel()
+    return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
 def has_room(
@@ -276,8 +318,8 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
     """
     counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
     order = jnp.argsort(group, stable=True)
-    numbers = jnp.arange(group.size, dtype=jnp.int32)
-    place = jnp.zeros(group.size, jnp.int32).at[order].set(numbers, **_DROP)
+    positions = jnp.arange(group.size, dtype=jnp.int32)
+    place = jnp.zeros(group.size, jnp.int32).at[order].set(positions, **_DROP)
     earlier = running_sum(counts) - counts
     return counts[:-1], place - earlier.at[group].get(**_IN_BOUNDS)
 

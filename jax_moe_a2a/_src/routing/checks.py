@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array, check_bool, check_int, merge_axes, short
 from ..group.group import Group
+from ..group.value import check_axis_name
 from ..plan.capacity import check_top_k, chosen_capacity, default_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
@@ -21,21 +23,24 @@ from .types import RouteOptions
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 
+# A name, or a tuple of names, stands for the group of these axes with the default options.
+GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
+
 
 class RouteArguments(NamedTuple):
-    """Hold the keyword arguments of ``route`` as the caller passed them; None for omitted ones."""
+    """The keyword arguments of ``route`` as the caller passed them; None for omitted ones."""
 
-    group: Group | None
+    group: GroupOrAxes | None
     num_experts: int | None
     capacity: int | None
     capacity_factor: float | None
     alignment: int | None
-    shared_expert: bool | None
-    replicated: bool | None
+    shared_expert: bool | None = None
+    replicated: bool | None = None
 
 
 class CheckedIds(NamedTuple):
-    """Hold checked ids, int32 [T, K], and the options of their routing."""
+    """Checked ids, int32 [T, K], and the options of their routing."""
 
     ids: jax.Array
     options: RouteOptions
@@ -80,7 +85,7 @@ def check_ids_or_routing(
 def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     """Check the arguments of ``route``, and raise the errors of ``check_ids_or_routing``."""
     group = check_scope(given.group)
-    ids = _check_ids(topk_ids)
+    ids = check_ids("topk_ids", topk_ids)
     shared_expert = check_bool("shared_expert", given.shared_expert)
     replicated = check_bool("replicated", given.replicated)
     num_tokens, top_k = ids.shape
@@ -111,23 +116,27 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
         shared_expert=shared_expert,
         replicated=replicated,
     )
-    # Clip before the cast, because ids outside the range must stay outside as int32.
+    return CheckedIds(as_int32(ids, num_experts), options)
+
+
+def as_int32(ids: jax.Array | np.ndarray, num_experts: int) -> jax.Array:
+    """Return ids as int32. Ids outside [0, num_experts) stay outside, and -1 stays -1."""
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
-    return CheckedIds(jnp.asarray(ids.astype(np.int32)), options)
+    return jnp.asarray(ids.astype(np.int32))
 
 
-def _check_ids(topk_ids: ArrayLike) -> jax.Array | np.ndarray:
-    """Return the ids as an array [T, K] of any integer dtype."""
-    ids = as_array(topk_ids)
+def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Return the argument ``name`` as an array [T, K] of any integer dtype."""
+    ids = as_array(value)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
-            f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
-            f"{merge_axes('topk_ids', ids, 2)}"
+            f"{name} must be an integer array [num_tokens, top_k]; got {short(ids)}"
+            f"{merge_axes(name, ids, 2)}"
         )
     if not all(isinstance(size, int) for size in ids.shape):
         raise ValueError(
-            f"topk_ids must have a static shape [num_tokens, top_k]; got {short(ids)} with a "
+            f"{name} must have a static shape [num_tokens, top_k]; got {short(ids)} with a "
             "symbolic size: use jax.export once for each number of tokens, or export for the "
             "largest number and fill up with tokens whose ids are -1"
         )
@@ -139,6 +148,8 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, getattr(given, field.name), getattr(routing, field.name)
         if value is None:
+            continue
+        if name == "group" and value in (own.axis_name, own.axes):
             continue
         if isinstance(own, bool):  # before int: True is an int, too
             value = check_bool(name, value)
@@ -170,26 +181,33 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
         )
 
 
+def axes_of(group: object) -> tuple[str, ...]:
+    """Return the axes of a group, or of the names that stand for a group; otherwise raise an
+    error."""
+    if isinstance(group, Group):
+        return group.axes
+    if not isinstance(group, str | tuple):
+        raise TypeError(
+            "group must be a Group, the name of a mesh axis, or a tuple of such names; got "
+            f"{group!r}"
+        )
+    return check_axis_name(group, "group")
+
+
 def check_scope(group: object) -> Group:
-    """Return the group if its axes and its mesh match those in scope.
+    """Return the group if its axes and its mesh match those in scope. For names of axes, return the
+    group of these axes with the default options.
 
     Raises:
-      TypeError: if ``group`` is not a ``Group``.
+      TypeError: if ``group`` is neither a ``Group`` nor names.
       ValueError: if its axes or mesh do not match those in scope, or it needs CUDA kernels that
         cannot run.
     """
+    axes = axes_of(group)
     if not isinstance(group, Group):
-        raise TypeError(f"group must be a Group; got {type(group).__name__}")
-    sizes = []
-    for axis in group.axes:
-        try:
-            sizes.append(lax.axis_size(axis))
-        except NameError:
-            raise ValueError(
-                f"group must have its axes in scope; got {group}, and {axis!r} is not in scope. "
-                "Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...)"
-            ) from None
-    size = int(np.prod(sizes))
+        return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))
+    sizes = _sizes_in_scope(group.axes, str(group))
+    size = math.prod(sizes)
     if size != group.size:
         raise ValueError(
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
@@ -213,3 +231,18 @@ def check_scope(group: object) -> Group:
     if group.implementation == "cuda":
         _ = group.path  # raises if the kernels cannot run
     return group
+
+
+def _sizes_in_scope(axes: tuple[str, ...], got: str) -> list[int]:
+    """Return the sizes of a group's axes, or raise an error with what the caller passed."""
+    sizes = []
+    for axis in axes:
+        try:
+            sizes.append(lax.axis_size(axis))
+        except NameError:
+            raise ValueError(
+                f"group must have its axes in scope; got {got}, and {axis!r} is not in scope. "
+                "Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...), or call "
+                "ma.moe, which accepts the arrays of all ranks"
+            ) from None
+    return sizes

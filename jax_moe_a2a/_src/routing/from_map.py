@@ -13,7 +13,7 @@ from ..plan.capacity import check_top_k
 
 
 class Choices(NamedTuple):
-    """Hold the result of ``choices_from_map`` for T tokens with K choices each."""
+    """The result of ``choices_from_map`` for T tokens with K choices each."""
 
     topk_ids: jax.Array
     """[T, K] int32: the experts of each token, ascending; -1 after the last expert."""

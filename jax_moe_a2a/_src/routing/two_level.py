@@ -14,7 +14,7 @@ from .types import RoutedRows, Routing, as_pytree, check_arrays
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
-    """Hold the routing of a group of two levels. Its rows are those of a ``Routing``, in the same
+    """The routing of a group of two levels. Its rows are those of a ``Routing``, in the same
     order.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more

@@ -24,7 +24,7 @@ not route again. Such a policy is
 
 @dataclasses.dataclass(frozen=True)
 class RouteOptions:
-    """Hold the static fields of a routing: everything except its arrays."""
+    """The static fields of a routing: everything except its arrays."""
 
     group: Group
     """The ranks that exchange tokens."""
@@ -60,7 +60,7 @@ STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRows(RouteOptions):
-    """Hold the fields of every routing that describe the rows of this rank.
+    """The fields of every routing that describe the rows of this rank.
 
     C is the capacity, and L the number of experts per rank, a shared expert included. All arrays
     are int32.
@@ -123,7 +123,7 @@ def as_pytree(kind: type[Kind]) -> type[Kind]:
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class Routing(RoutedRows):
-    """Hold where every token of this rank goes and where every row comes from. It is a pytree.
+    """The destinations of this rank's tokens and the sources of its rows, as a pytree.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token, R the
     number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. A

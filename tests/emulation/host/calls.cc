@@ -12,8 +12,8 @@
 
 #include "fake_driver.h"
 #include "ffi/attributes.h"
+#include "ffi/call_state.h"
 #include "ffi/errors.h"
-#include "ffi/exchange.h"
 #include "ffi/targets.h"
 
 namespace {
@@ -26,18 +26,18 @@ std::atomic<long> allocations{0};
 
 Workspace& WorkspaceOf(const ffi::Dictionary& attributes) {
   const auto call = DecodeAttributes(attributes);
-  return Workspace::Get(call->topology, call->ring);
+  return Workspace::Get(call->topology, call->workspace_kind);
 }
 
-ffi::Error Execute(ffi::RunId run, Exchange* exchange, ffi::RemainingArgs operands,
+ffi::Error Execute(ffi::RunId run, CallState* state, ffi::RemainingArgs operands,
                    ffi::RemainingRets outputs) {
-  if (ffi::Error error = exchange->Initialize(kOrdinal); error.failure()) return error;
-  return exchange->Execute({/*stream=*/nullptr, kOrdinal, run.run_id, false, operands, outputs});
+  if (ffi::Error error = state->Initialize(kOrdinal); error.failure()) return error;
+  return state->Execute({/*stream=*/nullptr, kOrdinal, run.run_id, false, operands, outputs});
 }
 
-ffi::Error Report(Exchange* exchange, ffi::Dictionary attributes,
+ffi::Error Report(CallState* state, ffi::Dictionary attributes,
                   ffi::Result<ffi::BufferR0<ffi::F32>> result) {
-  if (ffi::Error error = exchange->Initialize(kOrdinal); error.failure()) return error;
+  if (ffi::Error error = state->Initialize(kOrdinal); error.failure()) return error;
   const bool has_failed = !WorkspaceOf(attributes).Failure().empty();
   *result->typed_data() = has_failed ? std::numeric_limits<float>::quiet_NaN() : 1;
   return ffi::Error::Success();
@@ -70,12 +70,15 @@ void* operator new(size_t bytes) {
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    call_execute, Execute,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::State<Exchange>>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(call_execute, Execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<CallState>>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     call_report, Report,
-    ffi::Ffi::Bind().Ctx<ffi::State<Exchange>>().Attrs().Ret<ffi::BufferR0<ffi::F32>>());
+    ffi::Ffi::Bind().Ctx<ffi::State<CallState>>().Attrs().Ret<ffi::BufferR0<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_fail, Fail, Scalar());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_close, Close, Scalar());
 

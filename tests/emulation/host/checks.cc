@@ -8,7 +8,7 @@
 //   descriptors  a process without free file descriptors
 //   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
 //   per_device   threads publish and find objects of devices
-//   wide         every call before and after NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
+//   multi_host   every call before and after NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //   alignment    a leaf of a token format at any address is refused with the reason
 //
 // A check prints a summary. Exit status 1: the check failed.
@@ -98,8 +98,8 @@ Deadline within(int seconds) { return Clock::now() + std::chrono::seconds(second
 
 void close_all(const std::vector<Topology>& topologies) {
   for (const Topology& topology : topologies) {
-    for (Ring ring : {Ring::kWhole, Ring::kSplit}) {
-      require_no(Workspace::Get(topology, ring).Close(kTimeoutNs));
+    for (WorkspaceKind kind : {WorkspaceKind::kWhole, WorkspaceKind::kSplit}) {
+      require_no(Workspace::Get(topology, kind).Close(kTimeoutNs));
     }
   }
 }
@@ -117,8 +117,9 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
   Random random(seed);
   while (!stop) {
     ++calls;
-    Workspace& workspace = Workspace::Get(topologies[random() % topologies.size()],
-                                          random() % 2 ? Ring::kSplit : Ring::kWhole);
+    Workspace& workspace =
+        Workspace::Get(topologies[random() % topologies.size()],
+                       random() % 2 ? WorkspaceKind::kSplit : WorkspaceKind::kWhole);
     switch (random() % 9) {
       case 0:
       case 1:
@@ -135,7 +136,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
       }
       case 4: workspace.MappedBytes(); break;
       case 5:
-        workspace.slot_bytes();
+        workspace.half_bytes();
         require_no(workspace.CheckAccess());
         break;
       case 6: {
@@ -244,8 +245,8 @@ void check_processes(int seconds) {
   const std::vector<Topology> topologies = {topology_of({0, 1, 2, 3}), topology_of({2, 0, 3, 1})};
   Random own_random(11 + static_cast<uint64_t>(self)), common(5);
   for (int i = 0; i < rounds; ++i) {
-    const Ring ring = common() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
-    Workspace& workspace = Workspace::Get(topologies[common() % 2], ring);
+    const WorkspaceKind kind = common() % 3 == 0 ? WorkspaceKind::kSplit : WorkspaceKind::kWhole;
+    Workspace& workspace = Workspace::Get(topologies[common() % 2], kind);
     const bool closes = common() % 4 == 0;
     const int64_t bytes = static_cast<int64_t>(common() % 200) << 16;
     usleep(static_cast<useconds_t>(own_random() % 3000));
@@ -264,7 +265,7 @@ void check_processes(int seconds) {
   channel.say("closed");
   channel.hear();
   if (self == 0) {  // the other process has no free memory, and answers so
-    Workspace& workspace = Workspace::Get(topologies[0], Ring::kWhole);
+    Workspace& workspace = Workspace::Get(topologies[0], WorkspaceKind::kWhole);
     const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
     require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
             "another process lacks memory: " + problem);
@@ -278,7 +279,8 @@ void check_processes(int seconds) {
   if (child == 0) kill(getpid(), SIGKILL);
   require(channel.hear().empty(), "the other process lives");
   const auto start = Clock::now();
-  const Problem problem = Workspace::Get(topologies[0], Ring::kWhole).Reserve(1 << 20, kTimeoutNs);
+  const Problem problem =
+      Workspace::Get(topologies[0], WorkspaceKind::kWhole).Reserve(1 << 20, kTimeoutNs);
   require(!problem.empty() && seconds_since(start) < 6,
           "memory of a dead process was reserved, or after " +
               std::to_string(seconds_since(start)) + " s");
@@ -374,7 +376,7 @@ void check_requests(int seconds) {
 
 void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
-  Workspace& workspace = Workspace::Get(topology_of({0, 1}), Ring::kWhole);
+  Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
   // The first device has enough memory, the second has not. Then the first device's memory is freed.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
@@ -417,10 +419,10 @@ void check_memory(int) {
   };
   map(0, kHeaderBytes);
   for (int64_t page : {0, 2}) {
-    for (int half = 0; half < kRingDepth; ++half) map(slot_offset(half) + page * kPage, kPage);
+    for (int half = 0; half < kRingDepth; ++half) map(half_offset(half) + page * kPage, kPage);
   }
   require(slab->holds(kPage) && !slab->holds(3 * kPage), "a gap counts as mapped memory");
-  for (int half = 0; half < kRingDepth; ++half) map(slot_offset(half) + kPage, kPage);
+  for (int half = 0; half < kRingDepth; ++half) map(half_offset(half) + kPage, kPage);
   require(slab->holds(3 * kPage) && !slab->holds(4 * kPage), "the gap was filled");
   require_no(slab->Release());
   std::printf("memory: each of %d calls failed once\n", failures);
@@ -434,8 +436,8 @@ bool says(const std::string& text, const std::string& part) {
 
 void check_failures(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
-  for (const Ring ring : {Ring::kWhole, Ring::kSplit}) {
-    Workspace& workspace = Workspace::Get(topology_of({0, 1}), ring);
+  for (const WorkspaceKind kind : {WorkspaceKind::kWhole, WorkspaceKind::kSplit}) {
+    Workspace& workspace = Workspace::Get(topology_of({0, 1}), kind);
     require_no(workspace.Wait(kTimeoutNs));  // the workspace is closed, so there is no wait
     require_no(workspace.Reserve(1 << 20, kTimeoutNs));
     std::string failure;
@@ -462,11 +464,12 @@ void check_failures(int) {
       const auto start = Clock::now();
       const Problem waited = workspace.Wait(100'000'000), problem = workspace.Close(100'000'000);
       require(seconds_since(start) < 2, "it waited for " + std::to_string(seconds_since(start)));
-      require(waited == problem && says(problem, "GPU 0 is still at work after 0.1") &&
-                  says(problem, ring == Ring::kSplit ? "the side stream" : "XLA's stream") &&
-                  says(problem, owner ? "exchange 1 of rank 0 runs" : "other work") &&
-                  says(problem, "overlapping calls"),
-              problem);
+      require(
+          waited == problem && says(problem, "GPU 0 is still at work after 0.1") &&
+              says(problem, kind == WorkspaceKind::kSplit ? "the side stream" : "XLA's stream") &&
+              says(problem, owner ? "exchange 1 of rank 0 runs" : "other work") &&
+              says(problem, "overlapping calls"),
+          problem);
       require(workspace.is_open() && fake_driver::used[1] > 0, "it has given memory back");
     }
     fake_driver::are_busy = false;
@@ -475,7 +478,7 @@ void check_failures(int) {
     require(failure.empty(), "closing clears a failure");
   }
   require_nothing_left();
-  std::printf("failures: of both rings\n");
+  std::printf("failures: of both workspace kinds\n");
 }
 
 // ---- descriptors
@@ -558,15 +561,15 @@ void check_per_device(int seconds) {
   std::printf("per_device: %ld rounds\n", rounds);
 }
 
-// ---- wide
+// ---- multi_host
 
-void check_wide(int) {
+void check_multi_host(int) {
   AddDevice(0, {0, 0});
   AddDevice(1, {1, kElsewhere});
-  Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, Ring::kSplit);
-  require(!workspace.PrepareWide().empty(), "prepared without NVSHMEM");
+  Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, WorkspaceKind::kSplit);
+  require(!workspace.PrepareMultiHost().empty(), "prepared without NVSHMEM");
   require_no(LoadNetwork(""));
-  // Every call fails in turn. A call before the allocation must fail in PrepareWide(), which allocates nothing.
+  // Every call fails in turn. A call before the allocation must fail in PrepareMultiHost(), which allocates nothing.
   const auto fail_each = [&](auto&& open) {
     for (int failing = 0;; ++failing) {
       fake_driver::calls_until_failure = failing;
@@ -577,27 +580,28 @@ void check_wide(int) {
       if (!reached) return failing;
     }
   };
-  const int before = fail_each([&] { return workspace.PrepareWide(); });
-  require(before > 0 && allocations == 0 && !workspace.is_open(), "PrepareWide() has allocated");
+  const int before = fail_each([&] { return workspace.PrepareMultiHost(); });
+  require(before > 0 && allocations == 0 && !workspace.is_open(),
+          "PrepareMultiHost() has allocated");
   const int after = fail_each([&] {
     require(allocations == 0 || allocations == 2, "allocated again");
-    const Problem problem = workspace.OpenWide(1 << 20);
-    require(allocations == 2, "OpenWide() ended before it has allocated: " + problem);
+    const Problem problem = workspace.OpenMultiHost(1 << 20);
+    require(allocations == 2, "OpenMultiHost() ended before it has allocated: " + problem);
     return problem;
   });
   require(after > 0 && workspace.is_open(), "it is not open");
   require_no(workspace.Close(kTimeoutNs));
-  require_no(workspace.PrepareWide());
-  require_no(workspace.OpenWide(0));
+  require_no(workspace.PrepareMultiHost());
+  require_no(workspace.OpenMultiHost(0));
   require(allocations == 2 && workspace.is_open(), "it was not opened again with its memory");
   require(fake_driver::direct_loads == 0, "kernels were loaded that several hosts never launch");
-  std::printf("wide: %d calls failed before the allocation, %d after it\n", before, after);
+  std::printf("multi_host: %d calls failed before the allocation, %d after it\n", before, after);
 }
 
 // ---- alignment
 
 void check_alignment(int) {
-  const EncodedPayload payload = {/*format=*/1, /*num_leaves=*/1, /*decode=*/true,
+  const EncodedPayload payload = {"BlockwiseFp8", /*num_leaves=*/1, /*decode=*/true,
                                   /*has_token_scales=*/false, /*global_scale=*/1};
   const auto describe = [&](int64_t hidden, uintptr_t in_bits, uintptr_t out_bits) {
     DispatchParams exchange = {};
@@ -638,14 +642,15 @@ int main(int argc, char** argv) {
     check_failures(seconds);
   } else if (name == "per_device") {
     check_per_device(seconds);
-  } else if (name == "wide") {
-    check_wide(seconds);
+  } else if (name == "multi_host") {
+    check_multi_host(seconds);
   } else if (name == "alignment") {
     check_alignment(seconds);
   } else {
-    std::fprintf(stderr,
-                 "checks threads|processes|requests|memory|failures|descriptors|per_device|wide|"
-                 "alignment [SECONDS]\n");
+    std::fprintf(
+        stderr,
+        "checks threads|processes|requests|memory|failures|descriptors|per_device|multi_host|"
+        "alignment [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

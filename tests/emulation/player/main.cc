@@ -51,8 +51,8 @@ constexpr int64_t kTemplateBytes = 2048;
 constexpr ElementType kType = ElementType::kBFloat16;
 
 // Returns rows for played ranks to send: small integers, whose sums are exact.
-Array make_numbers(Random& random, int64_t count) {
-  Array array = make_array(static_cast<size_t>(count) * 2);
+emulation::Array make_numbers(Random& random, int64_t count) {
+  emulation::Array array = make_array(static_cast<size_t>(count) * 2);
   for (int64_t i = 0; i < count; ++i) {
     write_number(array->data() + i * 2, kType, small_integer(random));
   }
@@ -76,25 +76,25 @@ class Step {
     const auto tokens = static_cast<size_t>(shape.num_tokens);
     in_ = make_numbers(random, (is_dispatch_ ? shape.num_tokens : shape.capacity) * elements_);
     out_ = make_array((is_dispatch_ ? capacity : tokens) * elements_ * 2);
-    // A scalar for each choice, if the scalars of a token are whole vectors.
-    has_scalars_ = !is_weighted_ && shape.top_k % 4 == 0;
-    const size_t scalars_in = is_dispatch_ ? tokens * shape.top_k : capacity;
-    const size_t scalars_out = is_dispatch_ ? capacity : tokens * shape.top_k;
-    scalars_in_ = make_array(scalars_in * 4);
-    for (size_t i = 0; i < scalars_in; ++i) scalars_in_->as<uint32_t>()[i] = random.next() | 1;
-    scalars_out_ = make_array(scalars_out * 4);
+    // A choice array, if its entries of a token are whole vectors.
+    has_choice_array_ = !is_weighted_ && shape.top_k % 4 == 0;
+    const size_t choices_in = is_dispatch_ ? tokens * shape.top_k : capacity;
+    const size_t choices_out = is_dispatch_ ? capacity : tokens * shape.top_k;
+    choices_in_ = make_array(choices_in * 4);
+    for (size_t i = 0; i < choices_in; ++i) choices_in_->as<uint32_t>()[i] = random.next() | 1;
+    choices_out_ = make_array(choices_out * 4);
     weights_ = make_array(capacity * 4);
     for (size_t i = 0; i < capacity; ++i) {
       weights_->as<float>()[i] = static_cast<float>(random.between(-1, 1));
     }
-    for (const Array& array : {out_, scalars_out_}) {
+    for (const emulation::Array& array : {out_, choices_out_}) {
       std::memset(array->data(), kNanByte, array->bytes());
     }
     call.operation = is_dispatch_ ? Operation::kDispatch : Operation::kCombine;
     call.signature = uint64_t{random.next()} << 32 | random.next();
     call.num_slots = shape.num_tokens;
     add_array(elements_ * 2);
-    if (has_scalars_) add_array(4 * shape.top_k);
+    if (has_choice_array_) add_array(4 * shape.top_k);
     for (int rank = 1; rank < shape.num_ranks; ++rank) {
       const auto& source = routing_.plans[is_dispatch_ ? rank : 0];
       const int destination = is_dispatch_ ? 0 : rank;
@@ -111,9 +111,33 @@ class Step {
   cudaError_t launch(RankView view, int num_sms, Random& random) {
     view.operation = call.operation;
     view.signature = call.signature;
-    const RoutingArrays arrays(making_, random, routing_, 0);
-    return is_dispatch_ ? launch_dispatch(view, arrays.view(), num_sms, random)
-                        : launch_combine(view, arrays.view(), num_sms, random);
+    const RoutingArrays routing(making_, random, routing_, 0);
+    const LaunchOn on = {0, view, num_sms, random, DirectKernels(), /*joint=*/nullptr};
+    const Shape& shape = routing_.shape;
+    const auto vary = [&](auto& p, int blocks) { vary_roles(random, blocks, p.roles); };
+    Arguments a;
+    const auto of_tokens = [&](Bound& arrays, const emulation::Array& rows,
+                               const emulation::Array& choices) {
+      arrays.add(kBFloat16, {shape.num_tokens, elements_}, rows);
+      if (has_choice_array_) arrays.add(kFloat32, {shape.num_tokens, shape.top_k}, choices);
+    };
+    const auto of_rows = [&](Bound& arrays, const emulation::Array& rows,
+                             const emulation::Array& choices) {
+      arrays.add(kBFloat16, {shape.capacity, elements_}, rows);
+      if (has_choice_array_) arrays.add(kFloat32, {shape.capacity}, choices);
+    };
+    if (is_dispatch_) {
+      of_tokens(a.args, in_, choices_in_);
+      of_rows(a.results, out_, choices_out_);
+      routing.add_to(a.args, shape);
+      return launch_call(DispatchCall{{has_choice_array_, /*leaves_tail=*/false}}, on, a, vary);
+    }
+    of_rows(a.args, in_, choices_in_);
+    if (is_weighted_) a.args.add(kFloat32, {shape.capacity}, weights_);
+    of_tokens(a.results, out_, choices_out_);
+    routing.add_to(a.args, shape);
+    return launch_call(CombineCall{has_choice_array_, is_weighted_, kBFloat16.name, 1.f}, on, a,
+                       vary);
   }
 
   bool is_failure() const {
@@ -127,7 +151,7 @@ class Step {
   std::string wrong(const RankView& view, int ring_half) const {
     std::string what = is_dispatch_ ? wrong_rows() : wrong_sums();
     for (int rank = 1; rank < view.num_ranks && what.empty(); ++rank) {
-      what = wrong_at(rank, view.slab[rank] + slot_offset(ring_half));
+      what = wrong_at(rank, view.slab[rank] + half_offset(ring_half));
     }
     return what;
   }
@@ -145,61 +169,12 @@ class Step {
     return templates_ + template_of(rank, slot) * kTemplateBytes;
   }
 
-  cudaError_t launch_dispatch(const RankView& view, const RoutingView& routing, int num_sms,
-                              Random& random) {
-    DispatchParams p = {};
-    p.view = view;
-    p.routing = routing;
-    p.zone_bytes = call.zone_bytes;
-    p.num_arrays = call.num_arrays;
-    p.arrays[0] = {in_->data(), out_->data(), elements_ * 2, 0, 0, kVectorBytes};
-    p.fills[0] = {out_->data(), static_cast<int64_t>(out_->bytes()), kNanByte};
-    p.arrays[1] = {scalars_in_->data(),        scalars_out_->data(),
-                   int64_t{4} * routing.top_k, 4,
-                   call.zone_offset[1],        4};
-    p.fills[1] = {scalars_out_->data(), static_cast<int64_t>(scalars_out_->bytes()), kNanByte};
-    const Grid grid = grid_of(p, num_sms);
-    p.roles = grid.roles;
-    vary_roles(random, grid.blocks, p.roles);
-    return LaunchDispatch(&p, grid.blocks, stream_of(0));
-  }
-
-  cudaError_t launch_combine(const RankView& view, const RoutingView& routing, int num_sms,
-                             Random& random) {
-    CombineParams p = {};
-    p.view = view;
-    p.routing = routing;
-    p.type = kType;
-    p.zone_bytes = call.zone_bytes;
-    p.num_summed = 1;
-    p.summed[0] = {is_weighted_ ? nullptr : in_->data(), out_->data(), elements_, 0, true};
-    p.listed = routing.top_k + view.num_ranks <= kWarpThreads;
-    p.fills[0] = {out_->data(), static_cast<int64_t>(out_->bytes()), kNanByte};
-    if (is_weighted_) {
-      p.num_pairs = p.weights_per_row = 1;
-      p.elements_per_weight = elements_;
-      p.pair_rows[0] = in_->data();
-      p.pair_weights[0] = weights_->as<float>();
-    }
-    if (has_scalars_) {
-      p.num_moved = 1;
-      p.moved[0] = {scalars_in_->data(),        scalars_out_->data(),
-                    int64_t{4} * routing.top_k, 4,
-                    call.zone_offset[1],        4};
-      p.fills[1] = {scalars_out_->data(), static_cast<int64_t>(scalars_out_->bytes()), kNanByte};
-    }
-    const Grid grid = grid_of(p, num_sms);
-    p.roles = grid.roles;
-    vary_roles(random, grid.blocks, p.roles);
-    return LaunchCombine(&p, grid.blocks, stream_of(0));
-  }
-
   std::string wrong_rows() const {
     const Shape& shape = routing_.shape;
     const Plan& plan = routing_.plans[0];
     for (int row = 0; row < shape.capacity; ++row) {
       const int source = plan.row_rank(row), token = plan.row_token(row);
-      uint32_t scalar = 0;
+      uint32_t entry = 0;
       for (int64_t e = 0; e < elements_; ++e) {
         const char* from = source < 0    ? nullptr
                            : source == 0 ? in_->data() + token * elements_ * 2
@@ -209,13 +184,13 @@ class Step {
           return "row " + std::to_string(row) + " from rank " + std::to_string(source);
         }
       }
-      if (!has_scalars_) continue;
+      if (!has_choice_array_) continue;
       const int k = plan.row_k(row);
-      if (source == 0) scalar = scalars_in_->as<uint32_t>()[token * shape.top_k + k];
+      if (source == 0) entry = choices_in_->as<uint32_t>()[token * shape.top_k + k];
       if (source > 0) {
-        std::memcpy(&scalar, template_row(source, plan.arrays[5][row]) + 4 * k, 4);
+        std::memcpy(&entry, template_row(source, plan.arrays[5][row]) + 4 * k, 4);
       }
-      if (scalars_out_->as<uint32_t>()[row] != scalar) return "scalar " + std::to_string(row);
+      if (choices_out_->as<uint32_t>()[row] != entry) return "choice of row " + std::to_string(row);
     }
     return "";
   }
@@ -253,17 +228,17 @@ class Step {
                  ": expected " + std::to_string(expected) + ", got " + std::to_string(seen);
         }
       }
-      for (int k = 0; k < shape.top_k && has_scalars_; ++k) {
+      for (int k = 0; k < shape.top_k && has_choice_array_; ++k) {
         const int at = plan.choice_rank(shape, token, k);
         uint32_t expected = 0;
         if (at >= 0) {
           const int slot = plan.token_slot(shape, token, at);
           if (at > 0) std::memcpy(&expected, template_row(at, slot) + 4 * k, 4);
           const int row = at == 0 ? plan.slot_row(shape, 0, slot, k) : -1;
-          if (row >= 0) expected = scalars_in_->as<uint32_t>()[row];
+          if (row >= 0) expected = choices_in_->as<uint32_t>()[row];
         }
-        if (scalars_out_->as<uint32_t>()[token * shape.top_k + k] != expected) {
-          return "scalar of token " + std::to_string(token) + ", choice " + std::to_string(k);
+        if (choices_out_->as<uint32_t>()[token * shape.top_k + k] != expected) {
+          return "entry of token " + std::to_string(token) + ", choice " + std::to_string(k);
         }
       }
     }
@@ -292,9 +267,9 @@ class Step {
   Making making_;
   Routing routing_;
   const char* templates_;
-  bool is_dispatch_, is_weighted_, has_scalars_;
+  bool is_dispatch_, is_weighted_, has_choice_array_;
   int64_t elements_;
-  Array in_, out_, scalars_in_, scalars_out_, weights_;
+  emulation::Array in_, out_, choices_in_, choices_out_, weights_;
 };
 
 void run(std::map<std::string, std::string>& options) {
@@ -312,20 +287,20 @@ void run(std::map<std::string, std::string>& options) {
   making.num_ranks = whole("ranks", 2);
   if (making.num_ranks < 2 || making.num_ranks > kMaxPlayedRanks || steps < 2) std::exit(2);
 
-  const Array templates = make_numbers(random, kTemplates * kTemplateBytes / 2);
+  const emulation::Array templates = make_numbers(random, kTemplates * kTemplateBytes / 2);
   std::vector<std::unique_ptr<Step>> sequence;
   std::vector<PlayedCall> calls;
   std::vector<int32_t> order;
-  int64_t slot_bytes = 0;
+  int64_t half_bytes = 0;
   for (int i = 0; i < steps; ++i) {
     sequence.push_back(std::make_unique<Step>(making, random, templates->data()));
     calls.push_back(sequence.back()->call);
     order.push_back(i);
-    slot_bytes = std::max(slot_bytes, calls.back().zone_bytes * making.num_ranks);
+    half_bytes = std::max(half_bytes, calls.back().zone_bytes * making.num_ranks);
   }
   if (fault == "call")
     calls.back().signature += uint64_t{1} << 40;  // flags contain only the 16 lowest bits
-  Domain domain(making.num_ranks, slot_bytes, kMaxRanks);
+  Domain domain(making.num_ranks, half_bytes, kMaxRanks);
   std::vector<ErrorRecord> records(making.num_ranks);
   for (int rank = 0; rank < making.num_ranks; ++rank) {
     domain.control(rank).depth = static_cast<uint32_t>(whole("depth", 0));

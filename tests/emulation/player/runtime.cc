@@ -259,7 +259,7 @@ void multiply(const GroupedGemm& g) {
 }  // namespace
 
 cudaError_t LoadGroupedGemm() { return cudaSuccess; }
-Problem WhyNotGroupedGemm(int64_t, int64_t, int64_t, int64_t) { return {}; }
+Problem WhyNotGroupedGemm(std::string_view, int64_t, int64_t, int64_t, int64_t) { return {}; }
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   if (gemm.num_sms < 1) return "no multiprocessors for a product";
   enqueue(stream, [gemm] { multiply(gemm); });

@@ -3,128 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from ...formats.formats import Encoding
-from ...group import native
+from ...formats.formats import Encoding, NvFp4, TokenFormat
 from .budgets import FORMAT_NUM_SMS, WEIGHTED_NUM_SMS
+from .call_placement import CallPlacement, Refused
 from .exchange import KernelCall
-from .payload import (
-    FLOAT32_BYTES,
-    FORMAT_CODES,
-    SUMMED_DTYPES,
-    VECTOR_BYTES,
-    encoded_row_bytes,
-    global_scale,
-    is_sub_byte,
-    row_bytes,
-)
-from .site import Site
 
 
-class Landing(NamedTuple):
-    """Hold the bytes that land for each token, of each array, and the attributes of the call."""
-
-    landed_bytes: list[int]
-    attributes: dict[str, Any]
+def global_scale(fmt: TokenFormat | None) -> float:
+    """Return the global scale of a format as an attribute; 1 if the format has no global scale."""
+    return float(fmt.global_scale) if isinstance(fmt, NvFp4) else 1.0
 
 
-def landing(site: Site, payload: Sequence[Any], params: dict[str, Any]) -> Landing | None:
-    """Return the landing of a payload; None if the kernels do not move or encode the payload."""
-    encoding = params.get("encoding")
-    if encoding is None:
-        return _landing_as_is(payload, params)
-    return _landing_encoded(site, payload, encoding, params)
-
-
-def _landing_as_is(payload: Sequence[Any], params: dict[str, Any]) -> Landing | None:
-    if len(payload) > native.limit("MAX_ARRAYS") or any(map(is_sub_byte, payload)):
-        return None
+def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
+    """Return how a dispatch moves its payload, and quantizes it if there is an encoding."""
+    encoding: Encoding | None = params.get("encoding")
     attributes = dict(
-        num_scalars=np.int64(params["num_scalars"]),
+        num_choice_arrays=params["num_choice_arrays"],
         leaves_tail=params.get("tail") == "unspecified",
     )
-    return Landing([row_bytes(aval) for aval in payload], attributes)
-
-
-def _landing_encoded(
-    site: Site, payload: Sequence[Any], encoding: Encoding, params: dict[str, Any]
-) -> Landing | None:
-    fmt, num_leaves = encoding.format, params["num_leaves"]
-    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-    if encoding.has_token_scales:
-        scalars = scalars[:-1]
-    landed = [part for aval in leaves for part in encoded_row_bytes(aval, fmt)]
-    landed += [row_bytes(aval) for aval in scalars]
-    if encoding.has_token_scales and encoding.decode:
-        landed.append(FLOAT32_BYTES)
-    if (
-        site.topology.num_ranks == 1  # a single rank has no zone, but encoded tokens need it
-        or site.topology.is_wide
-        or len(landed) > native.limit("MAX_ARRAYS")
-        or any(aval.dtype != leaves[0].dtype for aval in leaves)
-        or any(is_sub_byte(aval) for aval in scalars)
-    ):
-        return None
-    attributes = dict(
-        num_leaves=np.int64(num_leaves),
-        num_scalars=np.int64(len(scalars)),
-        format=np.int64(FORMAT_CODES[type(fmt)]),
+    if encoding is None:
+        return attributes
+    return dict(
+        attributes,
+        num_leaves=params["num_leaves"],
+        format=type(encoding.format).__name__,
         decode=encoding.decode,
         has_token_scales=encoding.has_token_scales,
-        global_scale=global_scale(fmt),
-        leaves_tail=params.get("tail") == "unspecified",
+        global_scale=global_scale(encoding.format),
     )
-    return Landing(landed, attributes)
 
 
 def dispatch_calls(
-    site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
-) -> list[KernelCall] | None:
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
     """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
     quantizes the leaves if there is an encoding."""
-    del top_k
-    found = landing(site, payload, params)
-    if found is None:
-        return None
     encoding: Encoding | None = params.get("encoding")
-    arrays = range(len(payload))
+    arrays, attributes = range(len(payload)), dispatch_attributes(params)
     if encoding is None:
-        return [KernelCall("moe_a2a_dispatch", arrays, arrays, *found)]
-    num_results = encoding.results_per_leaf * params["num_leaves"] + params["num_scalars"]
-    num_sms = site.group.sms_of("dispatch") or FORMAT_NUM_SMS
-    return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), *found, num_sms)]
+        return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
+    num_results = encoding.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
+    num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
+    return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]
 
 
 def weighted_dispatch_calls(
-    site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
-) -> list[KernelCall] | None:
-    """Return the call of a weighted dispatch, which weighs rows as they arrive. The kernel supports
-    at most one pair of rows and weights, and rows of whole vectors."""
-    del top_k
-    g, *others = payload
-    rows, weights = others[: params["num_leaves"]], others[params["num_leaves"] :]
-    if (
-        params["group"].size == 1  # XLA's fusion is faster (docs/history/speed.md)
-        or len(rows) > 1
-        or len(weights) > 1
-        or params["num_weight_axes"] > 0
-        or g.dtype not in SUMMED_DTYPES
-        or any(aval.dtype != g.dtype for aval in rows)
-        or any(aval.dtype != jnp.float32 for aval in weights)
-        or row_bytes(g) % VECTOR_BYTES
-    ):
-        return None
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
+    """Return the call of a weighted dispatch, which weighs rows as they arrive."""
+    if call_placement.group.size == 1:
+        raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
+    num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
     return [
         KernelCall(
             "moe_a2a_weighted_dispatch",
             range(len(payload)),
-            range(len(others)),
-            landed_bytes=[row_bytes(g)],
-            attributes=dict(scaled=bool(weights), dotted=bool(rows)),
-            num_sms=site.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
+            range(num_rows + num_weights),
+            dict(scaled=num_weights > 0, dotted=num_rows > 0),
+            call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
         )
     ]

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from ... import compat
 from ...group import native
 from .budgets import num_sms_of
-from .custom_call import custom_call, own_rank
-from .dispatch import landing
-from .site import Site
-
-INT32_BYTES = 4
-MAX_ASSIGN_BLOCKS = 65535  # of a rank that shares its GPU: limit of the second grid dimension
+from .call_placement import CallPlacement
+from .custom_call import custom_call, half_bytes_of, own_rank, rank_aval
+from .dispatch import dispatch_attributes
 
 
-def route(ctx: Any, site: Site, ids: Any, **params: Any) -> list[Any] | None:
-    """Lower ``route_p`` to one call with two launches. Return None if the kernels do not apply.
+def route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any) -> list[Any]:
+    """Lower ``route_p`` to one call with two launches.
 
     The rank of this device is an operand, because the exchange of ids needs it.
     """
-    group = site.group
+    group = call_placement.group
     (aval,) = ctx.avals_in
-    *lead, num_tokens, top_k = site.of_rank(aval).shape
+    *lead, num_tokens, top_k = call_placement.of_rank(aval).shape
     batch = math.prod(lead)
     local_experts = params["num_experts"] // group.size
     tokens_per_chunk, chunks = route_chunks(num_tokens)
-    may_drop = params["first_choice"] is not None
-    levels = top_k if may_drop else 1
-    if (
-        0 in (params["capacity"], local_experts)
-        or (may_drop and params["parts"] > 1)
-        or levels * local_experts > native.limit("MAX_ROUTE_COUNTS")
-        or batch * chunks > native.limit("MAX_CHUNKS")
-        or local_experts > native.limit("MAX_LOCAL_EXPERTS")
-        or (site.lead and batch * chunks * group.size > MAX_ASSIGN_BLOCKS)
-    ):
-        return None
+    levels = 1 if params["first_choice"] is None else top_k
 
     def int32(*shape: int) -> Any:
-        shape = (*aval.shape[: site.lead], *shape)
+        shape = (*aval.shape[: call_placement.lead], *shape)
         return compat.result_aval(aval, shape, jnp.dtype(jnp.int32))
 
     scratch = [
@@ -52,60 +39,54 @@ def route(ctx: Any, site: Site, ids: Any, **params: Any) -> list[Any] | None:
         int32(batch, group.size, chunks, levels * local_experts + 1),
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
-    rank_aval, rank = own_rank(ctx, site)
-    results = custom_call(
-        ctx.replace(avals_in=[aval, rank_aval], avals_out=[*ctx.avals_out, *scratch]),
-        "moe_a2a_route",
-        [ids, *rank],
-        site,
-        num_sms=num_sms_of(group, "route", num_tokens),
-        zone_bytes=native.array_bytes(1, batch * num_tokens * top_k * INT32_BYTES),
-        num_experts=np.int64(params["num_experts"]),
-        alignment=np.int64(params["alignment"]),
-        tokens_per_chunk=np.int64(tokens_per_chunk),
-        first_choice=_first_choice(params),
-        parts=np.int64(params["parts"]),
+    attributes = _attributes(params) | dict(
+        tokens_per_chunk=tokens_per_chunk, parts=params["parts"]
     )
-    return results[: len(ctx.avals_out)]
+    return _call(ctx, call_placement, "route", [ids], attributes, scratch)[: len(ctx.avals_out)]
 
 
 def routed_dispatch(
-    ctx: Any, site: Site, ids: Any, *payload: Any, **params: Any
-) -> list[Any] | None:
-    """Lower ``routed_dispatch_p`` to one launch. Return None if the kernel does not apply."""
-    group = site.group
-    ids_aval, *payload_avals = map(site.of_rank, ctx.avals_in)
-    num_tokens, top_k = ids_aval.shape
-    local_experts = params["num_experts"] // group.size
-    if (
-        site.topology.is_wide
-        or 0 in (params["capacity"], local_experts)
-        or num_tokens > native.limit("MAX_FUSED_TOKENS")
-        or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")
-        or local_experts > native.limit("MAX_FUSED_EXPERTS")
-    ):
-        return None
-    found = landing(site, payload_avals, params)
-    if found is None:
-        return None
-    rank_aval, rank = own_rank(ctx, site)
-    return custom_call(
-        ctx.replace(avals_in=[ctx.avals_in[0], rank_aval, *ctx.avals_in[1:]]),
-        "moe_a2a_routed_dispatch",
-        [ids, *rank, *payload],
-        site,
-        num_sms=num_sms_of(group, "dispatch", num_tokens),
-        zone_bytes=sum(native.array_bytes(num_tokens, size) for size in found.landed_bytes),
-        num_experts=np.int64(params["num_experts"]),
-        alignment=np.int64(params["alignment"]),
-        first_choice=_first_choice(params),
-        **{"format": np.int64(0), **found.attributes},  # 0: no format
+    ctx: Any, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
+) -> list[Any]:
+    """Lower ``routed_dispatch_p`` to one launch."""
+    attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
+    return _call(ctx, call_placement, "routed_dispatch", [ids, *payload], attributes)
+
+
+def _attributes(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a route. ``first_choice`` is -1 if the capacity holds any
+    routing."""
+    first_choice = -1 if params["first_choice"] is None else params["first_choice"]
+    return dict(
+        num_experts=params["num_experts"], alignment=params["alignment"], first_choice=first_choice
     )
 
 
-def _first_choice(params: dict[str, Any]) -> np.int64:
-    """Return the attribute ``first_choice`` of a route; -1 if the capacity holds any routing."""
-    return np.int64(-1 if params["first_choice"] is None else params["first_choice"])
+def _call(
+    ctx: Any,
+    call_placement: CallPlacement,
+    name: str,
+    operands: Sequence[Any],
+    attributes: dict[str, Any],
+    scratch: Sequence[Any] = (),
+) -> list[Any]:
+    """Emit a call whose first operand is the ids, and whose second operand is this device's
+    rank. The scratch arrays are its last results."""
+    (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
+    avals_in = [ids_aval, rank_aval(ctx, call_placement), *payload_avals]
+    avals_out = [*ctx.avals_out, *scratch]
+    target = f"moe_a2a_{name}"
+    half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
+    num_tokens = ids_aval.shape[-2]
+    return custom_call(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        target,
+        [ids, *own_rank(ctx, call_placement), *payload],
+        call_placement,
+        attributes,
+        num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
+        half_bytes=half_bytes,
+    )
 
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:

@@ -24,13 +24,13 @@ struct Topology {
 
 class Workspace {
  public:
-  static Workspace& Get(const Topology& topology, Ring) {
+  static Workspace& Get(const Topology& topology, WorkspaceKind) {
     static Workspace workspace;
     workspace.num_ranks_ = topology.num_ranks;
     return workspace;
   }
-  Problem Reserve(int64_t slot_bytes, int64_t) {
-    domain_ = std::make_unique<emulation::Domain>(num_ranks_, slot_bytes, kMaxRanks);
+  Problem Reserve(int64_t half_bytes, int64_t) {
+    domain_ = std::make_unique<emulation::Domain>(num_ranks_, half_bytes, kMaxRanks);
     records_.assign(num_ranks_, ErrorRecord{});
     return {};
   }

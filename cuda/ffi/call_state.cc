@@ -1,4 +1,4 @@
-#include "ffi/exchange.h"
+#include "ffi/call_state.h"
 
 #include <cuda_runtime_api.h>
 
@@ -11,24 +11,24 @@
 
 namespace moe_a2a {
 
-ffi::TypeId Exchange::id = XLA_FFI_UNKNOWN_TYPE_ID;
-const ffi::TypeInfo Exchange::info = ffi::MakeTypeInfo<Exchange>();
+ffi::TypeId CallState::id = XLA_FFI_UNKNOWN_TYPE_ID;
+const ffi::TypeInfo CallState::info = ffi::MakeTypeInfo<CallState>();
 
-ffi::Error Exchange::Load() {
+ffi::Error CallState::Load() {
   if (attributes_.is_on_one_device()) return ffi::Error::Success();
-  Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.ring);
-  return ToError(workspace.Reserve(attributes_.slot_bytes, attributes_.timeout_ns));
+  Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.workspace_kind);
+  return ToError(workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns));
 }
 
-ffi::Error Exchange::Initialize(int32_t ordinal) {
-  if (const Site* site = sites_.Find(ordinal)) return Prepare(*site->workspace);
+ffi::Error CallState::Initialize(int32_t ordinal) {
+  if (const DeviceState* state = states_.Find(ordinal)) return Prepare(*state->workspace);
   Topology topology = attributes_.topology;
   if (ffi::Error error = SetDevice(ordinal, &topology); error.failure()) return error;
-  return Prepare(Workspace::Get(topology, attributes_.ring));
+  return Prepare(Workspace::Get(topology, attributes_.workspace_kind));
 }
 
-ffi::Error Exchange::Prepare(Workspace& workspace) const {
-  if (Problem p = workspace.Reserve(attributes_.slot_bytes, attributes_.timeout_ns); !p.empty()) {
+ffi::Error CallState::Prepare(Workspace& workspace) const {
+  if (Problem p = workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns); !p.empty()) {
     return ToError(p);
   }
   if (!attributes_.raise_failures) return ffi::Error::Success();
@@ -37,31 +37,32 @@ ffi::Error Exchange::Prepare(Workspace& workspace) const {
   return Internal(failure + ". The group stays stopped until group.close() is called.");
 }
 
-ffi::Error Exchange::Execute(const Execution& execution) {
-  const Site* site = sites_.Find(execution.ordinal);
-  SideStream* side = site != nullptr ? site->side : nullptr;
-  ffi::Error error = ExecuteAt(execution, site, &side);
+ffi::Error CallState::Execute(const Execution& execution) {
+  const DeviceState* state = states_.Find(execution.ordinal);
+  SideStream* side = state != nullptr ? state->side : nullptr;
+  ffi::Error error = ExecuteAt(execution, state, &side);
   // After an error, the execution ends, and XLA uses its memory again in the order of XLA's stream. So XLA's stream
   // waits for all work of the side stream.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }
 
-ffi::Error Exchange::ExecuteAt(const Execution& execution, const Site* site, SideStream** side) {
+ffi::Error CallState::ExecuteAt(const Execution& execution, const DeviceState* state,
+                                SideStream** side) {
 #ifdef MOE_A2A_TEST_HOOKS
-  // A test has changed whether blocks are capped. The site depends on that, so it is made again.
-  if (site != nullptr && site->is_uncapped != site->workspace->is_uncapped()) site = nullptr;
+  // A test has changed whether blocks are capped. The state depends on that, so it is made again.
+  if (state != nullptr && state->is_uncapped != state->workspace->is_uncapped()) state = nullptr;
 #endif
-  if (site != nullptr) {
-    ffi::Error error = Prepare(*site->workspace);
-    return error.failure() ? error : Run(execution, *site);
+  if (state != nullptr) {
+    ffi::Error error = Prepare(*state->workspace);
+    return error.failure() ? error : Run(execution, *state);
   }
-  Site first;
+  DeviceState first;
   first.topology = attributes_.topology;
   if (ffi::Error error = SetDevice(execution.ordinal, &first.topology); error.failure()) {
     return error;
   }
-  Workspace& workspace = Workspace::Get(first.topology, attributes_.ring);
+  Workspace& workspace = Workspace::Get(first.topology, attributes_.workspace_kind);
   ffi::Error error = Prepare(workspace);
   *side = workspace.Side(execution.ordinal);
   if (error.failure()) return error;
@@ -72,15 +73,15 @@ ffi::Error Exchange::ExecuteAt(const Execution& execution, const Site* site, Sid
 #ifdef MOE_A2A_TEST_HOOKS
   first.is_uncapped = workspace.is_uncapped();
 #endif
-  auto made = MakeSite(execution, first);
+  auto made = MakeDeviceState(execution, first);
   if (!made) return made.error();
-  return Run(execution, *sites_.Publish(execution.ordinal, std::move(*made)));
+  return Run(execution, *states_.Publish(execution.ordinal, std::move(*made)));
 }
 
-ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const Site& site,
+ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
                               Operation operation, int32_t ordinal) {
   RankView view = {};
-  if (Problem p = site.workspace->View(ordinal, &view); !p.empty()) {
+  if (Problem p = state.workspace->View(ordinal, &view); !p.empty()) {
     return ffi::Unexpected(Invalid(p));
   }
   view.timeout_ns = attributes.timeout_ns;
@@ -88,19 +89,19 @@ ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const Site& site
   view.operation = operation;
   uint64_t& signature = view.signature;
   Mix(signature, kProtocolVersion);
-  for (int64_t device : site.topology.devices) Mix(signature, device);
-  Mix(signature, site.topology.p2p_world_size);
-  Mix(signature, static_cast<uint64_t>(attributes.ring));
+  for (int64_t device : state.topology.devices) Mix(signature, device);
+  Mix(signature, state.topology.p2p_world_size);
+  Mix(signature, static_cast<uint64_t>(attributes.workspace_kind));
   Mix(signature, static_cast<uint64_t>(operation));
-  Mix(signature, attributes.slot_bytes);
+  Mix(signature, attributes.half_bytes);
   Mix(signature, attributes.scopes);
   return view;
 }
 
-ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site& site,
+ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
                                    int32_t ordinal) {
-  const int64_t num_ranks = site.topology.num_ranks, num_sms = attributes.num_sms;
-  const bool is_split = moe_a2a::is_split(attributes.ring);
+  const int64_t num_ranks = state.topology.num_ranks, num_sms = attributes.num_sms;
+  const bool is_split = moe_a2a::is_split(attributes.workspace_kind);
   int sms = 0;
   if (const cudaError_t error =
           cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
@@ -113,9 +114,9 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site&
   }
 #ifdef MOE_A2A_TEST_HOOKS
   // Tests launch more blocks than fit.
-  if (site.ranks_of_device == 1 || site.is_uncapped) return num_sms;
+  if (state.ranks_of_device == 1 || state.is_uncapped) return num_sms;
 #endif
-  if (site.ranks_of_device == 1) {
+  if (state.ranks_of_device == 1) {
     if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) {
       return std::min(most, num_sms);
     }

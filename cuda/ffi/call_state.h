@@ -2,13 +2,13 @@
 //
 // XLA makes a state when it loads the program, keeps it as long as the program, and passes it to every later stage. All
 // devices of the process, and all threads that execute the program, share one state. So no published part of it
-// changes. The state has a Site for each device. The first execution on a device makes its Site, because a call's
-// arrays and device are not known earlier.
+// changes. The state has a DeviceState for each device. The first execution on a device makes its DeviceState, because
+// a call's arrays and device are not known earlier.
 //
-// A Site stays valid when the workspace is closed and opened again, because a workspace keeps its addresses for the
-// life of the process (runtime/workspace.h). Every call checks whether the workspace is open.
-#ifndef MOE_A2A_FFI_EXCHANGE_H_
-#define MOE_A2A_FFI_EXCHANGE_H_
+// A DeviceState stays valid when the workspace is closed and opened again, because a workspace keeps its addresses for
+// the life of the process (runtime/workspace.h). Every call checks whether the workspace is open.
+#ifndef MOE_A2A_FFI_CALL_STATE_H_
+#define MOE_A2A_FFI_CALL_STATE_H_
 
 #include <cuda_runtime_api.h>
 
@@ -36,8 +36,8 @@ struct Execution {
 };
 
 // The part of a call's state that belongs to one device.
-struct Site {
-  virtual ~Site() = default;
+struct DeviceState {
+  virtual ~DeviceState() = default;
 
   Topology topology;
   Workspace* workspace = nullptr;
@@ -49,13 +49,13 @@ struct Site {
 #endif
 };
 
-class Exchange {
+class CallState {
  public:
   // XLA assigns this number when Python registers the type.
   static ffi::TypeId id;
   static const ffi::TypeInfo info;
 
-  virtual ~Exchange() = default;
+  virtual ~CallState() = default;
 
   // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If all ranks share a
   // device, the device is known only when the program runs. Then Initialize() reserves.
@@ -70,35 +70,35 @@ class Exchange {
   ffi::Error Execute(const Execution& execution);
 
  protected:
-  explicit Exchange(CallAttributes attributes) : attributes_(std::move(attributes)) {}
+  explicit CallState(CallAttributes attributes) : attributes_(std::move(attributes)) {}
 
   const CallAttributes& attributes() const { return attributes_; }
 
  private:
-  // Returns a copy of `site` with the members of the subclass.
-  virtual ffi::ErrorOr<std::unique_ptr<const Site>> MakeSite(const Execution& execution,
-                                                             const Site& site) const = 0;
+  // Returns a copy of `state` with the members of the subclass.
+  virtual ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(
+      const Execution& execution, const DeviceState& state) const = 0;
 
-  virtual ffi::Error Run(const Execution& execution, const Site& site) const = 0;
+  virtual ffi::Error Run(const Execution& execution, const DeviceState& state) const = 0;
 
-  ffi::Error ExecuteAt(const Execution& execution, const Site* site, SideStream** side);
+  ffi::Error ExecuteAt(const Execution& execution, const DeviceState* state, SideStream** side);
   // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`; otherwise the kernels
   // run, and return NaN at once.
   ffi::Error Prepare(Workspace& workspace) const;
 
   const CallAttributes attributes_;
-  PerDevice<Site> sites_;
+  PerDevice<DeviceState> states_;
 };
 
 // Returns the view of the first rank of device `ordinal`. Its signature covers the attributes that all calls have.
-ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const Site& site,
+ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
                               Operation operation, int32_t ordinal);
 
 // Returns how many blocks a launch may have for each rank of a device: the number that the call requests, limited by
 // the device's multiprocessors.
-ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site& site,
+ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
                                    int32_t ordinal);
 
 }  // namespace moe_a2a
 
-#endif  // MOE_A2A_FFI_EXCHANGE_H_
+#endif  // MOE_A2A_FFI_CALL_STATE_H_

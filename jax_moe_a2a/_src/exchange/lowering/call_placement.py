@@ -25,8 +25,12 @@ from ...group.group import Group
 logger = logging.getLogger("jax_moe_a2a")
 
 
-class Site(NamedTuple):
-    """Describe where the kernels run a call."""
+class Refused(Exception):
+    """The reason why the kernels do not support a call."""
+
+
+class CallPlacement(NamedTuple):
+    """The group and topology on which the kernels run a call."""
 
     group: Group
     """The group, with the devices of the program if each rank has its own device."""
@@ -39,20 +43,19 @@ class Site(NamedTuple):
         return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
 
 
-def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
-    """Return where the kernels run a call, or None for the portable path. A call without tokens or
-    rows moves nothing, and takes the portable path.
+def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
+    """Return where the kernels run a call, or why it takes the portable path.
 
     Raises:
       ValueError: if the group requires the kernels, and the devices of the program are not known.
     """
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
-    if any(0 in aval.shape for aval in ctx.avals_in):
-        return None
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return "the call has an array without elements"
     has_devices = isinstance(group.mesh, Mesh)
     if params["emulated"] or (group.size == 1 and not has_devices):
         if group.implementation != "cuda":
-            return None
+            return "ranks on one device run the kernels only with implementation='cuda'"
         if has_devices:
             raise ValueError(
                 "implementation='cuda' needs a group without a mesh inside jax.vmap over its axis; "
@@ -60,33 +63,35 @@ def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
                 f"size={group.size}, implementation='cuda')"
             )
         topology = native.on_one_gpu(None, group.size)
-        return Site(group, topology, lead=int(params["emulated"]))
+        return CallPlacement(group, topology, lead=int(params["emulated"]))
     if has_devices and group.path == "cuda":
-        return Site(group, group.topology, lead=0)
+        return CallPlacement(group, group.topology, lead=0)
+    if has_devices:
+        return group.why_portable
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program whose devices are known when it is lowered; got "
             f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
             "pass the mesh to shard_map or to the group"
         )
-    return None
+    return "the devices of the program are not known when it is lowered"
 
 
 def register(
     primitive: Any,
     reference: Callable[..., Any],
     kernels: Callable[..., Any],
-    unfused: Callable[..., Any] | None = None,
+    unfused: Callable[..., Callable[..., Any] | None] = lambda **_: None,
 ) -> None:
     """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
 
     Args:
       reference: computes the results with jnp and lax from the operands and parameters.
-      kernels: emits custom calls. ``kernels(ctx, site, *operands, **params)`` returns the results,
-        or None if the kernels do not apply.
-      unfused: replaces ``reference`` on GPUs.
+      kernels: emits custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns the
+        results. It raises ``Refused`` if the kernels do not support the call.
+      unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
+        replacement binds other exchanges, which may run the kernels.
     """
-    portable = _portable(unfused or reference)
 
     def of_only_rank(*operands: Any, **params: Any) -> list[Any]:
         ranks = [jnp.squeeze(x, 0) for x in operands]
@@ -94,51 +99,54 @@ def register(
         return [jnp.expand_dims(x, 0) for x in results]
 
     lower_only_rank = mlir.lower_fun(of_only_rank, multiple_results=True)
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
     def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
-        site = _site_of(ctx, params)
-        if site is not None and site.lead and site.group.size == 1:
-            # A handler expects an axis of ranks only if several ranks share a launch.
-            return lower_only_rank(ctx, *operands, **params)
-        results = None if site is None else kernels(ctx, site, *operands, **params)
-        return portable(ctx, *operands, **params) if results is None else results
+        found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
+        if isinstance(found, CallPlacement):
+            if found.lead and found.group.size == 1:
+                # A handler expects an axis of ranks only if several ranks share a launch.
+                return lower_only_rank(ctx, *operands, **params)
+            try:
+                return kernels(ctx, found, *operands, **params)
+            except Refused as refused:
+                why = str(refused)
+            if composition is None:
+                check_may_refuse(found.group, primitive, why)
+            else:
+                what = "not fused"
+        else:
+            why = found
+        logger.info("%s: %s, because %s", primitive, what, why)
+        if composition is None:
+            return lower_reference(ctx, *operands, **params)
+        return mlir.lower_fun(composition, multiple_results=True)(ctx, *operands, **params)
 
-    primitive.multiple_results = True
-    primitive.def_impl(partial(compat.apply_primitive, primitive))
-    compat.register_lowering_per_call(
-        primitive, cuda=on_gpus, others=_on_other_platforms(reference)
-    )
-
-
-def _on_other_platforms(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the lowering for platforms without kernels.
-
-    Raises:
-      ValueError: if a group requires the kernels.
-    """
-    lower = _portable(reference)
-
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def on_others(ctx: Any, *operands: Any, **params: Any) -> Any:
         if params["group"].implementation == "cuda":
             raise ValueError(
                 "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
                 f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
             )
-        return lower(ctx, *operands, **params)
+        logger.info("%s: portable path, because the program is not for NVIDIA GPUs", primitive)
+        return lower_reference(ctx, *operands, **params)
 
-    return rule
+    primitive.multiple_results = True
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    compat.register_lowering_per_call(primitive, cuda=on_gpus, others=on_others)
 
 
-def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the lowering of a function in jnp and lax."""
-    lower = mlir.lower_fun(function, multiple_results=True)
+def check_may_refuse(group: Group, primitive: Any, why: str) -> None:
+    """Check that a call may take the portable path.
 
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if ctx.primitive is not None:
-            logger.info("%s: portable path", ctx.primitive)
-        return lower(ctx, *operands, **params)
-
-    return rule
+    Raises:
+      ValueError: if the group requires the kernels.
+    """
+    if group.implementation == "cuda":
+        raise ValueError(
+            f"implementation must be None or 'portable' for a {primitive} that the kernels do not "
+            f"support ({why}); got implementation='cuda'"
+        )
 
 
 barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)

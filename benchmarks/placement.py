@@ -1,0 +1,124 @@
+"""Simulate the load of ranks with a planned placement: ``python -m benchmarks.placement``.
+
+It needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``, where the
+popularity ``b`` of the experts is normal with a sigma (benchmarks/workload.py). A plan is made from
+one batch, and measured on the next ones, which have the same popularity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_moe_a2a as ma
+
+from . import record as records
+from .run import say, set_platform
+
+TOKENS, TOP_K, EXPERTS, SPARE, BATCHES = 4096, 8, 256, 2, 16
+CAPACITY_FACTOR = 1.15
+METHODS = ("no plan", "moving alone", "home form", "serving form", "of this step")
+
+
+def main() -> int:
+    """Simulate all settings, and write the record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="8 ranks, 256 tokens, 2 batches")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, help="the record's path (.json)")
+    args = parser.parse_args()
+    set_platform(None)
+    tokens, batches = (256, 2) if args.quick else (TOKENS, BATCHES)
+    record = records.head("none", 0)
+    for ranks in (8,) if args.quick else (8, 32):
+        for sigma in (1.1, 1.7):
+            for row in simulate(ranks, sigma, args.seed, tokens, batches):
+                record["rows"].append(row)
+                say(f"{ranks} ranks, sigma {sigma}: {row['method']}, {row['load']}")
+    path = args.out or records.FOLDER / f"{records.today()}-placement.json"
+    records.write(record, path)
+    say(f"wrote {path}")
+    return 0
+
+
+def simulate(
+    ranks: int, sigma: float, seed: int, tokens: int, batches: int
+) -> Iterator[records.Row]:
+    """Yield the row of each method: the load of the fullest rank over the mean, and the dropped
+    share of rows at a capacity factor, each the mean and the largest of the batches."""
+    rng = np.random.default_rng([seed, ranks])
+    popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
+    counts = [_counts(popularity, ranks, tokens, rng) for _ in range(batches + 1)]
+    plans = _plans(counts[0].sum(0), ranks)
+    for method in METHODS:
+        loads, drops = [], []
+        for batch in counts[1:]:
+            placement = plans.get(method) or _plans(batch.sum(0), ranks)["home form"]
+            rows = _rank_rows(placement, batch, ranks, exact=method == "of this step")
+            loads.append(rows.max() / rows.mean())
+            room = CAPACITY_FACTOR * rows.mean()
+            drops.append(np.maximum(rows - room, 0).sum() / rows.sum())
+        spread = lambda values: [round(float(f(values)), 4) for f in (np.mean, np.max)]
+        yield dict(
+            sweep="placement",
+            method=method,
+            ranks=ranks,
+            sigma=sigma,
+            seed=seed,
+            tokens=tokens,
+            top_k=TOP_K,
+            experts=EXPERTS,
+            spare=0 if method in METHODS[:2] else SPARE,
+            replicas=int((plans.get(method, plans["home form"]).slot_experts >= 0).sum()) - EXPERTS,
+            batches=batches,
+            load=spread(loads),
+            dropped=spread(drops),
+        )
+
+
+def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
+    plan = lambda **options: ma.plan_placement(load, num_ranks=ranks, **options)
+    return {
+        "no plan": ma.Placement.identity(EXPERTS, ranks),
+        "moving alone": plan(spare=0, home=False),
+        "home form": plan(spare=SPARE),
+        "serving form": plan(spare=SPARE, home=False),
+    }
+
+
+def _counts(popularity: Any, ranks: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Return how many choices of each rank choose each expert, [R, E]."""
+    counts = np.empty((ranks, EXPERTS), np.int32)
+    for rank in range(ranks):  # a Gumbel number is -log of an exponential one
+        keys = rng.standard_exponential((tokens, EXPERTS), np.float32)
+        keys = popularity - np.log(np.maximum(keys, np.float32(1e-30)))
+        ids = np.argpartition(keys, -TOP_K, axis=-1)[:, -TOP_K:]
+        counts[rank] = np.bincount(ids.ravel(), minlength=EXPERTS)
+    return counts
+
+
+def _rank_rows(placement: ma.Placement, counts: Any, ranks: int, *, exact: bool) -> np.ndarray:
+    """Return the rows of each rank, as ``choose_slots`` chooses for ids with these counts."""
+    rows = np.zeros(placement.num_slots, np.int64)
+    for rank in range(ranks):
+        ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]
+        ids = np.pad(ids, ((0, -len(ids) % 4096), (0, 0)), constant_values=-1)
+        known = counts if exact else None
+        slots = np.asarray(_choose(ids, placement, rank=rank, num_ranks=ranks, counts=known))
+        rows += np.bincount(slots[slots >= 0], minlength=placement.num_slots)
+    return rows.reshape(ranks, -1).sum(1)
+
+
+@functools.partial(jax.jit, static_argnames="num_ranks")
+def _choose(ids: Any, placement: Any, *, rank: Any, num_ranks: int, counts: Any) -> jax.Array:
+    return ma.choose_slots(ids, placement, rank=rank, num_ranks=num_ranks, counts=counts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

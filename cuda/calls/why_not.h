@@ -1,0 +1,55 @@
+// The reasons for which the kernels refuse a call. The lowering in Python asks before the call runs.
+#ifndef MOE_A2A_CALLS_WHY_NOT_H_
+#define MOE_A2A_CALLS_WHY_NOT_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/combine.h"
+#include "calls/dispatch.h"
+#include "calls/format_dispatch.h"
+#include "calls/route.h"
+#include "calls/routed_dispatch.h"
+#include "calls/weighted_dispatch.h"
+#include "lists.h"
+
+namespace moe_a2a {
+
+using AllCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedDispatchCall,
+                       WeightedDispatchCall, CombineCall>;
+
+struct Verdict {
+  Problem why;             // why the kernels do not support the call, or empty
+  int64_t half_bytes = 0;  // of the ring half that it needs
+};
+
+// Returns the verdict about a call with aligned arrays. `read` reads its attributes, as Call::Read
+// describes.
+template <typename Reader>
+Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
+               const Arrays& results, int num_ranks, bool is_multi_host, bool is_colocated) {
+  Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
+  for_each(AllCalls{}, [&](auto of) {
+    using Call = typename decltype(of)::type;
+    if (target != Call::kTarget) return;
+    Call call = {};
+    if (!call.Read(read)) {
+      verdict.why = "the call lacks an attribute, or has one of another type";
+      return;
+    }
+    typename Call::Params params = {};
+    RankView view = {};
+    view.num_ranks = num_ranks;
+    verdict.why =
+        call.Describe({view, is_multi_host, is_colocated, /*num_sms=*/1},
+                      {args.data(), args.size()}, {results.data(), results.size()}, &params);
+    if (verdict.why.empty()) verdict.half_bytes = HalfBytes<Call>(params);
+  });
+  return verdict;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_WHY_NOT_H_

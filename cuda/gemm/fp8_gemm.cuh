@@ -1,0 +1,437 @@
+// A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
+//
+// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i], where t is the sum of
+// the products of the 128 values of a block, and s is the rounded product of the two scales. The hardware sums t with
+// fewer bits than float32 has; the sum over blocks is in float32 in the order of k. d is rounded once. Otherwise like
+// gemm/grouped_gemm.cuh, whose loader, schedule, roles and waits these are.
+//
+// Parts: a warp group has kParts products, each of 64 of m by kPartN of n. It multiplies a block of k for one part into
+// temporary registers, and adds these times their scales to the part's results. With two temporaries, it does this
+// while it multiplies the next part. The compiler lets no products run across a wait for others whose results are read,
+// so a part starts after the wait for the part before. Meanwhile the other warp group's products keep the hardware busy.
+//
+// Scales: a lane reads the scales of its own results from global memory into registers, some steps ahead, and gets
+// others' from lanes of its warp. So nobody lays them out, and they may lie in any order.
+//
+// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
+#ifndef MOE_A2A_GEMM_FP8_GEMM_CUH_
+#define MOE_A2A_GEMM_FP8_GEMM_CUH_
+
+#include "gemm/fp8_gemm.h"
+#include "gemm/grouped_gemm.cuh"
+
+namespace moe_a2a::gemm {
+
+// A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and Form's numbers of
+// bytes hold. With one temporary, the two warp groups may start their products in turn (kTakesTurns).
+template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_, int kPartN_,
+          int kTemporaries_ = 2, bool kTakesTurns_ = false>
+struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
+  static constexpr int kStepK = kFp8Block;
+  static constexpr int kTemporaries = kTemporaries_;
+  static constexpr bool kTakesTurns = kTakesTurns_;
+  // Parts of a tile lie along n, but along m if rows lie along n.
+  static constexpr bool kIsTurned = kRows_ == Axis::kN;
+  static constexpr int kPartN = kPartN_;
+  static constexpr int kParts = kIsTurned ? kTileM_ / (64 * kConsumerGroups) : kTileN_ / kPartN;
+  static constexpr int kPartSize = kPartN / 2;  // registers of a part
+  // From a part to the next one, in shared memory.
+  static constexpr int kStepOfA = kIsTurned ? kBoxBytes : 0;
+  static constexpr int kStepOfB = kIsTurned ? 0 : kPartN * kFp8Block;
+  static_assert(kFp8Block == kBoxElements * 2);
+  // The results of a warp group have the scales of one block of weights, or of at most two.
+  static_assert(kIsTurned ? kTileM_ == kConsumerGroups * kFp8Block && kPartN == kTileN_
+                          : kTileM_ == 64 * kConsumerGroups && kTileN_ <= 2 * kFp8Block);
+  static_assert(kTileN_ % kPartN == 0 && kPartN % 32 == 0);
+  static_assert(kParts % kTemporaries == 0, "a part has the same temporary in each step");
+  static_assert(kTemporaries == 1 || (kTemporaries == 2 && !kTakesTurns));
+};
+
+template <typename F>
+struct Fp8Shared : GemmShared<F> {
+  // The work of each warp, which it need not keep in registers while it multiplies.
+  Work current[kConsumerWarps];
+};
+
+struct Fp8Params : GemmParams {
+  const float *row_scales, *matrix_scales;
+  // Of row_scales (Fp8Gemm). All scales are less than 2^32.
+  uint32_t row_stride, block_stride;
+};
+
+// The scales of a lane's results, for rows along m. Each lane of a quad (four lanes, which have the same rows) reads
+// those of another step. Rows and columns beyond the last have any scales: their results are not stored.
+template <typename F>
+class ScalesAlongM {
+ public:
+  // Columns of a tile that have the same scale, wherever the tile begins.
+  static constexpr int kColumns = F::kTileN % kFp8Block == 0 ? kFp8Block : kFp8Block / 2;
+  static constexpr int kSize = F::kTileN / kColumns * 2;
+  static constexpr int kLanes = 4;
+  static constexpr int kBlocks = (F::kTileN + kFp8Block - 1) / kFp8Block;  // of weights
+  static_assert(F::kTileN % kColumns == 0 && kBlocks <= 2);
+
+  // Loads the scales of the first steps. `m` is the warp's first row in its group.
+  __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
+    const int32_t row = m + lane_index() / kLanes, last = work.size - 1;
+    const int32_t blocks_n = (p.n + kFp8Block - 1) / kFp8Block;
+    const int32_t block_n = min(tile.n / kFp8Block, blocks_n - 1);
+    const int steps = tile.steps();
+    begins_within_block_ = tile.n % kFp8Block != 0;
+    row_ = (work.start + min(row, last)) * p.row_stride;
+    to_second_row_ = (min(row + 8, last) - min(row, last)) * p.row_stride;
+    block_ = (work.weight * blocks_n + block_n) * steps;
+    to_second_block_ = block_n + 1 < blocks_n ? steps : 0;
+    load(p, 0, steps);
+  }
+
+  // Returns the scales of `step`; index() says whose. Steps come in order.
+  __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
+    if (step % kLanes == 0) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) current_[i] = of_row_[i % 2] * of_block_[i / 2];
+      load(p, step + kLanes, steps);
+    }
+    float of_step[2 * kBlocks];
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      of_step[i] = __shfl_sync(kAllLanes, current_[i], step % kLanes, kLanes);
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if constexpr (kColumns == kFp8Block) {
+        scales[i] = of_step[i];
+      } else {  // the block of a half: (i / 2) / 2 if the tile begins with a block, else (i / 2 + 1) / 2
+        scales[i] = begins_within_block_ ? of_step[(i / 2 + 1) / 2 * 2 + i % 2]
+                                         : of_step[i / 4 * 2 + i % 2];
+      }
+    }
+  }
+  // Returns where the scale of a part's register i is.
+  static constexpr __device__ int index(int part, int i) {
+    return (part * F::kPartN + i / 4 * 8) / kColumns * 2 + i / 2 % 2;
+  }
+
+ private:
+  __device__ void load(const Fp8Params& p, int step, int steps) {
+    const uint32_t of_lane = step + lane_index() % kLanes;
+    const bool is_step = of_lane < steps;
+    const uint32_t row = row_ + of_lane * p.block_stride, block = block_ + of_lane;
+    of_row_[0] = load_if(is_step, p.row_scales + row);
+    of_row_[1] = load_if(is_step, p.row_scales + row + to_second_row_);
+    of_block_[0] = load_if(is_step, p.matrix_scales + block);
+    if (kBlocks > 1) {
+      of_block_[kBlocks - 1] = load_if(is_step, p.matrix_scales + block + to_second_block_);
+    }
+  }
+
+  bool begins_within_block_;
+  uint32_t row_, to_second_row_, block_, to_second_block_;  // where scales are in their arrays
+  float of_row_[2], of_block_[kBlocks];                     // of the next steps
+  float current_[2 * kBlocks];
+};
+
+// The scales of a lane's results, for rows along n. Each lane of a warp reads those of other rows.
+template <typename F>
+class ScalesAlongN {
+ public:
+  static constexpr int kSize = F::kTileN / 4;
+  static constexpr int kReads = F::kTileN / kWarpThreads;
+
+  // Loads the scales of the first step. `m` is the warp's first row of weights.
+  __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
+    const int32_t row = tile.n + lane_index(), blocks_m = (p.m + kFp8Block - 1) / kFp8Block;
+    const int steps = tile.steps();
+    num_rows_ = m < p.m ? work.size - row : 0;
+    row_ = (work.start + row) * p.row_stride;
+    matrix_ = (work.weight * blocks_m + min(m / kFp8Block, blocks_m - 1)) * steps;
+    load(p, 0, steps);
+  }
+
+  // Returns the scales of `step` for d[r, 8 j + 2 (lane % 4) + i], at 2 * j + i.
+  __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
+    float of_lane[kReads];
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) of_lane[i] = of_row_[i] * of_matrix_;
+    load(p, step + 1, steps);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int row = i / 2 * 8 + i % 2;
+      scales[i] = __shfl_sync(kAllLanes, of_lane[row / kWarpThreads],
+                              row % kWarpThreads + lane_index() % 4 * 2);
+    }
+  }
+  static constexpr __device__ int index(int, int i) { return i / 4 * 2 + i % 2; }
+
+ private:
+  __device__ void load(const Fp8Params& p, int step, int steps) {
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      const uint32_t row = i * kWarpThreads;
+      of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
+                           p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
+    }
+    // A lane without rows reads it, too, for the others.
+    of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
+  }
+
+  uint32_t row_, matrix_;             // where scales are in their arrays
+  int32_t num_rows_;                  // from this lane's first row to the group's end
+  float of_row_[kReads], of_matrix_;  // of the next step
+};
+
+// Stores boxes of float32 results through a warp's buffers in turn: 16 rows of m by 32 of n.
+template <typename F>
+class FloatWriter {
+ public:
+  static constexpr int kColumns = 32;  // of n
+
+  __device__ explicit FloatWriter(char (&buffers)[kStoreBuffers][kStoreBytes])
+      : buffers_(buffers) {}
+
+  // Stores d[first], d[first + 1], ... (gemm/epilogue.cuh).
+  template <int kSize>
+  __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
+                        int first) {
+    const int lane = lane_index(), quad = lane / 4, place = lane % 4;
+    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
+    __syncwarp();
+    char* buffer = buffers_[next_];
+    next_ = (next_ + 1) % kStoreBuffers;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 x = {d[first + 4 * j + 2 * r], d[first + 4 * j + 2 * r + 1]};
+        const int m = quad + 8 * r;
+        if constexpr (F::kIsTurned) {  // rows of 16 of m
+          auto* to = reinterpret_cast<float*>(buffer) + (8 * j + 2 * place) * 16 + m;
+          to[0] = x.x, to[16] = x.y;
+        } else {
+          const int chunk = (2 * j + place / 2) ^ quad;  // as the map swizzles
+          *reinterpret_cast<float2*>(buffer + m * 128 + chunk * 16 + place % 2 * 8) = x;
+        }
+      }
+    }
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(&map, box, buffer);
+      end_store_group();
+    }
+  }
+
+ private:
+  char (&buffers_)[kStoreBuffers][kStoreBytes];
+  int next_ = 0;
+};
+
+template <typename T, typename F>
+using WriterOf = std::conditional_t<std::is_same_v<T, float>, FloatWriter<F>, BoxWriter<F>>;
+
+// Stores the results of a warp; `warp_m` is its first row of the tile.
+template <typename T, typename F>
+__device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
+                                     const Tile<F>& tile, const Plane& plane, int32_t warp_m,
+                                     const float (&d)[F::kParts * F::kPartSize]) {
+  constexpr int kColumns = std::is_same_v<T, float> ? FloatWriter<F>::kColumns
+                           : F::kIsTurned           ? F::kTileN
+                                                    : kBoxElements;
+#pragma unroll
+  for (int i = 0; i < (F::kIsTurned ? F::kParts : 1); ++i) {
+    const int32_t m = tile.m + warp_m + i * 64;
+#pragma unroll
+    for (int n = 0; n < F::kTileN; n += kColumns) {
+      if (m >= tile.end_m || tile.n + n >= tile.end_n) break;
+      const Box box = F::kIsTurned ? plane.box(m, tile.n + n) : plane.box(tile.n + n, m);
+      const int first = i * F::kPartSize + n / 2;
+      if constexpr (std::is_same_v<T, float>) {
+        writer.write(p.d, box, d, first);
+      } else {
+        writer.template write<T>(p.d, box, d, first);
+      }
+    }
+  }
+}
+
+// Lets the two warp groups start products in turn. The first group begins.
+class Turns {
+ public:
+  __device__ explicit Turns(int group) : own_(kFirstBarrier + group) {
+    if (group == 1) arrive_named(kFirstBarrier, kThreads);
+  }
+  __device__ void wait() const { sync_named(own_, kThreads); }
+  __device__ void pass() const { arrive_named(2 * kFirstBarrier + 1 - own_, kThreads); }
+  // The second group has passed the turn once more than the first group has waited.
+  __device__ void end() const {
+    if (own_ == kFirstBarrier) wait();
+  }
+
+ private:
+  static constexpr int kFirstBarrier = 1, kThreads = 128 * kConsumerGroups;
+  const int own_;
+};
+
+// Multiplies and stores this warp group's part of all tiles.
+template <typename T, typename F>
+__device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
+  using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>>;
+  constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
+  const int warp = threadIdx.x / kWarpThreads, group = warp / 4;
+  const int first_m = group * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
+  WriterOf<T, F> writer(shared.results[warp]);
+  const auto descriptor_a = static_cast<uint32_t>(
+      operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, Major::kK));
+  const auto descriptor_b = static_cast<uint32_t>(operand_descriptor(shared.b[0], Major::kK));
+  int taken = 0;  // entries of work
+  Cursor<F::kStages> stage;
+  Scales scales;
+  const auto take_work = [&] {
+    const int entry = taken % kWorkEntries;
+    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry], taken / kWorkEntries % 2);
+    const Work work = read_work(shared.work[entry]);
+    if (lane_index() == 0) arrive_at(&shared.work_read[entry], rank);
+    ++taken;
+    if (!work.is_end()) {
+      const Tile<F> tile(p, work, rank);
+      scales.start(p, work, tile, tile.m + warp_m);
+    }
+    return work;
+  };
+  const auto give = [&](int place) {
+    if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
+  };
+  std::conditional_t<F::kTakesTurns, Turns, Nothing> turns(group);
+
+  Work work = take_work();
+  while (!work.is_end()) {
+    if (lane_index() == 0) shared.current[warp] = work;
+    __syncwarp();
+    const Tile<F> tile(p, work, rank);
+    const int steps = tile.steps();
+    float d[F::kParts * F::kPartSize];
+#pragma unroll
+    for (float& x : d) x = 0;
+    if (tile.n < tile.end_n && tile.m + first_m < tile.end_m) {
+      float t[F::kTemporaries][F::kPartSize], scale[Scales::kSize];
+      // Starts the products of a part of the stage.
+      const auto start = [&](int part) {
+        float (&of)[F::kPartSize] = t[part % F::kTemporaries];
+        const uint32_t a =
+            descriptor_a + stage.place * (F::kBytesA >> 4) + part * (F::kStepOfA >> 4);
+        const uint32_t b =
+            descriptor_b + stage.place * (F::kBytesB >> 4) + part * (F::kStepOfB >> 4);
+        fence_registers(of);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < F::kStepK / 32; ++k) {
+          multiply_fp8(of, a + k * kDescriptorStep<Major::kK>, b + k * kDescriptorStep<Major::kK>,
+                       k > 0);
+        }
+        end_products();
+        fence_registers(of);
+      };
+      const auto add = [&](int part) {
+        float (&of)[F::kPartSize] = t[part % F::kTemporaries];
+        fence_registers(of);
+#pragma unroll
+        for (int i = 0; i < F::kPartSize; ++i) {
+          d[part * F::kPartSize + i] += scale[Scales::index(part, i)] * of[i];
+        }
+      };
+      constexpr int kLast = F::kParts - 1;
+      if constexpr (F::kTemporaries == 2) {
+        // A part is added while the next one is multiplied.
+        const auto add_all_but_last = [&](int step) {
+          scales.get(p, step, steps, scale);
+#pragma unroll
+          for (int part = 0; part < kLast; ++part) {
+            wait_for_products<0>();
+            start(part + 1);
+            add(part);
+          }
+        };
+        if (steps > 0) {
+          wait_for(&shared.loaded[stage.place], stage.parity);
+          start(0);
+          for (int step = 0; step + 1 < steps; ++step) {
+            add_all_but_last(step);
+            const int place = stage.place;
+            stage.advance();
+            wait_for(&shared.loaded[stage.place], stage.parity);
+            wait_for_products<0>();
+            start(0);
+            give(place);
+            add(kLast);
+          }
+          add_all_but_last(steps - 1);
+          wait_for_products<0>();
+          give(stage.place);
+          stage.advance();
+          add(kLast);
+        }
+      } else {
+        // A group takes turns only in tiles where both have results.
+        const bool takes_turns = F::kTakesTurns && tile.m + kWarpGroupM < tile.end_m;
+        for (int step = 0; step < steps; ++step) {
+          wait_for(&shared.loaded[stage.place], stage.parity);
+#pragma unroll
+          for (int part = 0; part < F::kParts; ++part) {
+            if constexpr (F::kTakesTurns) {
+              if (takes_turns) turns.wait();
+            }
+            start(part);
+            if constexpr (F::kTakesTurns) {
+              if (takes_turns) turns.pass();
+            }
+            if (part == 0) scales.get(p, step, steps, scale);
+            wait_for_products<0>();
+            if (part == kLast) give(stage.place);
+            add(part);
+          }
+          stage.advance();
+        }
+      }
+    } else {
+      for (int step = 0; step < steps; ++step) {
+        wait_for(&shared.loaded[stage.place], stage.parity);
+        give(stage.place);
+        stage.advance();
+      }
+    }
+    // Read the next work before the results are stored, so that its first scales arrive meanwhile.
+    const Work next = take_work();
+    const Work done = read_work(shared.current[warp]);
+    store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done), warp_m, d);
+    work = next;
+  }
+  if constexpr (F::kTakesTurns) turns.end();
+  if (lane_index() == 0) wait_until_stored();
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constant__ Fp8Params p) {
+  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+  auto& shared = *reinterpret_cast<Fp8Shared<F>*>(memory);
+  const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
+  start_block<F>(p, shared, rank);
+
+  static_assert(sizeof(Fp8Shared<F>) <= Tuning::kMaxSharedBytes);
+  // The three warp groups have at most the 3 * 168 registers per thread of the launch.
+  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
+  static_assert(kLoaderRegisters + kConsumerGroups * kConsumerRegisters <= 3 * 168);
+  const int warp = threadIdx.x / kWarpThreads;
+  if (warp >= kConsumerWarps) {
+    release_registers<kLoaderRegisters>();
+    if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
+  } else {
+    take_registers<kConsumerRegisters>();
+    multiply_fp8_tiles<T, F>(p, shared, rank);
+  }
+  // The other block may still arrive at barriers here.
+  sync_cluster();
+}
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_FP8_GEMM_CUH_

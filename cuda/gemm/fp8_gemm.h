@@ -1,0 +1,45 @@
+// Launches grouped GEMMs of FP8 numbers with blockwise scales.
+#ifndef MOE_A2A_GEMM_FP8_GEMM_H_
+#define MOE_A2A_GEMM_FP8_GEMM_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "element.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+// Numbers in a row, and rows and columns of a matrix of weights, that share a scale.
+constexpr int kFp8Block = 128;
+
+enum class Fp8Product : int32_t {
+  kForward,     // rows [C, K] by weights [L, N, K], d: [C, N]
+  kForwardFew,  // the same product, for groups of few rows
+};
+
+struct Fp8Gemm {
+  Fp8Product product;
+  ElementType type;             // of d: kBFloat16 or kFloat32
+  const void *rows, *matrices;  // float8_e4m3fn, K contiguous; K is a multiple of kFp8Block
+  const float* row_scales;      // of row c and block i of K at c * row_stride + i * block_stride
+  int64_t row_stride, block_stride;
+  const float* matrix_scales;  // [L, ceil(N / kFp8Block), K / kFp8Block]
+  void* d;
+  int64_t num_rows, num_weights, k, n;      // C, L, K, N
+  const int32_t *starts, *sizes, *weights;  // as in GroupedGemm
+  int32_t num_groups;
+  int32_t* counter;  // device memory; the launch sets it to zero
+  int num_sms;       // the most blocks to launch
+};
+
+// Loads the kernels on the current device, so that no later call does.
+cudaError_t LoadFp8Gemm();
+
+// Launches only: no allocation, no synchronization.
+Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_GEMM_FP8_GEMM_H_

@@ -1,0 +1,182 @@
+"""Quantize the weights of experts to ``BlockwiseFp8``: a scale for each square of 128 x 128."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from ..checks import as_array, check_bool, is_known, short
+from .formats import BlockwiseFp8, Quantized
+
+BLOCK = BlockwiseFp8.group_size
+VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
+SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedExperts:
+    """The weights of experts in ``BlockwiseFp8``. It is a pytree.
+
+    With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
+    scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
+    gate and an up projection, N is I, and all arrays have the axis of size 2 after L.
+    """
+
+    values: Any
+    """[L, N, K] float8_e4m3fn. An expert's matrix is transposed, because the tensor cores of Hopper
+    read numbers that are added next to each other."""
+    scales: Any
+    """[L, N / 128 rounded up, K / 128] float32."""
+    transposed: Any = None
+    """[L, K, N] float8_e4m3fn: the same numbers in the order of the weights, which the gradient of
+    rows reads; or None."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the weights, [L, K, N] or [L, K, 2, I]."""
+        first, *between, k = self.values.shape
+        return (first, k, *between)
+
+    @property
+    def k(self) -> int:
+        """Return K, the size of the axis that a product sums over."""
+        return self.values.shape[-1]
+
+
+class _Squares(BlockwiseFp8):
+    """The format of a square, whose numbers are adjacent."""
+
+    group_size: ClassVar[int] = BLOCK * BLOCK
+
+
+class QArrayLike(Protocol):
+    """A quantized array of another library, such as ``QArray`` of qwix."""
+
+    qvalue: Any
+    scale: Any
+
+
+def quantize_experts(
+    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool = False
+) -> QuantizedExperts:
+    """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
+
+    The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
+    which no value of the square exceeds 448. The call has no gradient. It reads all weights, so
+    make it once when weights are loaded, or once in a training step.
+
+    Args:
+      w: weights of L experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or
+        [L, K, 2, I] as in ``moe``. K is a multiple of 128. Or weights that are already quantized,
+        whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale``
+        like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales
+        are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
+      transposed: True to also keep the orientation that the gradient of rows reads.
+
+    Returns:
+      ``QuantizedExperts``. ``jax.vmap`` quantizes the experts of several layers. If the weights are
+      already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
+
+    Raises:
+      TypeError: if an array has the wrong dtype.
+      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
+        are found only outside ``jax.jit``; otherwise products with their squares are NaN.
+    """
+    check_bool("transposed", transposed)
+    given = as_quantized(w)
+    if given is None:
+        array = as_array(w)
+        if array.dtype not in map(jnp.dtype, ("bfloat16", "float16", "float32")):
+            raise TypeError(
+                "w must be bfloat16, float16 or float32, or a Quantized; got " + short(array)
+            )
+        _check_weights("w", array)
+        x = _turned(jnp.asarray(array))
+        values, scales = encode_experts(x)
+    else:
+        values, scales = map(as_array, given)
+        check_dtypes("w", values, scales)
+        _check_weights("the values of w", values)
+        lead, n = values.shape[2:-1], values.shape[-1]
+        expected = (values.shape[0], values.shape[1] // BLOCK, *lead, -(-n // BLOCK))
+        if scales.shape != expected:
+            raise ValueError(
+                f"the scales of w must have the shape {list(expected)}, one number for each square "
+                f"of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
+            )
+        values, scales = _turned(jnp.asarray(values)), _turned(jnp.asarray(scales))
+    check_scales("w", scales)
+    order = jnp.moveaxis(values, -1, 1) if transposed else None
+    return QuantizedExperts(values, scales, order)
+
+
+def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
+    n = values.shape[-2]
+    of_rows = jnp.repeat(scales, BLOCK, axis=-2, total_repeat_length=scales.shape[-2] * BLOCK)
+    numbers = jnp.repeat(of_rows[..., :n, :], BLOCK, axis=-1, total_repeat_length=values.shape[-1])
+    return (values.astype(SCALE_DTYPE) * numbers).astype(dtype)
+
+
+def as_quantized(x: Any) -> Quantized | None:
+    """Return a ``Quantized``, or an object with ``qvalue`` and ``scale``, as a ``Quantized``; None
+    for anything else."""
+    if isinstance(x, Quantized):
+        return x
+    if hasattr(x, "qvalue") and hasattr(x, "scale"):
+        return Quantized(x.qvalue, x.scale)
+    return None
+
+
+def check_dtypes(name: str, values: Any, scales: Any) -> None:
+    """Raise a TypeError if values or scales of the argument ``name`` have another dtype."""
+    for part, array, dtype in (("values", values, VALUE_DTYPE), ("scales", scales, SCALE_DTYPE)):
+        if array.dtype != dtype:
+            raise TypeError(
+                f"the {part} of {name} must be {dtype.name}, as in BlockwiseFp8; got {short(array)}"
+            )
+
+
+def check_scales(name: str, scales: Any) -> None:
+    """Raise a ValueError if a scale of the argument ``name`` is not finite, where that is known."""
+    if not is_known(scales):
+        return
+    bad = np.argwhere(~np.isfinite(np.asarray(scales)))
+    if len(bad):
+        index = tuple(map(int, bad[0]))
+        raise ValueError(
+            f"the scales of {name} must be finite; got {np.asarray(scales)[index]} at {index} and "
+            f"{len(bad) - 1} more. A scale is NaN if a number of its block was infinite or NaN "
+            "when it was quantized"
+        )
+
+
+def _check_weights(name: str, array: Any) -> None:
+    ok = array.ndim == 3 or (array.ndim == 4 and array.shape[2] == 2)
+    if not ok or array.shape[1] % BLOCK:
+        raise ValueError(
+            f"{name} must have the shape [L, K, N] or [L, K, 2, I], where K is a multiple of "
+            f"{BLOCK}; got {short(array)}"
+        )
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """Move K, the axis after L, to the end."""
+    return jnp.moveaxis(x, 1, -1)
+
+
+def encode_experts(x: jax.Array) -> Quantized:
+    """Quantize weights [..., N, K] by squares: values like them, and their scales."""
+    *lead, n, k = x.shape
+    shape = (*lead, -(-n // BLOCK), BLOCK, k // BLOCK, BLOCK)
+    padding = [(0, 0)] * len(lead) + [(0, -n % BLOCK), (0, 0)]
+    squares = jnp.swapaxes(jnp.pad(x, padding).reshape(shape), -3, -2)
+    values, scales = _Squares().encode(squares.reshape(*shape[:-3], k * BLOCK))
+    values = jnp.swapaxes(values.reshape(squares.shape), -3, -2)
+    return Quantized(values.reshape(*lead, n + -n % BLOCK, k)[..., :n, :], scales)

@@ -1,0 +1,241 @@
+"""Multiply rows by the weights of their groups, both in ``BlockwiseFp8``, as a primitive.
+
+The operands of ``grouped_dot_fp8_p`` are the values and scales of rows [*B, C, K] and [*B, C,
+K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, L]. As
+in ``primitives.py``, batching adds the leading axes ``B``, and a leading axis of weights or sizes
+is 1 if the batch shares the array. Parameters are ``dtype`` of the result, ``tail`` and
+``num_sms``.
+
+docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
+hold a gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
+
+from .. import compat
+from ..checks import Tail, as_array, short
+from ..formats.formats import BlockwiseFp8, Quantized
+from ..formats.weights import (
+    BLOCK,
+    QuantizedExperts,
+    as_quantized,
+    check_dtypes,
+    check_scales,
+    decode_experts,
+)
+from . import lowering as lowered
+from . import reference
+from .primitives import bind_dot, check_unsharded, with_batch
+
+RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+# Why products in FP8 do not run a kernel.
+NO_KERNEL = (
+    "there is no call of a kernel for BlockwiseFp8 yet: rows and weights are decoded, and "
+    "multiplied in bfloat16"
+)
+NO_GRADIENT = (
+    "an array in FP8 has no gradient, and nothing passes a gradient through it. Differentiate a "
+    "layer with the weights in bfloat16 and experts_format=ma.BlockwiseFp8(); or apply "
+    "jax.lax.stop_gradient to the arrays that must not have a gradient"
+)
+
+grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+def is_quantized(rows: Any, w: Any) -> bool:
+    """Return True if rows or weights are quantized, so that their product is one in FP8."""
+    return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
+
+
+def check_operands(rows: Any, w: Any) -> tuple[Quantized, QuantizedExperts]:
+    """Return rows and weights as quantized arrays, or raise an error.
+
+    Rows that are floats are quantized. Values and scales may be ``jax.ShapeDtypeStruct``.
+    """
+    weights = check_experts("w", w)
+    given = as_quantized(rows)
+    if given is None:
+        array = _array(rows)
+        if array.ndim != 2 or array.shape[1] != weights.k:
+            raise ValueError(
+                f"rows must have the shape [C, K={weights.k}], because the values of w are "
+                f"{short(weights.values)}; got {short(array)}"
+            )
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.eval_shape(partial(encode_rows, name="rows"), array), weights
+        return encode_rows(jnp.asarray(array), "rows"), weights
+    values, scales = map(_array, given)
+    check_dtypes("rows", values, scales)
+    if len(values.shape) != 2 or values.shape[1] != weights.k:
+        raise ValueError(
+            f"the values of rows must have the shape [C, K={weights.k}], because the values of w "
+            f"are {short(weights.values)}; got {short(values)}"
+        )
+    expected = (values.shape[0], values.shape[1] // BLOCK)
+    if scales.shape != expected:
+        in_columns = (expected[1], expected[0] + -expected[0] % 4)
+        remedy = (
+            '. They have scale_layout="columns": pass '
+            'ma.BlockwiseFp8(scale_layout="columns").row_major(rows)'
+        )
+        raise ValueError(
+            f"the scales of rows must have the shape {list(expected)}, one number for each "
+            f"{BLOCK} values {short(values)} of a row; got {short(scales)}"
+            f"{remedy if scales.shape == in_columns else ''}"
+        )
+    return Quantized(values, scales), weights
+
+
+def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> QuantizedExperts:
+    """Return quantized weights, or raise an error.
+
+    Args:
+      name: of the argument.
+      w: weights whose values are [L, N, K].
+      may_be_pairs: True to accept the values [L, 2, I, K], too.
+    """
+    if not isinstance(w, QuantizedExperts):
+        got = short(w) if hasattr(w, "dtype") else type(w).__name__
+        raise TypeError(
+            f"{name} must be a QuantizedExperts, because rows or other weights are quantized; got "
+            f"{got}. Call ma.quantize_experts once and keep the result"
+        )
+    values, scales = _array(w.values), _array(w.scales)
+    check_dtypes(name, values, scales)
+    is_pair = may_be_pairs and len(values.shape) == 4 and values.shape[1] == 2
+    if not (is_pair or len(values.shape) == 3) or values.shape[-1] % BLOCK:
+        raise ValueError(
+            f"the values of {name} must have the shape [L, N, K]"
+            f"{' or [L, 2, I, K]' if may_be_pairs else ''}, where K is a multiple of {BLOCK}; got "
+            f"{short(values)}"
+        )
+    *lead, n, k = values.shape
+    expected = (*lead, -(-n // BLOCK), k // BLOCK)
+    if scales.shape != expected:
+        raise ValueError(
+            f"the scales of {name} must have the shape {list(expected)}, one number for each square"
+            f" of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
+        )
+    check_scales(name, scales)
+    return QuantizedExperts(values, scales, w.transposed)
+
+
+def encode_rows(rows: jax.Array, name: str) -> Quantized:
+    """Quantize rows [C, K] for a product. Asking for their gradient raises an error."""
+    fmt = BlockwiseFp8()
+    fmt.check_numbers(rows, name)
+    return fmt.encode(without_gradient(rows))
+
+
+def check_dtype(dtype: DTypeLike | None) -> Any:
+    """Return the dtype of a product of quantized arrays, or raise an error."""
+    found = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+    if found not in RESULT_DTYPES:
+        raise TypeError(
+            "preferred_element_type must be bfloat16 or float32 for a product in FP8; got "
+            f"{found.name}"
+        )
+    return found
+
+
+def _array(x: Any) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct) else as_array(x)
+
+
+@jax.custom_jvp
+def without_gradient(x: jax.Array) -> jax.Array:
+    """Return an array. Its derivative is a TypeError, where encoding alone would have zeros."""
+    return x
+
+
+@without_gradient.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(NO_GRADIENT)
+
+
+def bind_dot_fp8(
+    rows: Quantized,
+    w: QuantizedExperts,
+    sizes: jax.Array,
+    *,
+    dtype: Any,
+    tail: Tail,
+    num_sms: int | None,
+) -> jax.Array:
+    """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes."""
+    operands = [*map(jnp.asarray, (*rows, w.values, w.scales)), sizes]
+    params = dict(dtype=dtype, tail=tail, num_sms=num_sms)
+    return grouped_dot_fp8_p.bind(*compat.align_varying(operands, ()), **params)
+
+
+# Rules of the primitive
+
+
+def _abstract(
+    values: Any, scales: Any, w_values: Any, w_scales: Any, sizes: Any, *, dtype: Any, **_: Any
+) -> Any:
+    check_unsharded(values, scales, w_values, w_scales, sizes)
+    return compat.result_aval(values, (*values.shape[:-1], w_values.shape[-2]), dtype)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    if any(type(tangent) is not ad.Zero for tangent in tangents):
+        raise TypeError(NO_GRADIENT)
+    out = grouped_dot_fp8_p.bind(*primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    """Add the batch as a leading axis, so that it can run in one launch."""
+    args, _ = with_batch(args, dims, (True, True, False, False, False))
+    return grouped_dot_fp8_p.bind(*compat.align_varying(args, ()), **params), 0
+
+
+def _decoded(parts: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Return rows [*B, C, K] and weights [*B, L, K, N] in a dtype."""
+    values, scales, w_values, w_scales = parts
+    rows = BlockwiseFp8().decode(Quantized(values, scales), dtype)
+    return [rows, jnp.swapaxes(decode_experts(w_values, w_scales, dtype), -1, -2)]
+
+
+def _reference(*operands: Any, dtype: Any, **_: Any) -> jax.Array:
+    """Decode to float32, which is exact for scales that are powers of two, and multiply."""
+    *parts, sizes = operands
+    rows, w = _decoded(parts, jnp.float32)
+    return reference.dot(rows, w, sizes, transposed=False, dtype=dtype)
+
+
+def _in_bfloat16(*operands: Any, dtype: Any, tail: Tail, num_sms: int | None) -> jax.Array:
+    """Decode to bfloat16, which is exact for scales that are powers of two, and multiply."""
+    *parts, sizes = operands
+    rows, w = _decoded(parts, jnp.bfloat16)
+    if dtype == rows.dtype:
+        params = dict(transposed=False, dtype=dtype, tail=tail, num_sms=num_sms)
+        return bind_dot(rows, w, sizes, **params)
+    return reference.dot(rows, w, sizes, transposed=False, dtype=dtype)
+
+
+def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    logger.info("%s: not in FP8, because %s", ctx.primitive, NO_KERNEL)
+    return lowered.lower_fun(ctx, _in_bfloat16, operands, params)
+
+
+grouped_dot_fp8_p.def_impl(partial(compat.apply_primitive, grouped_dot_fp8_p))
+grouped_dot_fp8_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[grouped_dot_fp8_p] = _jvp
+batching.primitive_batchers[grouped_dot_fp8_p] = _batch
+mlir.register_lowering(grouped_dot_fp8_p, mlir.lower_fun(_reference, multiple_results=False))
+mlir.register_lowering(grouped_dot_fp8_p, _cuda, platform="cuda")

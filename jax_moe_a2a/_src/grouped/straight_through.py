@@ -1,0 +1,91 @@
+"""Multiply rows and weights that are quantized on the way, with the derivatives of the product.
+
+Let Q be the rounding to ``BlockwiseFp8``. ``quantizing_dot_p`` computes ``Q(r) Q(w)`` for rows r
+and weights w. Its derivative is defined as that of ``r w``: quantization counts as the identity.
+
+- jvp: ``dr w + r dw``, as ``turning_dot_p``, which has the value of ``grouped_dot_p``.
+- transpose of ``turning_dot_p`` in rows: ``Q(ct) Q(w^T)``, as ``quantizing_dot_p``, whose own
+  derivative is again that of the product without Q. So derivatives of any order exist.
+- transpose in weights: the outer product of rows and ct, without Q.
+
+Operands and parameters are those of ``grouped_dot_p``. The axis that a quantized product sums over
+has a size that is a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from ..formats.formats import BlockwiseFp8
+from ..formats.weights import QuantizedExperts, encode_experts
+from .primitives import (
+    bilinear_jvp,
+    bind_dot,
+    bind_outer,
+    dot_abstract,
+    dot_batch,
+)
+from .quantized import bind_dot_fp8
+
+quantizing_dot_p = compat.Primitive("moe_a2a_quantizing_dot")
+turning_dot_p = compat.Primitive("moe_a2a_turning_dot")
+
+
+def dot_in_fp8(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
+    derivatives, are unspecified.
+
+    Args:
+      rows: bfloat16 or float32. K is a multiple of 128.
+      w: weights with the dtype of ``rows``. N is a multiple of 128.
+      sizes: int32 [L].
+    """
+    params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=None)
+    return _bind(quantizing_dot_p, rows, w, sizes, **params)
+
+
+def _bind(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
+    return primitive.bind(*compat.align_varying(operands, ()), **params)
+
+
+def _quantizing_dot(rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any) -> jax.Array:
+    values, scales = encode_experts(w if transposed else jnp.swapaxes(w, -1, -2))
+    pair = BlockwiseFp8().encode(rows)
+    return bind_dot_fp8(pair, QuantizedExperts(values, scales), sizes, **params)
+
+
+def _transpose(ct: Any, rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any) -> Any:
+    if ad.is_undefined_primal(rows):
+        if type(ct) is ad.Zero:
+            return [ad.Zero(rows.aval), None, None]
+        params = dict(params, dtype=rows.aval.dtype, transposed=not transposed)
+        return [_bind(quantizing_dot_p, ct.astype(rows.aval.dtype), w, sizes, **params), None, None]
+    if type(ct) is ad.Zero:
+        return [None, ad.Zero(w.aval), None]
+    dtype, lead = w.aval.dtype, w.aval.shape[:-3]
+    x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
+    return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), None]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Compute the jvp, which is that of ``turning_dot_p``."""
+    out = _bind(quantizing_dot_p, *primals, **params)
+    return out, bilinear_jvp(turning_dot_p, primals, tangents, **params)[1]
+
+
+for _primitive, _rule, _composition in (
+    (quantizing_dot_p, _jvp, _quantizing_dot),
+    (turning_dot_p, partial(bilinear_jvp, turning_dot_p), bind_dot),
+):
+    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(dot_abstract)
+    ad.primitive_jvps[_primitive] = _rule
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = partial(dot_batch, partial(_bind, _primitive))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_composition, multiple_results=False))

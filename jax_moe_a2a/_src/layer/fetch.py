@@ -1,0 +1,194 @@
+"""Move the weights of replicas from the ranks of their experts to the spare slots.
+
+An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. The
+spare slots are its experts. All ranks know the placement, so each rank computes its routing alone.
+The transpose is a combine, which sums the gradients of replicas at the home rank in float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..checks import PyTree, as_array, short
+from ..exchange.dispatch_combine import DISPATCH
+from ..exchange.reference import own_rank
+from ..group.group import Group
+from ..placement.types import Placement
+from ..plan.plan import RoutingArrays, number_slots, quotient, rows_of_slots, values_by_row
+from ..routing.checks import GroupOrAxes, check_scope
+
+FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
+"""Checkpoint name, a str, of the weights that ``fetch_experts`` returns.
+
+If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches them again."""
+
+# Elements of a piece of the largest array. Many pieces keep all SMs busy, but each piece has an
+# entry for each rank and replica in the arrays of the routing.
+PIECE_ELEMENTS = 2**15
+
+
+def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyTree:
+    """Return the weights of this rank's spare slots, from the ranks of their experts.
+
+    All arrays travel in one exchange, bit for bit, and without a routing exchange. Call it on every
+    rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
+    all replicas in spare slots, computed in float32 in the order of ranks, and rounded once to the
+    dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
+
+    Args:
+      w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
+        experts. Any dtype, for example FP8 values and their scales.
+      placement: a placement in the home form, without leading axes, equal on all ranks. Only its
+        shapes are static. The form is checked only if the arrays are known when the call is traced.
+      group: the ranks, as in ``route``. A group of two levels is not supported.
+
+    Returns:
+      [S, ...] like ``w``: the weights of the expert in each of this rank's S spare slots, and zeros
+      for an empty slot.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype, or the placement other shapes.
+      ValueError: if an argument has the wrong shape, the placement does not have the home form, or
+        the group has two levels.
+
+    Example:
+      Two ranks have two experts and a spare slot each. Both spare slots have expert 0:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      placement = ma.Placement.from_slots([0, 1, 0, 2, 3, 0], 4, num_ranks=2)
+      group = ma.Group(axis_name="ep", size=2)
+      fetch = lambda w: ma.fetch_experts(w, placement, group=group)
+      print(jax.vmap(fetch, axis_name="ep")(jnp.array([[10.0, 11.0], [12.0, 13.0]])).tolist())
+      ```
+
+      ```text
+      [[10.0], [10.0]]
+      ```
+    """
+    found = check_scope(group)
+    leaves, treedef = jax.tree.flatten(w)
+    arrays = [jnp.asarray(as_array(leaf)) for leaf in leaves]
+    num_experts = placement.num_experts
+    per_rank = num_experts // found.size
+    for array in arrays:
+        if array.ndim < 1 or array.shape[0] != per_rank:
+            raise ValueError(
+                f"w must hold arrays [E / R={per_rank}, ...], because the placement has "
+                f"{num_experts} experts and the group {found.size} ranks; got {short(array)}"
+            )
+    return jax.tree.unflatten(treedef, fetch(arrays, placement, found))
+
+
+def fetch(
+    arrays: list[jax.Array], placement: Placement, group: Group, *, first: int = 0
+) -> list[jax.Array]:
+    """Return the weights of spare slots. Each array begins with ``first`` experts that have no
+    replicas, such as a shared expert."""
+    num_experts, num_ranks = placement.num_experts, group.size
+    known = not any(isinstance(x, jax.core.Tracer) for x in placement)
+    if known and not placement.is_home(num_ranks):
+        raise ValueError(
+            "placement must have the home form, because weights of all other slots stay where they "
+            "are; got another one. Plan it with home=True, or pass weights of all slots"
+        )
+    placement = Placement(*map(jnp.asarray, placement))
+    placement.check("placement", num_experts, num_ranks)
+    if group.two_level:
+        raise ValueError(
+            f"group must not have two levels, in which weights are not fetched; got {group}. Pass "
+            "Group(..., two_level=False), or weights of all slots"
+        )
+    spare = (placement.num_slots - num_experts) // num_ranks
+    sizes = [int(np.prod(x.shape[1:])) for x in arrays]
+    if not spare or not arrays or not max(sizes):
+        return [jnp.zeros((spare, *x.shape[1:]), x.dtype) for x in arrays]
+    num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
+    own = own_rank(group)
+    routing = _in_pieces(_routing_of_experts(placement, own, num_ranks, first), num_pieces)
+    tokens = [_pieces_of(x, num_pieces) for x in arrays]
+    moved = DISPATCH.bind(
+        tokens,
+        routing,
+        group=group,
+        num_leaves=len(tokens),
+        num_choice_arrays=0,
+        wire_dtype=jnp.dtype(jnp.float32),
+    )
+    found = [
+        rows.reshape(spare, -1)[:, :size].reshape(spare, *x.shape[1:])
+        for rows, size, x in zip(moved, sizes, arrays, strict=True)
+    ]
+    return compat.checkpoint_name(found, FETCHED_CHECKPOINT_NAME)
+
+
+def _pieces_of(x: jax.Array, num_pieces: int) -> jax.Array:
+    """Return arrays [L, ...] as pieces [L * num_pieces, width], padded with zeros."""
+    flat = x.reshape(x.shape[0], -1)
+    if more := -flat.shape[1] % num_pieces:
+        flat = jnp.pad(flat, ((0, 0), (0, more)))
+    return flat.reshape(x.shape[0] * num_pieces, -1)
+
+
+def _routing_of_experts(
+    placement: Placement, rank: jax.Array, num_ranks: int, first: int
+) -> RoutingArrays:
+    """Return the routing of a rank whose tokens are its experts, and whose rows are its spare
+    slots.
+
+    Unlike in other routings, the row of a spare slot does not depend on the other slots. An empty
+    slot is padding, to which a dispatch writes zeros.
+    """
+    num_experts, num_slots = placement.num_experts, placement.num_slots
+    per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
+    spare = slots_of_rank - per_rank
+    # The first slot of an expert is the one at home. [R, L, K]: each choice is a spare slot.
+    slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
+    slots = jnp.pad(slots, ((0, 0), (first, 0), (0, 0)), constant_values=-1)
+    choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
+    row = slots - choice_rank * slots_of_rank - per_rank
+    is_here = choice_rank == rank
+    numbered = number_slots(choice_rank, rank)
+    by_row = partial(values_by_row, jnp.where(is_here, row, spare), spare)
+    r, k = (jax.lax.broadcasted_iota(jnp.int32, slots.shape, axis) for axis in (0, 2))
+    return RoutingArrays(
+        token_slot=numbered.token_slot,
+        slot_token=numbered.slot_token,
+        choice_rank=jax.lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
+        slot_rows=rows_of_slots(numbered, is_here, row),
+        row_rank=by_row(r),
+        row_slot=by_row(numbered.here),
+        row_k=by_row(k),
+    )
+
+
+def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
+    """Return the routing of pieces: token t has the pieces t * num, ..., and so have slots and
+    rows."""
+    piece = jnp.arange(num, dtype=jnp.int32)
+
+    def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:
+        axes = tuple(range(x.ndim + 1))
+        x = jnp.expand_dims(x, axis + 1)
+        of_piece = jnp.expand_dims(piece, tuple(a for a in axes if a != axis + 1))
+        x = jnp.where(x >= 0, x * num + of_piece, x) if numbers else x + 0 * of_piece
+        shape = list(x.shape)
+        return x.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+
+    return RoutingArrays(
+        token_slot=numbered(routing.token_slot, 0),
+        slot_token=numbered(routing.slot_token, 1),
+        choice_rank=numbered(routing.choice_rank, 0, False),
+        slot_rows=numbered(routing.slot_rows, 1),
+        row_rank=numbered(routing.row_rank, 0, False),
+        row_slot=numbered(routing.row_slot, 0),
+        row_k=numbered(routing.row_k, 0, False),
+    )

@@ -1,0 +1,116 @@
+"""Apply experts whose weights are quantized: dispatch, both products and their rows in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import short
+from ..exchange.arguments import DispatchArguments
+from ..experts.primitives import bias_of_rows
+from ..formats.formats import BlockwiseFp8, TokenFormat
+from ..formats.weights import BLOCK, QuantizedExperts
+from ..grouped.quantized import (
+    RESULT_DTYPES,
+    bind_dot_fp8,
+    check_experts,
+    encode_rows,
+    without_gradient,
+)
+from ..routing.two_level import AnyRouting
+from ..routing.types import RouteOptions
+from .dispatch_dot import dispatch_rows
+
+
+def format_of_fp8(format: TokenFormat | None) -> BlockwiseFp8:
+    """Return the format in which tokens travel to experts in FP8, or raise an error."""
+    if format is not None and not isinstance(format, BlockwiseFp8):
+        raise ValueError(
+            "format must be BlockwiseFp8() or None with quantized weights, because products read "
+            f"the rows in it; got {format!r}"
+        )
+    return BlockwiseFp8()
+
+
+def check_experts_format(experts_format: TokenFormat | None, in_fp8: bool) -> None:
+    """Raise an error if a layer does not have this format for its products."""
+    if experts_format is None:
+        return
+    if not isinstance(experts_format, BlockwiseFp8):
+        raise ValueError(f"experts_format must be BlockwiseFp8() or None; got {experts_format!r}")
+    if in_fp8:
+        raise ValueError(
+            f"experts_format must be None with quantized weights; got {experts_format!r}. Pass the "
+            "weights that were quantized to train them"
+        )
+
+
+def check_training(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> None:
+    """Raise an error if arrays do not fit to products in FP8 and to those of their gradients."""
+    if x.dtype not in RESULT_DTYPES:
+        raise TypeError(f"x must be bfloat16 or float32 with experts_format; got {short(x)}")
+    for name, w in (("w_in", w_in), ("w_out", w_out)):
+        if any(size % BLOCK for size in w.shape[1:]):
+            raise ValueError(
+                f"{name} must have rows and columns in multiples of {BLOCK} with experts_format; "
+                f"got {short(w)}"
+            )
+
+
+def check_weights(
+    w_in: Any, w_out: Any, x: jax.Array, options: RouteOptions
+) -> tuple[QuantizedExperts, QuantizedExperts]:
+    """Return the quantized weights of a layer, or raise an error."""
+    if x.dtype not in RESULT_DTYPES:
+        raise TypeError(
+            f"x must be bfloat16 or float32 with quantized weights; got {short(x)}. Cast it"
+        )
+    experts, hidden = options.num_local_experts, x.shape[1]
+    found = check_experts("w_in", w_in), check_experts("w_out", w_out)
+    expected = (experts, found[0].values.shape[1], hidden), (experts, hidden, found[1].k)
+    for name, w, shape, axes in zip(("w_in", "w_out"), found, expected, ("I', H", "H, I")):
+        if w.values.shape != shape:
+            raise ValueError(
+                f"the values of {name} must have the shape [L, {axes}] = {list(shape)}, for the L "
+                f"local experts (a shared expert is one of them) and x {short(x)}; got "
+                f"{short(w.values)}"
+            )
+    return found
+
+
+def experts_in_fp8(
+    arguments: DispatchArguments,
+    w_in: QuantizedExperts,
+    w_out: QuantizedExperts,
+    b_in: jax.Array | None,
+    b_out: jax.Array | None,
+    activate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, AnyRouting]:
+    """Dispatch tokens in FP8 and apply the experts. Return rows [C, H] to combine, and the routing.
+
+    Args:
+      arguments: of a dispatch of one array [T, H] in ``BlockwiseFp8``, which stays quantized.
+      w_in: first weights.
+      w_out: second weights.
+      b_in: biases of the first product, or None.
+      b_out: biases of the second product, or None.
+      activate: maps products, weights of rows, and whether rows have a token, to activations times
+        weights. Rows without a token are zeros in the result.
+    """
+    (x,) = arguments.leaves
+    recv = dispatch_rows(arguments._replace(leaves=[without_gradient(x)]))
+    sizes, is_row = recv.group_sizes, recv.routing.row_rank >= 0
+    ones = jnp.ones(is_row.shape, jnp.float32)
+    row_weights = ones if recv.weights is None else recv.weights
+    params: dict[str, Any] = dict(dtype=x.dtype, tail=arguments.options.tail, num_sms=None)
+    product = bind_dot_fp8(recv.rows, w_in, sizes, **params)
+    if b_in is not None:
+        product += bias_of_rows(b_in, ones, sizes)
+    h = encode_rows(activate(product, row_weights, is_row), "the result of activation")
+    y = bind_dot_fp8(h, w_out, sizes, **params)
+    if b_out is not None:
+        y += bias_of_rows(b_out, row_weights, sizes)
+    return y, recv.routing

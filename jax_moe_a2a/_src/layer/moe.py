@@ -1,0 +1,824 @@
+"""Define the whole layer on global arrays: router, losses, experts, and where arrays must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from .. import compat
+from ..checks import as_array, check_bool, check_int, short
+from ..exchange.reference import accumulation_dtype
+from ..experts.gated import gated
+from ..formats.formats import TokenFormat
+from ..formats.weights import BLOCK, QuantizedExperts
+from ..group.group import Group
+from ..grouped.quantized import check_experts
+from ..placement.types import Placement
+from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
+from .balance import load_balancing_loss, router_z_loss
+from .chunks import in_chunks
+from .load import ExpertLoad, expert_load
+from .mlp import Activation, check_no_chunks, mlp_and_routing
+from .parameters import names_of, place, quantized_spec, spec_of
+from .router import RouterChoices, Score, top_k_router
+
+Choose: TypeAlias = Callable[[jax.Array], RouterChoices]
+EXPERT_WEIGHTS = "w_gate_up", "w_down"  # parameters that may be quantized
+OneOrTwo: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]  # gate and up as two arrays
+
+
+class MoEStatistics(NamedTuple):
+    """Result of ``moe`` next to its output: losses and load over the tokens of the whole batch."""
+
+    balance_loss: jax.Array
+    """[] float32: the ``load_balancing_loss``, without a coefficient."""
+    z_loss: jax.Array
+    """[] float32: the ``router_z_loss``, without a coefficient."""
+    load: ExpertLoad
+    """Rows of experts and ranks, summed over data axes and chunks. ``load.wanted_per_expert`` [E]
+    is the argument of ``update_select_bias``."""
+    logits: jax.Array | None = None
+    """[..., E] floats with the leading axes of the tokens; None without ``return_logits``."""
+
+    @property
+    def num_dropped(self) -> jax.Array:
+        """Return the number of rows that all ranks dropped, [] int32."""
+        return self.load.dropped_per_rank.sum(axis=-1)
+
+
+def moe(
+    x: ArrayLike,
+    router: ArrayLike,
+    w_gate_up: OneOrTwo | QuantizedExperts,
+    w_down: ArrayLike | QuantizedExperts,
+    *,
+    top_k: int,
+    group: GroupOrAxes,
+    data_axes: str | tuple[str, ...] = (),
+    tensor_axis: str | None = None,
+    activation: Activation | None = None,
+    router_bias: ArrayLike | None = None,
+    select_bias: ArrayLike | None = None,
+    b_gate_up: OneOrTwo | None = None,
+    b_down: ArrayLike | None = None,
+    score: Score = "softmax",
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    choose: Choose | None = None,
+    mask: ArrayLike | None = None,
+    shared_gate_up: OneOrTwo | None = None,
+    shared_down: ArrayLike | None = None,
+    shared_weights: ArrayLike | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int | None = None,
+    replicated: bool | None = None,
+    num_chunks: int | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
+    format: TokenFormat | None = None,
+    overlap_backward: bool = False,
+    experts_format: TokenFormat | None = None,
+    return_logits: bool = False,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, MoEStatistics]:
+    """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
+
+    The call computes ``logits = x @ router + router_bias``, chooses experts with ``top_k_router``,
+    and applies them with ``moe_mlp``. Expert e maps a token to
+    ``activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]``. The result does not
+    depend on the mesh, except for rounding, and for drops if a capacity is given. Call it inside
+    ``jax.jit``, because outside JAX compiles each operation alone.
+
+    The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Axes may
+    be Auto or Explicit; over Explicit axes, arrays are resharded, and the result has the placement
+    of ``x``. ``moe_partition_specs`` returns the placements of the weights, which are best stored
+    so.
+
+    - Tokens are divided over ``data_axes`` and the group's axes: the first axis of ``x``, or its
+      first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
+      padded; padding chooses no expert and counts in no statistics. If all axes are Explicit and
+      ``x`` is already divided over exactly these axes, its placement is kept.
+    - With fewer tokens than ranks, the ranks of a group hold the same tokens (``replicated`` as in
+      ``route``), and with fewer tokens than ``data_axes`` have indices, all devices do.
+    - Experts are divided over the group's axes. Over ``tensor_axis``, the I columns of each expert
+      are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
+      repeat the work.
+
+    Args:
+      x: tokens, floats [..., H] of 16 bits or more.
+      router: floats [H, E]. Logits are float32 (float64 for float64). If the dtypes of
+        router and ``x`` differ, both are first cast to float32, so keep the router in float32 for
+        exact logits.
+      w_gate_up: the first weights, with the dtype of ``x``: an array [E, H, 2, I] with the gate at
+        index 0 and up at index 1; or a tuple (gate, up) of arrays [E, H, I], which are copied
+        into one array in each call; or an array [E, H, I] for experts without a gate. Or
+        ``QuantizedExperts`` of one array, for inference in FP8 as in ``moe_mlp``.
+      w_down: [E, I, H] with the dtype of ``x``: the second weights; or ``QuantizedExperts``.
+      top_k: K, the number of experts of each token, as in ``top_k_router``.
+      group: the name of the mesh axis over which experts are divided, such as ``"ep"``; or a tuple
+        of names; or a ``Group`` for options such as ``num_sms`` or ``timeout``. The mesh is that of
+        ``jax.set_mesh``, or the mesh of the group. If one axis is on 2 to 32 hosts, and all axes of
+        the mesh are Auto, tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
+      data_axes: name or names of further mesh axes over which tokens are divided.
+      tensor_axis: name of the mesh axis over which each expert is divided, or None.
+      activation: as in ``moe_mlp``: a function of [C, 2I] with gate and up side by side, such as
+        ``gated(jax.nn.gelu)``, or without a gate a function of [C, I]. With a tensor axis, I is
+        the size of a part, so the function must be the same for each column. None means
+        ``gated(jax.nn.silu)``, and is an error without a gate.
+      router_bias: floats [E], added to the logits, or None.
+      select_bias: floats [E], as in ``top_k_router``, or None.
+      b_gate_up: biases of the first product, [E, 2, I], or a tuple of [E, I], or without a gate
+        [E, I]; or None.
+      b_down: [E, H]: biases of the second product, or None.
+      score: as in ``top_k_router``.
+      num_groups: as in ``top_k_router``.
+      top_groups: as in ``top_k_router``.
+      renormalize: as in ``top_k_router``.
+      scale: as in ``top_k_router``.
+      choose: a function that chooses experts in place of ``top_k_router``, whose options must then
+        be omitted; or None. It maps one rank's logits [T, E] to ``RouterChoices`` with ids [T, K],
+        weights [T, K] and scores [T, E]. Over Explicit axes, it cannot read traced arrays of the
+        enclosing function, because JAX refuses this in ``jax.shard_map``.
+      mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
+        tokens may hold any value. They have zero output and zero gradients.
+      shared_gate_up: the first weights of a shared expert, which all tokens have in addition, in
+        one of the forms of ``w_gate_up`` without the axis E: for example [H, 2, J]. J may differ
+        from I. None means that there is no shared expert.
+      shared_down: [J, H]: the second weights of the shared expert.
+      shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
+      capacity: number of rows of each rank, as in ``route``. None means the worst case, which drops
+        nothing. It applies to a chunk if there are chunks.
+      capacity_factor: capacity as a multiple of the balanced load of a rank, as in ``route``. In
+        Switch and MaxText, the factor is for each expert, whose load varies more than that of a
+        rank with several experts, so a smaller factor drops as few rows here.
+      alignment: as in ``moe_mlp``.
+      replicated: True or False to decide whether the ranks of a group hold the same tokens. None
+        decides by the number of tokens. True suits decoding with few tokens: no token travels.
+      num_chunks: number of parts of each rank's tokens that run one after the other to save
+        memory, as in ``moe_mlp``. The number does not have to divide the tokens.
+      wire_dtype: as in ``moe_mlp``.
+      format: as in ``moe_mlp``.
+      overlap_backward: as in ``moe_mlp``.
+      experts_format: as in ``moe_mlp``.
+      return_logits: True to return the logits in the statistics. Results of a jitted function stay
+        in memory, so return them from there only if you need them.
+      placement: as in ``moe_mlp``: replicas of experts, or None. ``w_gate_up``, ``w_down`` and
+        their biases then have the E experts, or, if they are already placed, the P slots of all
+        ranks. The router and the statistics have E experts.
+
+    Returns:
+      The output with the shape and dtype of ``x``, and ``MoEStatistics``. Add
+      ``coefficient * balance_loss`` and ``coefficient * z_loss`` to the loss of the model.
+      Statistics that a program does not use cost nothing under ``jax.jit``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, no concrete mesh is in scope, or an
+        axis does not exist or is already manual.
+
+    Example:
+      Eight devices as two domains of four ranks. ``init_moe`` draws the parameters where
+      ``moe_partition_specs`` says:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      mesh = jax.make_mesh((2, 4), ("data", "ep"))
+      with jax.set_mesh(mesh):
+          params = ma.init_moe(jax.random.key(0), 16, 32, 8, specs=ma.moe_partition_specs("ep"))
+          x = jax.random.normal(jax.random.key(1), (4, 6, 16))  # [batch, sequence, hidden]
+          layer = lambda params, x: ma.moe(x, **params, top_k=2, group="ep", data_axes="data")
+          y, stats = jax.jit(layer)(params, x)
+      print(y.shape, stats.load.wanted_per_expert.sum(), stats.num_dropped)
+      ```
+
+      ```text
+      (4, 6, 16) 48 0
+      ```
+    """
+    _check_choose(choose, score, select_bias, num_groups, top_groups, renormalize, scale)
+    scope = _check_scope(group, data_axes, tensor_axis)
+    x, of_tokens, params, activation = _check_arrays(
+        scope,
+        x,
+        mask,
+        shared_weights,
+        router,
+        router_bias,
+        select_bias,
+        w_gate_up,
+        w_down,
+        b_gate_up,
+        b_down,
+        shared_gate_up,
+        shared_down,
+        activation,
+        placement,
+    )
+    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
+        check_no_chunks(placement)
+    if replicated is not None:
+        check_bool("replicated", replicated)
+    check_bool("return_logits", return_logits)
+    shape = x.shape
+    if x.ndim == 1:
+        x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
+    has_mask = mask is not None
+    tokens = _divide_tokens(scope, x, replicated)
+    x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
+
+    in_fp8 = isinstance(w_gate_up, QuantizedExperts)
+    specs = {
+        name: tuple(spec_of(name, w.ndim, scope.group.axes, tensor_axis) for w in arrays)
+        for name, arrays in params.items()
+    }
+    if in_fp8:
+        specs |= {name: tuple(map(quantized_spec, specs[name])) for name in EXPERT_WEIGHTS}
+    params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
+
+    def on_rank(
+        x: jax.Array,
+        of_tokens: Mapping[str, jax.Array],
+        params: Mapping[str, tuple[jax.Array, ...]],
+        placement: Placement | None,
+    ) -> tuple[jax.Array, jax.Array | None, MoEStatistics]:
+        """Apply the layer to the tokens and the experts of one rank."""
+        rows = x.reshape(-1, x.shape[-1])
+        of_rows = {name: array.reshape(-1) for name, array in of_tokens.items()}
+        mask = of_rows.get("mask")
+        # Masked tokens may hold any value, which must not reach a gradient.
+        if has_mask and mask is not None:
+            rows = jnp.where(mask[:, None], rows, 0)
+        only = {name: arrays[0] for name, arrays in params.items()}
+        logits = _logits(rows, only["router"], only.get("router_bias"))
+        if choose is None:
+            choices = top_k_router(
+                logits,
+                top_k,
+                score=score,
+                select_bias=only.get("select_bias"),
+                num_groups=num_groups,
+                top_groups=top_groups,
+                renormalize=renormalize,
+                scale=scale,
+                mask=mask,
+            )
+        else:
+            choices = _check_choices(choose(logits), logits, top_k, mask)
+        b_down = only.get("b_down")
+        if b_down is not None and tensor_axis is not None:
+            # Partial sums are added over this axis, but biases count once.
+            b_down = jnp.where(lax.axis_index(tensor_axis) == 0, b_down, 0)
+        of_experts = dict(x=rows, topk_ids=choices.ids, topk_weights=choices.weights)
+        weights = dict(
+            w_in=_quantized(params["w_gate_up"])
+            if in_fp8
+            else _side_by_side(params["w_gate_up"], 3),
+            w_out=_quantized(params["w_down"]) if in_fp8 else only["w_down"],
+            b_in=_side_by_side(params["b_gate_up"], 2) if "b_gate_up" in params else None,
+            b_out=b_down,
+        )
+        if "shared_down" in only:
+            kept = of_rows["shared_weights"]
+            if mask is not None:  # masked tokens have zero output
+                kept = jnp.where(mask, kept, 0)
+            if tokens.replicated:  # the ranks' results are added
+                kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
+            of_experts["shared_weights"] = kept
+            weights["shared_in"] = _side_by_side(params["shared_gate_up"], 2)
+            weights["shared_out"] = only["shared_down"]
+        y, load = _experts(
+            of_experts,
+            weights,
+            num_chunks or 1,
+            RouteArguments(
+                group=scope.group,
+                num_experts=logits.shape[-1],
+                capacity=capacity,
+                capacity_factor=capacity_factor,
+                alignment=alignment,
+                shared_expert=None,
+                replicated=tokens.replicated,
+            ),
+            activation=activation,
+            wire_dtype=wire_dtype,
+            format=format,
+            overlap_backward=overlap_backward,
+            experts_format=experts_format,
+            placement=placement,
+        )
+        partial = scope.group.axes if tokens.replicated else ()
+        partial += () if tensor_axis is None else (tensor_axis,)
+        y = lax.psum(y, partial) if partial else y
+        domains = tuple(axis for axis in tokens.axes if axis not in scope.group.axes)
+        statistics = MoEStatistics(
+            load_balancing_loss(choices.scores, choices.ids, axis_name=tokens.axes),
+            router_z_loss(logits, mask=mask, axis_name=tokens.axes),
+            lax.psum(load, domains) if domains else load,
+        )
+        logits = logits.reshape(*x.shape[:-1], logits.shape[-1])
+        return y.reshape(x.shape), logits if return_logits else None, statistics
+
+    y, logits, statistics = scope.shard_map(
+        on_rank,
+        in_specs=(tokens.spec, tokens.spec, specs, P()),
+        out_specs=(tokens.spec, tokens.spec, P()),
+    )(x, of_tokens, params, placement)
+    if logits is not None:
+        logits = _without_padding(scope, tokens, logits, features=None)
+        statistics = statistics._replace(logits=logits.reshape(*shape[:-1], logits.shape[-1]))
+    return _without_padding(scope, tokens, y).reshape(shape), statistics
+
+
+def _experts(
+    tokens: Mapping[str, jax.Array],
+    weights: Mapping[str, Any],
+    num_chunks: int,
+    route_arguments: RouteArguments,
+    **options: Any,
+) -> tuple[jax.Array, ExpertLoad]:
+    """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
+
+    def layer(
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array,
+        shared_weights: jax.Array | None = None,
+        **weights: Any,
+    ) -> tuple[jax.Array, ExpertLoad]:
+        shared_in, shared_out = weights.pop("shared_in", None), weights.pop("shared_out", None)
+        y, routing = mlp_and_routing(
+            x,
+            topk_ids,
+            topk_weights,
+            weights.pop("w_in"),
+            weights.pop("w_out"),
+            route_arguments,
+            **weights,
+            **options,
+        )
+        if shared_weights is not None:
+            act = options["activation"](jnp.dot(x, shared_in))
+            act_dtype = accumulation_dtype(act.dtype)
+            weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
+            y += jnp.dot(weighted.astype(x.dtype), shared_out)
+        return y, expert_load(routing, placement=options["placement"])
+
+    if num_chunks == 1:
+        return layer(**tokens, **weights)
+    num_tokens = tokens["x"].shape[0]
+    more = -num_tokens % num_chunks
+    padded = {
+        name: jnp.pad(
+            array,
+            ((0, more), *((0, 0),) * (array.ndim - 1)),
+            constant_values=-1 if name == "topk_ids" else 0,
+        )
+        for name, array in tokens.items()
+    }
+    y, loads = in_chunks(layer, num_chunks, padded, weights)
+    load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
+    return y.reshape(-1, y.shape[-1])[:num_tokens], load
+
+
+def _logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
+    """Return the logits of tokens [T, E]."""
+    dtypes = accumulation_dtype(x.dtype), accumulation_dtype(router.dtype)
+    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+    if x.dtype != router.dtype:
+        x, router = x.astype(dtype), router.astype(dtype)
+    logits = jnp.dot(x, router, preferred_element_type=dtype)
+    return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
+
+
+def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int) -> jax.Array:
+    """Return the weights or biases of a rank's experts in the form of ``moe_mlp``: gate and up side
+    by side on the last axis. It has ``ndim`` axes."""
+    if len(arrays) == 2:
+        return jnp.concatenate(arrays, axis=-1)
+    (array,) = arrays
+    return array.reshape(*array.shape[: ndim - 1], -1) if array.ndim > ndim else array
+
+
+def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
+    """Return a rank's quantized weights in the form of ``moe_mlp``: gate and up side by side."""
+    return QuantizedExperts(*(x.reshape(x.shape[0], -1, x.shape[-1]) for x in arrays))
+
+
+class _Tokens(NamedTuple):
+    """The division of tokens among all ranks."""
+
+    spec: P
+    """Placement of the leading axes, after padding."""
+    axes: tuple[str, ...]
+    """The mesh axes over which different ranks have different tokens."""
+    replicated: bool
+    """True if the ranks of a group have the same tokens."""
+    sizes: tuple[int, ...]
+    """The leading sizes without padding."""
+    padding: tuple[int, ...]
+    """The number of indices that are added to each leading axis."""
+    home: P | None
+    """Placement of the caller's tokens over Explicit axes, which the result has, too."""
+
+    @property
+    def unpadded(self) -> P:
+        """The placement in which padding is added and removed: padded axes are not divided."""
+        spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
+        return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
+
+
+def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tokens:
+    """Choose how tokens are divided over the ranks."""
+    sizes = x.shape[:-1]
+    num_tokens, num_domains = math.prod(sizes), scope.size(scope.data_axes)
+    if replicated is None:
+        replicated = num_tokens < num_domains * scope.group.size
+    axes = scope.data_axes if num_tokens >= num_domains else ()
+    axes += () if replicated else scope.group.axes
+    home = scope.spec_of(x)
+    if home is not None and num_tokens and scope.divides(home, axes):
+        return _Tokens(P(*home[:-1]), axes, replicated, sizes, (0,) * len(sizes), home)
+
+    # If there are no tokens, each rank gets at least one that chooses no expert: XLA of jax 0.11.2
+    # crashes on the gradient if an argument of shard_map has no elements.
+    def padding(divisors: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-size % by if size else by for size, by in zip(sizes, divisors))
+
+    choices = []
+    for first in range(len(axes), -1 if len(sizes) > 1 else len(axes) - 1, -1):
+        parts = (axes[:first], axes[first:])[: len(sizes)]
+        divisors = (*map(scope.size, parts), *(1,) * (len(sizes) - len(parts)))
+        more = padding(divisors)
+        padded = math.prod(size + n for size, n in zip(sizes, more))
+        choices.append((padded, -first, P(*(part or None for part in parts)), more))
+    _, _, spec, more = min(choices, key=lambda choice: choice[:2])
+    return _Tokens(spec, axes, replicated, sizes, more, home)
+
+
+def _with_padding(
+    scope: _Scope, tokens: _Tokens, x: jax.Array, of_tokens: Mapping[str, jax.Array]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return tokens and what they have (mask, weights) where ranks need them, padded with tokens
+    that choose no expert."""
+    arrays = {"x": x, **of_tokens}
+    if any(tokens.padding):
+        arrays.setdefault("mask", jnp.ones(tokens.sizes, bool))
+        for name, array in arrays.items():
+            widths = [(0, more) for more in tokens.padding]
+            widths += [(0, 0)] * (array.ndim - len(widths))
+            arrays[name] = jnp.pad(place(array, tokens.unpadded), widths)
+    arrays = {name: place(array, tokens.spec) for name, array in arrays.items()}
+    return arrays.pop("x"), arrays
+
+
+def _without_padding(
+    scope: _Scope, tokens: _Tokens, y: jax.Array, **last: str | tuple[str, ...] | None
+) -> jax.Array:
+    """Return the results of the caller's tokens, with their placement. ``features`` replaces the
+    placement of the last axis."""
+    if any(tokens.padding):
+        y = place(y, tokens.unpadded)[tuple(map(slice, tokens.sizes))]
+    if tokens.home is None:
+        return y
+    return place(y, P(*tokens.home[:-1], last.get("features", tokens.home[-1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """The mesh of a call, and what its axes are for."""
+
+    mesh: Mesh | AbstractMesh
+    group: Group
+    data_axes: tuple[str, ...]
+    tensor_axis: str | None
+    in_context: bool
+    """True if the mesh is in scope, and not only the mesh of the group."""
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Return the number of indices of some axes together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def axes_of_type(self, *types: AxisType) -> set[str]:
+        """Return the axes of these types."""
+        every = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return {name for name, of_axis in every if of_axis in types}
+
+    def spec_of(self, array: jax.Array) -> P | None:
+        """Return the placement of an array over Explicit axes, with an entry for each axis of the
+        array; or None without Explicit axes."""
+        if not self.axes_of_type(AxisType.Explicit):
+            return None
+        spec = jax.typeof(array).sharding.spec
+        return P(*spec, *(None,) * (array.ndim - len(spec)))
+
+    def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
+        """Return True if a placement of tokens divides them over exactly these axes, and if the
+        type of the tokens says so, because all axes are Explicit."""
+        used = [name for entry in spec[:-1] for name in names_of(entry)]
+        is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
+        return is_explicit and set(used) == set(axes) and not names_of(spec[-1])
+
+    def shard_map(self, layer: Any, **specs: Any) -> Any:
+        """Return a function of one rank's arrays as a function of all ranks' arrays."""
+        axes = self.axes_of_type(AxisType.Explicit, AxisType.Auto)
+        if self.in_context:
+            return jax.shard_map(layer, axis_names=axes, **specs)
+
+        def mapped(*args: Any) -> Any:
+            # The mesh of the caller may have other axes, over the same devices in the same order.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return jax.shard_map(layer, mesh=self.mesh, axis_names=axes, **specs)(*args)
+
+        return mapped
+
+
+def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
+    """Return the mesh in scope with the axes of a call, or raise an error."""
+    axes = axes_of(group)
+    of_group = group.mesh if isinstance(group, Group) else None
+    here = jax.sharding.get_abstract_mesh()
+    mesh = of_group if here.empty else here
+    if isinstance(of_group, Mesh):
+        is_known = True
+    else:
+        is_known = compat.mesh_in_context() is not None
+    if not is_known or mesh is None:
+        raise ValueError(
+            "moe needs a mesh with devices; got "
+            f"{'no mesh in scope' if here.empty else f'the abstract mesh {dict(here.shape)}'} and "
+            f"group={group!r}. Call it under jax.set_mesh(mesh), where the program is traced"
+        )
+    data = (data_axes,) if isinstance(data_axes, str) else data_axes
+    if not isinstance(data, tuple) or not all(isinstance(axis, str) for axis in data):
+        raise TypeError(f"data_axes must be a str or a tuple of str; got {data_axes!r}")
+    if tensor_axis is not None and not isinstance(tensor_axis, str):
+        raise TypeError(f"tensor_axis must be a str or None; got {tensor_axis!r}")
+    tensor = () if tensor_axis is None else (tensor_axis,)
+    given = {"group": axes, "data_axes": data, "tensor_axis": tensor}
+    seen: set[str] = set()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for argument, names in given.items():
+        for axis in names:
+            if axis not in types:
+                raise ValueError(
+                    f"{argument} must name axes of the mesh, which has {mesh.axis_names}; got "
+                    f"{axis!r}"
+                )
+            if types[axis] is AxisType.Manual:
+                raise ValueError(
+                    f"{argument} must name axes that are not manual; got {axis!r} inside a "
+                    "jax.shard_map over it. Call moe outside, or call moe_mlp inside with group="
+                    f"{axes[0]!r}"
+                )
+            if axis in seen:
+                raise ValueError(
+                    f"group, data_axes and tensor_axis must name different axes; got {axis!r} twice"
+                )
+            seen.add(axis)
+    if not isinstance(group, Group):
+        # JAX may use the traced program again with other devices, so the group must not have any.
+        # Only the choice of two levels reads them.
+        two_level = Group(compat.mesh_in_context(), group).two_level
+        group = Group(here, group, two_level=two_level)
+    of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
+    found = group.divided_by_hosts(of_devices)
+    if found is not None and set(mesh.axis_types) == {AxisType.Auto}:
+        divided, group = found
+        return _Scope(divided, group, data, tensor_axis, in_context=False)
+    scope = _Scope(mesh, group, data, tensor_axis, not here.empty)
+    explicit = scope.axes_of_type(AxisType.Explicit)
+    if here.empty and explicit:
+        raise ValueError(
+            f"moe needs a mesh with Explicit axes in scope; got {group} with the Explicit axes "
+            f"{sorted(explicit)}, and no mesh in scope. Call it under jax.set_mesh(mesh), or make "
+            "the mesh with jax.sharding.AxisType.Auto"
+        )
+    return scope
+
+
+def _check_arrays(
+    scope: _Scope,
+    x: Any,
+    mask: Any,
+    shared_weights: Any,
+    router: Any,
+    router_bias: Any,
+    select_bias: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    b_gate_up: Any,
+    b_down: Any,
+    shared_gate_up: Any,
+    shared_down: Any,
+    activation: Activation | None,
+    placement: Placement | None,
+) -> tuple[jax.Array, dict[str, jax.Array], dict[str, tuple[jax.Array, ...]], Activation]:
+    """Return tokens, the mask and weights of tokens, parameters (each a tuple of one or two arrays)
+    and activation, or raise an error."""
+    x = as_array(x)
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise (ValueError if x.ndim < 1 else TypeError)(
+            f"x must be an array [..., H] of floats of 16 bits or more; got {short(x)}"
+        )
+    x, hidden = jnp.asarray(x), x.shape[-1]
+    router = as_array(router)
+    if router.ndim != 2 or router.shape[0] != hidden:
+        raise ValueError(
+            f"router must be an array [H={hidden}, E], because x has the shape {list(x.shape)}; "
+            f"got {short(router)}"
+        )
+    experts = router.shape[1]
+    if experts % scope.group.size:
+        raise ValueError(
+            f"router must have E columns, a multiple of the {scope.group.size} ranks along "
+            f"{scope.group.axis_name!r}; got {short(router)}"
+        )
+    in_fp8 = {
+        name: check_experts(name, w, may_be_pairs=name == "w_gate_up")
+        for name, w in zip(EXPERT_WEIGHTS, (w_gate_up, w_down))
+        if isinstance(w_gate_up, QuantizedExperts) or isinstance(w_down, QuantizedExperts)
+    }
+    first = _one_or_two(w_gate_up)
+    if placement is not None:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"placement must be a Placement or None; got {placement!r}")
+        placement.check("placement", experts, scope.group.size)
+        if first and first[0].shape[:1] == (placement.num_slots,):
+            experts = placement.num_slots  # weights that are already placed
+    width = first[0].shape[-1] if first and first[0].ndim else 0
+    forms = {
+        "[E, H, 2, I]": [(experts, hidden, 2, width)],
+        "a tuple of two arrays [E, H, I]": [(experts, hidden, width)] * 2,
+        "[E, H, I] without a gate": [(experts, hidden, width)],
+    }
+    if [w.shape for w in first] not in forms.values():
+        raise ValueError(
+            f"w_gate_up must have one of the forms {', '.join(forms)}, with E={experts} and "
+            f"H={hidden}; got {', '.join(map(short, first))}"
+        )
+    _check_tensor_parts(scope, "w_gate_up", width, first, BLOCK if in_fp8 else 1)
+    found: dict[str, tuple[Any, ...]] = {"router": (router,), "w_gate_up": first}
+
+    def add(name: str, value: Any, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
+        arrays = _one_or_two(value)
+        if [array.shape for array in arrays] != shapes:
+            raise ValueError(
+                f"{name} must have the shape {' and '.join(str(list(s)) for s in shapes)}, because "
+                f"x is {short(x)}, router is {short(router)} and w_gate_up is "
+                f"{', '.join(map(short, first))}; got {', '.join(map(short, arrays))}{remedy}"
+            )
+        found[name] = arrays
+
+    side_by_side = first[0].ndim == 3 and _one_or_two(w_down)[0].shape == (
+        experts,
+        width // 2,
+        hidden,
+    )
+    remedy = ". If w_gate_up holds gate and up side by side, pass w_gate_up.reshape(E, H, 2, -1)"
+    add("w_down", w_down, [(experts, width, hidden)], remedy if side_by_side else "")
+    is_gated = len(first) == 2 or first[0].ndim == 4
+    if activation is None:
+        if not is_gated:
+            raise ValueError(
+                "activation must be a function for w_gate_up without a gate; got None. Pass it, "
+                f"for example jax.nn.gelu, or pass w_gate_up [E, H, 2, I]; got {short(first[0])}"
+            )
+        activation = gated(jax.nn.silu)
+    if b_gate_up is not None:
+        add("b_gate_up", b_gate_up, [(experts, *w.shape[2:]) for w in first])
+    if b_down is not None:
+        add("b_down", b_down, [(experts, hidden)])
+    if router_bias is not None:
+        add("router_bias", router_bias, [router.shape[1:]])
+    if select_bias is not None:
+        add("select_bias", select_bias, [router.shape[1:]])
+    if (shared_gate_up is None) != (shared_down is None):
+        missing = "shared_gate_up" if shared_gate_up is None else "shared_down"
+        raise ValueError(
+            "shared_gate_up and shared_down must both be arrays or both be None; got None for "
+            f"{missing}. Pass it, too"
+        )
+    if shared_gate_up is not None:
+        shared = _one_or_two(shared_gate_up)
+        columns = shared[0].shape[-1] if shared and shared[0].ndim else 0
+        shapes = [(*w.shape[1:-1], columns) for w in first]
+        add("shared_gate_up", shared_gate_up, shapes, ". Its form is that of w_gate_up without E")
+        _check_tensor_parts(scope, "shared_gate_up", columns, shared)
+        add("shared_down", shared_down, [(columns, hidden)])
+    for name, arrays in found.items():
+        for array in arrays:
+            if name in in_fp8:
+                continue
+            is_of_router = name in ("router", "router_bias", "select_bias")
+            if not jnp.issubdtype(array.dtype, jnp.floating) or (
+                not is_of_router and array.dtype != x.dtype
+            ):
+                expected = "floats" if is_of_router else f"the dtype of x, {x.dtype}"
+                raise TypeError(f"{name} must have {expected}; got {short(array)}. Cast it")
+    of_tokens = {}
+    if mask is not None:
+        mask = as_array(mask)
+        if mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]:
+            raise (TypeError if mask.dtype != jnp.bool_ else ValueError)(
+                f"mask must hold a boolean for each token, {list(x.shape[:-1])}; got {short(mask)}"
+            )
+        of_tokens["mask"] = jnp.asarray(mask)
+    if shared_weights is not None:
+        shared_weights = as_array(shared_weights)
+        if "shared_down" not in found:
+            raise ValueError(
+                f"shared_weights must be None without a shared expert; got {short(shared_weights)}."
+                " Pass shared_gate_up and shared_down as well"
+            )
+        if shared_weights.shape not in ((), x.shape[:-1]):
+            raise ValueError(
+                f"shared_weights must have the shape {list(x.shape[:-1])}, a number for each token,"
+                f" or be a number; got {short(shared_weights)}"
+            )
+    if "shared_down" in found:
+        value = jnp.asarray(1 if shared_weights is None else shared_weights, jnp.float32)
+        of_tokens["shared_weights"] = jnp.broadcast_to(value, x.shape[:-1])
+    found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
+    params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
+    return x, of_tokens, params, activation
+
+
+def _one_or_two(value: Any) -> tuple[Any, ...]:
+    """Return the arrays of an argument that may be a tuple of arrays; for quantized weights, the
+    type of the weights."""
+    if isinstance(value, QuantizedExperts):
+        return (jax.ShapeDtypeStruct(value.shape, value.values.dtype),)
+    return tuple(map(as_array, value if isinstance(value, tuple | list) else [value]))
+
+
+def _check_tensor_parts(
+    scope: _Scope, name: str, columns: int, arrays: tuple[Any, ...], least: int = 1
+) -> None:
+    """Raise an error if the tensor axis cannot divide the columns of weights into parts that are
+    multiples of ``least``."""
+    num_parts = 1 if scope.tensor_axis is None else scope.size((scope.tensor_axis,))
+    if columns % (num_parts * least):
+        times = f"{least} times " if least > 1 else ""
+        raise ValueError(
+            f"{name} must have a number of columns that is a multiple of {times}the size "
+            f"{num_parts} of the tensor axis {scope.tensor_axis!r}; got "
+            f"{', '.join(map(short, arrays))}"
+        )
+
+
+def _check_choose(choose: Any, score: Any, *others: Any) -> None:
+    """Raise an error if the caller passes both a function that chooses and options that it would
+    replace."""
+    if choose is None:
+        return
+    if not callable(choose):
+        raise TypeError(f"choose must be a function of logits, or None; got {choose!r}")
+    names = "score", "select_bias", "num_groups", "top_groups", "renormalize", "scale"
+    defaults = "softmax", None, None, None, None, 1.0
+    values = score, *others
+    given = [n for n, v, d in zip(names, values, defaults, strict=True) if v is not d and v != d]
+    if given:
+        raise ValueError(
+            f"choose must be None with {' and '.join(given)}, which are options of top_k_router; "
+            f"got {choose!r}. Omit them, and apply them in the function"
+        )
+
+
+def _check_choices(
+    choices: Any, logits: jax.Array, top_k: int, mask: jax.Array | None
+) -> RouterChoices:
+    """Return what ``choose`` returned, without the choices of masked tokens, or raise an error."""
+    num_tokens, num_experts = logits.shape
+    choice = num_tokens, top_k
+    shapes = [choice, choice, (num_tokens, num_experts)]
+    is_tuple = isinstance(choices, tuple) and len(choices) == len(shapes)
+    if not is_tuple or [getattr(array, "shape", None) for array in choices] != shapes:
+        got = (
+            ", ".join(short(a) if hasattr(a, "shape") else repr(a) for a in choices)
+            if (isinstance(choices, tuple))
+            else repr(choices)
+        )
+        raise ValueError(
+            f"choose must return RouterChoices with ids [T, K={top_k}], weights [T, K={top_k}] and "
+            f"scores [T, E={num_experts}] for logits {short(logits)}; got {got}. K is top_k"
+        )
+    ids, weights, scores = map(jnp.asarray, choices)
+    if mask is not None:
+        kept = mask[:, None]
+        ids = jnp.where(kept, ids, -1)
+        weights, scores = (jnp.where(kept, array, 0) for array in (weights, scores))
+    return RouterChoices(ids, weights, scores)

@@ -1,0 +1,145 @@
+"""Apply experts with replicas: the home experts of a rank, and its spare slots, whose weights are
+fetched.
+
+No array holds the weights of both. The experts are applied twice to the same rows: once by the home
+weights, and once by the spare weights to rows that begin with those of the spare slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from .. import compat
+from ..exchange.dispatch_combine import DISPATCH
+from ..exchange.reference import own_rank
+from ..group.group import Group
+from ..placement.choice import choose_slots
+from ..placement.types import Placement
+from ..routing.checks import RouteArguments, check_scope
+from ..routing.two_level import AnyRouting
+from ..routing.types import RouteOptions
+from .fetch import fetch
+
+
+class Rows(NamedTuple):
+    """The rows of a rank, and what the experts read for each row."""
+
+    rows: jax.Array
+    """[C, H]."""
+    weights: jax.Array
+    """[C]: router weights."""
+    has_token: jax.Array
+    """[C] bool."""
+
+
+class Weights(NamedTuple):
+    """The weights of some experts of a rank."""
+
+    w_in: jax.Array
+    b_in: jax.Array | None
+    w_out: jax.Array
+    b_out: jax.Array | None
+
+
+def to_slots(
+    topk_ids: ArrayLike | AnyRouting, given: RouteArguments, placement: Placement
+) -> tuple[Any, RouteArguments]:
+    """Return the ids of slots in place of the ids of experts, and the arguments of their route. A
+    routing is already one of slots."""
+    if not isinstance(placement, Placement):
+        raise TypeError(f"placement must be a Placement or None; got {placement!r}")
+    placed = given._replace(num_experts=placement.num_slots)
+    if isinstance(topk_ids, AnyRouting):
+        if given.num_experts in (None, placement.num_experts):
+            given = placed if given.num_experts is not None else given
+        return topk_ids, given
+    if given.group is None:
+        return topk_ids, given  # whose check raises the error
+    if given.num_experts not in (None, placement.num_experts):
+        raise ValueError(
+            f"num_experts must be {placement.num_experts}, the number of experts of the placement; "
+            f"got {given.num_experts}"
+        )
+    group = check_scope(given.group)
+    rank = None if given.replicated else own_rank(group)
+    slots = choose_slots(topk_ids, placement, rank=rank, num_ranks=group.size)
+    return slots, placed
+
+
+def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
+    """Return how many slots of a rank have no weights in an array of this shape, as far as it
+    fits."""
+    home = placement.num_experts // options.group.size + options.shared_expert
+    return options.num_local_experts - home if shape and shape[0] == home else 0
+
+
+def apply_to_both(
+    apply: Callable[[Rows, Weights, jax.Array], jax.Array],
+    rows: Rows,
+    home: Weights,
+    sizes: jax.Array,
+    placement: Placement,
+    group: Group,
+    *,
+    first: int,
+) -> jax.Array:
+    """Fetch the weights of spare slots, and return the outputs of all rows.
+
+    Args:
+      apply: maps rows, weights of groups and the sizes of these groups to outputs.
+      sizes: of all groups, home experts first.
+      first: number of shared experts, which are the first home experts.
+    """
+
+    # Without the checkpoint, the fetched weights would be kept for the backward pass.
+    @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
+    def of_both(rows: Rows, home: Weights, sizes: jax.Array, placement: Placement) -> jax.Array:
+        given, treedef = jax.tree.flatten(home)
+        spare = jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
+        num_home = home.w_in.shape[0]
+        start = sizes[:num_home].sum(dtype=jnp.int32)
+        is_home = jnp.arange(rows.rows.shape[0], dtype=jnp.int32) < start
+        y_home = apply(_only(rows, is_home), home, sizes[:num_home])
+        moved = jax.tree.map(lambda x: jnp.roll(x, -start, axis=0), _only(rows, ~is_home))
+        y_spare = jnp.roll(apply(moved, spare, sizes[num_home:]), start, axis=0)
+        return jnp.where(is_home[:, None], y_home, y_spare)
+
+    return of_both(rows, home, sizes, placement)
+
+
+# What is computed from an array of weights without arithmetic would keep the weights.
+_OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
+
+
+def _keeps_all_but_fetched(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive not in _OF_FETCHED and primitive.name not in ("pvary", "pcast")
+
+
+def _only(rows: Rows, is_kept: jax.Array) -> Rows:
+    """Return rows of which only some are used: the gradients of the others are zero."""
+    return Rows(
+        _with_gradients_of(rows.rows, is_kept),
+        jnp.where(is_kept, rows.weights, 0),
+        rows.has_token & is_kept,
+    )
+
+
+@jax.custom_jvp
+def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
+    """Return rows unchanged. Only the kept rows have tangents, because a product of other rows has
+    any values, NaN included, in their gradients."""
+    del is_kept
+    return rows
+
+
+@_with_gradients_of.defjvp
+def _with_gradients_of_jvp(primals: Any, tangents: Any) -> Any:
+    rows, is_kept = primals
+    return _with_gradients_of(*primals), jnp.where(is_kept[:, None], tangents[0], 0)

@@ -1,0 +1,1 @@
+"""Place replicas of experts on ranks, and choose the replica that a token uses."""

@@ -1,0 +1,191 @@
+"""Choose the slot of each choice of a token, among the replicas of its expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..checks import check_int, short
+from ..plan.plan import count_and_number, running_sum
+from ..routing.checks import GroupOrAxes, as_int32, check_ids, check_scope
+from .types import ALL, SHARE_BITS, Placement
+
+# Multiples of this odd number, modulo ALL, are spread evenly: it is close to ALL / 1.618.
+STRIDE = 20253
+
+
+def choose_slots(
+    ids: ArrayLike,
+    placement: Placement,
+    *,
+    rank: ArrayLike | None,
+    num_ranks: int,
+    counts: ArrayLike | None = None,
+) -> jax.Array:
+    """Return the slot of each choice of this rank's tokens: the ids to dispatch with.
+
+    Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
+    all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
+    should receive from all ranks. Its other rows fill what the other slots should still receive. So
+    the preference for the own slot does not change what the slots receive together.
+
+    With ``counts``, the rows of each slot differ from its share only by rounding. Without
+    ``counts``, each rank assumes that all ranks have as many rows of the expert as this rank, and
+    spreads its other rows evenly.
+
+    The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
+    which may be in different slots.
+
+    Args:
+      ids: integers [T, K], the expert of each choice. -1 sends nothing and stays -1. Other ids
+        outside [0, E) stay outside [0, P), so that ``route`` counts them as invalid.
+      placement: the placement, without leading axes. Only its shapes are static.
+      rank: this rank, an int32 scalar, for example ``jax.lax.axis_index("ep")``. None if all ranks
+        have the same tokens: all ranks then choose the same slots, with exact shares.
+      num_ranks: R, the number of ranks.
+      counts: int32 [R, E], how many choices of each rank choose each expert, as ``gather_counts``
+        returns it; or None.
+
+    Returns:
+      int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
+
+    Raises:
+      TypeError: if an argument has the wrong type, dtype, or a placement the wrong shapes.
+      ValueError: if an argument has the wrong shape or range.
+
+    Example:
+      Expert 0 has replicas on both ranks, and each receives half of its rows. Rank 1 has three of
+      the four rows. It keeps two of them:
+
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
+      counts = jnp.array([[1, 0, 0, 0], [3, 0, 0, 0]])
+      ids = jnp.array([[0], [0], [0], [-1]])
+      slots = ma.choose_slots(ids, placement, rank=1, num_ranks=2, counts=counts)
+      print(slots.ravel())
+      ```
+
+      ```text
+      [ 5  5  0 -1]
+      ```
+    """
+    if not isinstance(placement, Placement):
+        raise TypeError(f"placement must be a Placement; got {type(placement).__name__}")
+    num_ranks = check_int("num_ranks", num_ranks, least=1)
+    placement = Placement(*map(jnp.asarray, placement))
+    num_experts, num_slots = placement.num_experts, placement.num_slots
+    placement.check("placement", num_experts, num_ranks)
+    ids = as_int32(check_ids("ids", ids), num_experts)
+    if counts is not None:
+        counts = jnp.asarray(counts)
+        expected = f"int32[{num_ranks},{num_experts}]"
+        if rank is None or short(counts) != expected:
+            raise ValueError(
+                f"counts must be {expected}, as gather_counts returns it, and is not used without "
+                f"rank; got {short(counts)} and rank={rank}"
+            )
+    is_valid = (ids >= 0) & (ids < num_experts)
+    expert = jnp.where(is_valid, ids, num_experts)
+    replica = _replicas(expert, placement, rank, num_ranks, counts)
+    slots = placement.expert_slots[jnp.minimum(expert, num_experts - 1), replica]
+    return jnp.where(is_valid, slots, jnp.where(ids < 0, ids, num_slots))
+
+
+def _replicas(
+    expert: jax.Array,
+    placement: Placement,
+    rank: ArrayLike | None,
+    num_ranks: int,
+    counts: jax.Array | None,
+) -> jax.Array:
+    """Return the index of the slot of each choice among those of its expert, int32 like ``expert``.
+
+    For each expert, the rows of all ranks lie on a line, rank after rank, and what its slots should
+    receive lies on a line of the same length, slot after slot. Rows for a rank's own slot are taken
+    out of both lines first. Then a row goes to the slot at the same place.
+    """
+    num_experts, most = placement.expert_slots.shape
+    if most == 1:
+        return jnp.zeros_like(expert)
+    own_counts, index = count_and_number(expert.ravel(), num_experts)
+    index, expert = index.reshape(expert.shape), jnp.minimum(expert, num_experts - 1)
+    sources = own_counts[None] if rank is None else counts
+    if sources is None:
+        sources = jnp.broadcast_to(own_counts[None], (num_ranks, num_experts))
+    ends = _scaled(sources.sum(0, dtype=jnp.int32)[:, None], placement.share_ends)
+    if rank is None:
+        return _slot_at(ends, index, expert, placement.num_replicas)
+
+    quotas = ends - jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32)
+    rank = jnp.asarray(rank).astype(jnp.int32)
+    slot_rank = lax.div(placement.expert_slots, np.int32(placement.num_slots // num_ranks))
+    slot_rank = jnp.where(placement.expert_slots >= 0, slot_rank, -1)
+    is_on = slot_rank[None] == ranks[:, None, None]  # [R, E, M]
+    # Of several slots of an expert on a rank, only the first one counts as the rank's own.
+    is_own = is_on & (running_sum(is_on.astype(jnp.int32), axis=2) == 1)
+    own_rows = jnp.minimum(sources, jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32))
+    quotas -= jnp.where(is_own, own_rows[:, :, None], 0).sum(0, dtype=jnp.int32)
+    ends = running_sum(quotas, axis=1)
+
+    own_slot = lax.dynamic_index_in_dim(is_own, rank, keepdims=False).argmax(-1)
+    here = lax.dynamic_index_in_dim(own_rows, rank, keepdims=False)[expert]
+    beyond = index - here
+    if counts is None:
+        offset = lax.div(rank * ALL, np.int32(num_ranks))
+        share = ((beyond & (ALL - 1)) * STRIDE + offset) & (ALL - 1)
+        place = _scaled(ends[:, -1][expert], share)
+    else:
+        is_before = (ranks < rank)[:, None]
+        place = jnp.where(is_before, sources - own_rows, 0).sum(0, dtype=jnp.int32)[expert] + beyond
+    other = _slot_at(ends, place, expert, placement.num_replicas)
+    return jnp.where(beyond < 0, own_slot[expert].astype(jnp.int32), other)
+
+
+def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
+    """Return the index of the slot at a place of the expert's line, int32 like ``place``. The slots
+    of each expert end at ``ends``, int32 [E, M]; a place after the last one is in the last one."""
+    index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
+    return jnp.minimum(index, num_slots[expert] - 1)
+
+
+def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
+    """Return ``x * share / ALL`` for int32 x >= 0 and 0 <= share <= ALL, rounded down. Products of
+    the halves of ``x`` fit in 32 bits."""
+    low = lax.shift_right_logical((x & (ALL - 1)) * share, np.int32(SHARE_BITS))
+    return lax.shift_right_logical(x, np.int32(SHARE_BITS)) * share + low
+
+
+def gather_counts(ids: ArrayLike, *, num_experts: int, group: GroupOrAxes) -> jax.Array:
+    """Return how many choices of each rank choose each expert, equal on all ranks.
+
+    It is one ``jax.lax.all_gather`` of E numbers. Its sum over ranks is the load for a plan of this
+    step: ``plan_placement(counts.sum(0), ...)``.
+
+    Args:
+      ids: integers [T, K], the expert of each choice of this rank's tokens. Ids outside [0, E) are
+        not counted.
+      num_experts: E, the number of experts.
+      group: the ranks, a ``Group`` or names of axes, as in ``dispatch``.
+
+    Returns:
+      int32 [R, E].
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if the group's axes are not in scope.
+    """
+    group = check_scope(group)
+    num_experts = check_int("num_experts", num_experts, least=1)
+    ids = as_int32(check_ids("ids", ids), num_experts).ravel()
+    counted = jnp.where(ids < 0, num_experts, ids)
+    counts = jnp.zeros(num_experts, jnp.int32).at[counted].add(1, mode="drop")
+    return lax.all_gather(counts, group.axis_name)

@@ -1,0 +1,259 @@
+"""Define ``Placement``, a pytree: the slots of ranks, and the expert in each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_int, short
+from ..plan import plan
+
+# A token's slots on ranks, and the ranks of an expert's replicas, are sets of at most 32 bits.
+MAX_REPLICAS = 31
+
+SHARE_BITS = 15  # shares are multiples of 2**-15, so products with them fit in 32 bits
+ALL = 2**SHARE_BITS
+
+
+class Placement(NamedTuple):
+    """The expert slots of all ranks, and the expert whose weights each slot holds.
+
+    Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. An expert in
+    several slots has *replicas*. The ranks exchange rows as if each slot were an expert of its own:
+    ``choose_slots`` turns the ids of experts into the ids of slots.
+
+    A placement is a pytree of int32 arrays, so another placement of the same shapes does not
+    compile a program again. All arrays may have the same leading axes, for example for layers.
+
+    In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
+    their order, as without a placement. Only the *spare* slots after them differ. Training uses
+    this form: parameters stay where they are, and only the weights of spare slots move.
+    """
+
+    slot_experts: Any
+    """[..., P]: expert of each slot, -1 for an empty slot."""
+    expert_slots: Any
+    """[..., E, M]: slots of each expert, -1 after the last one. They are sorted by their position
+    on their rank, then by rank, so in the home form the first one is the slot at home."""
+    num_replicas: Any
+    """[..., E]: number of slots of each expert, from 1 to M."""
+    share_ends: Any
+    """[..., E, M]: how much of an expert's rows its slots up to this one should receive together,
+    in units of 2**-15. It is 2**15 from the last slot on."""
+
+    @property
+    def num_experts(self) -> int:
+        """Return E, the number of experts."""
+        return self.expert_slots.shape[-2]
+
+    @property
+    def num_slots(self) -> int:
+        """Return P, the number of slots of all ranks."""
+        return self.slot_experts.shape[-1]
+
+    @classmethod
+    def from_slots(cls, slot_experts: ArrayLike, num_experts: int, *, num_ranks: int) -> Placement:
+        """Return the placement of a table of slots, which may come from another system.
+
+        Such a table is ``physical_to_logical_map`` of vLLM and SGLang, and the first result of
+        ``rebalance_experts`` of EPLB.
+
+        Args:
+          slot_experts: integers [..., P], known outside ``jax.jit``: the expert of each slot, -1
+            for an empty slot. Each expert needs 1 to 31 slots.
+          num_experts: E, the number of experts.
+          num_ranks: R, the number of ranks, which divides P.
+
+        Returns:
+          The placement, of NumPy arrays. All slots of an expert have equal shares of its rows. The
+          shapes depend only on P and E: M is ``min(31, P - E + 1)``.
+
+        Raises:
+          TypeError: if an argument has the wrong type or dtype.
+          ValueError: if an argument has the wrong shape or range, or an expert has no slot or more
+            than 31.
+
+        Example:
+          Two ranks with two experts and a spare slot each. Expert 0 is in the spare slots of both:
+
+          ```python
+          import jax_moe_a2a as ma
+
+          placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
+          print(placement.expert_slots.tolist(), placement.num_replicas.tolist())
+          ```
+
+          ```text
+          [[0, 5], [1, -1], [3, -1], [4, -1]] [2, 1, 1, 1]
+          ```
+        """
+        num_experts = check_int("num_experts", num_experts, least=1)
+        num_ranks = check_int("num_ranks", num_ranks, least=1)
+        table = concrete("slot_experts", slot_experts)
+        if not np.issubdtype(table.dtype, np.integer):
+            raise TypeError(f"slot_experts must hold integers; got {short(table)}")
+        num_slots = table.shape[-1] if table.ndim else 0
+        if num_slots < num_experts or num_slots % num_ranks:
+            raise ValueError(
+                f"slot_experts must have the shape [..., num_slots], with at least {num_experts} "
+                f"slots (num_experts) and a multiple of {num_ranks} (num_ranks); got {short(table)}"
+            )
+        wrong = table[(table < -1) | (table >= num_experts)]
+        if wrong.size:
+            raise ValueError(
+                f"slot_experts must be ids of experts in [0, {num_experts}), or -1 for an empty "
+                f"slot; got {wrong[0]}"
+            )
+        num_replicas = (table[..., :, None] == np.arange(num_experts)).sum(-2)
+        most = max_replicas(num_slots, num_experts)
+        wrong = np.argwhere((num_replicas < 1) | (num_replicas > most))
+        if wrong.size:
+            count = num_replicas[tuple(wrong[0])]
+            remedy = "give it a slot" if not count else "use fewer replicas"
+            raise ValueError(
+                f"slot_experts must have 1 to {most} slots of each expert; got {count} of expert "
+                f"{wrong[0][-1]}: {remedy}"
+            )
+        table = table.reshape(*table.shape[:-1], num_ranks, -1).astype(np.int32)
+        of_table = lambda table: placement_of(np, table, np.ones_like(table), num_experts)
+        return map_leading(np, of_table, table, ndim=2)
+
+    @classmethod
+    def identity(cls, num_experts: int, num_ranks: int, *, spare: int = 0) -> Placement:
+        """Return the placement in the home form whose spare slots are empty.
+
+        Args:
+          num_experts: E, a multiple of ``num_ranks``.
+          num_ranks: R, the number of ranks.
+          spare: number of spare slots of each rank.
+
+        Raises:
+          TypeError: if an argument is not an int.
+          ValueError: if an argument has the wrong range.
+        """
+        experts = home_experts(num_experts, num_ranks)
+        empty = np.full((num_ranks, check_int("spare", spare, least=0)), -1)
+        slots = np.concatenate([experts, empty], axis=1).ravel()
+        return cls.from_slots(slots, num_experts, num_ranks=num_ranks)
+
+    def is_home(self, num_ranks: int) -> bool:
+        """Return True if the placement has the home form. It reads the arrays, so call it outside
+        ``jax.jit``."""
+        table = concrete("slot_experts", self.slot_experts)
+        home = home_experts(self.num_experts, num_ranks)
+        slots = table.reshape(*table.shape[:-1], num_ranks, -1)
+        return bool((slots[..., : home.shape[1]] == home).all())
+
+    def check(self, argument: str, num_experts: int, num_ranks: int) -> None:
+        """Check the dtypes and shapes of a placement without leading axes, but not its values.
+
+        Raises:
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
+        """
+        num_slots = self.num_slots if self.slot_experts.ndim else 0
+        if num_slots < num_experts or num_slots % num_ranks:
+            raise TypeError(
+                f"{argument} must have at least {num_experts} slots, and a multiple of "
+                f"{num_ranks}, because there are {num_experts} experts on {num_ranks} ranks; got "
+                f"slot_experts {short(self.slot_experts)}"
+            )
+        most = max_replicas(num_slots, num_experts)
+        slots = num_experts, most
+        shapes = ((num_slots,), slots, (num_experts,), slots)
+        for name, array, shape in zip(self._fields, self, shapes):
+            if array.shape != shape or array.dtype != np.int32:
+                expected = ",".join(map(str, shape))
+                raise TypeError(
+                    f"{argument} must be a placement of {num_experts} experts as "
+                    f"Placement.from_slots returns it: {name} must be int32[{expected}]; got "
+                    f"{short(array)}. Pass the placement of one layer"
+                )
+
+
+def max_replicas(num_slots: int, num_experts: int) -> int:
+    """Return M, the most slots of one expert that a placement can hold."""
+    return min(MAX_REPLICAS, num_slots - num_experts + 1)
+
+
+def placement_of(xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int) -> Placement:
+    """Return the placement of a valid table.
+
+    Args:
+      xp: ``numpy`` or ``jax.numpy``, whose results are equal.
+      slot_experts: int32 [R, P / R], the expert of each slot, -1 for an empty slot.
+      slot_rows: int32 [R, P / R]. The shares of the slots of an expert are proportional to them. If
+        they are all zero, the first slot has all rows.
+      num_experts: E.
+    """
+    num_slots = slot_experts.size
+    experts = xp.arange(num_experts, dtype=np.int32)
+    num_replicas = (slot_experts.reshape(1, -1) == experts[:, None]).sum(-1, dtype=np.int32)
+    by_position = np.arange(num_slots, dtype=np.int32).reshape(slot_experts.shape).T.ravel()
+    order = xp.asarray(by_position)[xp.argsort(slot_experts.T.ravel(), stable=True)]
+    # Empty slots come first in this order.
+    first = running_sum(xp, num_replicas) - num_replicas + (num_slots - num_replicas.sum())
+    replica = xp.arange(max_replicas(num_slots, num_experts), dtype=np.int32)[None, :]
+    is_replica = replica < num_replicas[:, None]
+    expert_slots = order[xp.minimum(first[:, None] + replica, num_slots - 1)]
+    rows = xp.where(is_replica, slot_rows.ravel()[expert_slots], 0)
+    return Placement(
+        slot_experts=slot_experts.ravel(),
+        expert_slots=xp.where(is_replica, expert_slots, -1),
+        num_replicas=num_replicas,
+        share_ends=_shares(xp, running_sum(xp, rows, axis=1)),
+    )
+
+
+def _shares(xp: Any, ends: Any) -> Any:
+    """Return nondecreasing int32 ``ends`` as shares of the last one of each line, rounded down: a
+    long division, because products would not fit in 32 bits."""
+    total = ends[:, -1:].astype(np.uint32)
+    rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
+    for _ in range(SHARE_BITS):
+        rest = rest * 2
+        is_one = rest >= total
+        share = share * 2 + xp.where(is_one, 1, 0)
+        rest = xp.where(is_one, rest - total, rest)
+    return xp.where(ends >= ends[:, -1:], ALL, share).astype(np.int32)
+
+
+def running_sum(xp: Any, x: Any, axis: int = 0) -> Any:
+    """Return the inclusive prefix sum along an axis, in int32."""
+    return np.cumsum(x, axis, dtype=np.int32) if xp is np else plan.running_sum(x, axis)
+
+
+def map_leading(xp: Any, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
+    """Call a function for arrays of ``ndim`` axes, for each index of the axes before them."""
+    if arrays[0].ndim == ndim:
+        return function(*arrays)
+    inner = lambda *arrays: map_leading(xp, function, *arrays, ndim=ndim)
+    if xp is np:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *map(inner, *arrays))
+    return jax.vmap(inner)(*arrays)
+
+
+def home_experts(num_experts: int, num_ranks: int) -> np.ndarray:
+    """Return the experts at home on each rank, [R, E / R]. Raise an error if the ranks do not
+    divide the experts."""
+    num_ranks = check_int("num_ranks", num_ranks, least=1)
+    num_experts = check_int("num_experts", num_experts, least=1)
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of num_ranks={num_ranks}; got {num_experts}"
+        )
+    return np.arange(num_experts).reshape(num_ranks, -1)
+
+
+def concrete(name: str, value: ArrayLike) -> np.ndarray:
+    """Return an array that is known outside ``jax.jit`` as a NumPy array, or raise an error."""
+    array = as_array(value)
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be known when the program is traced; got {short(array)}. Make the "
+            "placement outside jax.jit, and pass it as an argument"
+        )
+    return np.asarray(array)

@@ -1,0 +1,100 @@
+"""Draw faults, inject each in a run of its own, and judge how the run ends.
+
+Run `n` of a seed depends on the seed and `n` only: its kind, the number of processes, the victim,
+the time or the cycle of the fault. How processes interleave is up to the machine.
+"""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import random
+import tempfile
+import time
+
+from . import kernels, memory, programs
+from .workers import Run, Wrong, sockets
+
+# A kind has a place: what runs while the fault comes.
+KINDS = {
+    **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
+    **{f"kernels: {name}": kind for name, kind in kernels.KINDS.items()},
+    **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
+}
+SLACK = 12.0  # seconds that a busy machine may take beyond a bound
+OUTCOMES = "right", "error", "NaN", "FAILURE"
+
+
+@dataclasses.dataclass
+class Done:
+    """How a run has ended."""
+
+    number: int
+    kind: str
+    outcome: str  # of OUTCOMES
+    seconds: float  # of the run
+    error: str = ""  # the clearest one
+    to_error: float | None = None  # seconds from the fault
+
+
+def kind_of(seed, number, kinds):
+    """Return the kind of a run: all kinds in turn, each time in another order."""
+    turn, place = divmod(number, len(kinds))
+    return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
+
+
+def run_one(seed, number, kinds, slack=SLACK):
+    kind = kind_of(seed, number, kinds)
+    start, before = time.monotonic(), sockets()
+    outcome, error, to_error = "FAILURE", "", None
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        run = Run(random.Random(f"{seed} {number} {kind}"), folder, slack)
+        try:
+            try:
+                outcome = KINDS[kind](run)
+                run.close()
+            finally:
+                run.kill()
+            error, to_error = run.error, run.seconds
+            # A socket has no file: nothing but a process can keep it.
+            while left := sockets() - before:
+                if time.monotonic() > start + 120:
+                    raise Wrong(f"leaked sockets: {left}")
+                time.sleep(0.05)
+        except Exception as wrong:
+            outcome, error = "FAILURE", f"{type(wrong).__name__}: {wrong}"
+            keep = os.environ.get("MOE_A2A_TEST_LOGS")
+            for log in sorted(pathlib.Path(folder).glob("*.log")) if keep else ():
+                pathlib.Path(keep, f"{seed}-{number}-{log.name}").write_bytes(log.read_bytes())
+    return Done(number, kind, outcome, time.monotonic() - start, error, to_error)
+
+
+def run_many(seed, numbers, kinds=None, report=print):
+    """Return the outcomes of the runs with these numbers, and report each."""
+    kinds = kinds or list(KINDS)
+    found = []
+    for number in numbers:
+        done = run_one(seed, number, kinds)
+        found.append(done)
+        told = "" if done.to_error is None else f" after {done.to_error:.1f} s"
+        first = done.error.splitlines()[0] if done.error else ""
+        report(
+            f"{number:4} {done.kind:45} {done.outcome:8}{told} ({done.seconds:.1f} s) "
+            f"{done.error if done.outcome == 'FAILURE' else first[:160]}"
+        )
+    return found
+
+
+def table(found):
+    """Return lines of a table in Markdown: by kind the number of runs and of each outcome, and the
+    time to the error."""
+    by_kind = collections.defaultdict(list)
+    for done in found:
+        by_kind[done.kind].append(done)
+    yield "| kind | runs | " + " | ".join(OUTCOMES) + " | seconds to the error |"
+    yield "| --- " * (3 + len(OUTCOMES)) + "|"
+    for kind, runs in sorted(by_kind.items()):
+        counts = [sum(done.outcome == outcome for done in runs) for outcome in OUTCOMES]
+        times = sorted(done.to_error for done in runs if done.to_error is not None)
+        span = f"{times[0]:.1f} to {times[-1]:.1f}" if times else ""
+        yield f"| {kind} | {len(runs)} | " + " | ".join(map(str, counts)) + f" | {span} |"

@@ -1,0 +1,793 @@
+"""Faults while processes hand over the memory of their workspaces: the package with its host code,
+over the fake driver. GPUs are pretended, files stand for JAX's coordination service, and no kernel
+runs.
+
+Each process opens, grows and closes the workspace of a group again and again (`Member.churn`), as
+programs that are loaded and closed do. A fault comes at a random time or in a random cycle.
+"""
+
+import ctypes
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import socket
+import threading
+import time
+import urllib.parse
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from pretended import Gpu
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src import compat
+from jax_moe_a2a._src.group import native, processes
+
+from .workers import Wrong
+
+MIB = 1 << 20
+ROOM = 1 << 40
+TIMEOUT = 2.0  # of the group, in seconds
+FIRST_TIMEOUT = 4.0
+CLOSE = 5.0  # the bound of close(), in seconds
+CYCLES = 24
+MEMORY = "device memory"  # the name of the files that stand for it
+
+
+class Member:
+    """A process of a job, with pretended GPUs and a group over the GPUs of all processes."""
+
+    def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None, notice=None):
+        self.index, self.folder = index, pathlib.Path(folder)
+        self.damage = damage
+        everywhere = [Gpu(i, i // gpus) for i in range(count * gpus)]
+        mine = [gpu for gpu in everywhere if gpu.process_index == index]
+        jax.process_index = lambda *_: index
+        jax.process_count = lambda *_: count
+        jax.devices = lambda *_: everywhere
+        jax.local_devices = lambda *_, **__: mine
+        compat.coordination_set, compat.coordination_get = self.publish, self.read
+        self.driver = ctypes.CDLL(native._native.__file__)
+        self.driver.fake_set_room.argtypes = [ctypes.c_int, ctypes.c_int64]
+        for gpu in mine:
+            self.driver.fake_set_room(gpu.id, ROOM)
+        if notice:
+            own_notice = processes._own_notice
+            processes._own_notice = lambda: processes.dataclasses.replace(own_notice(), **notice)
+        options = dict(timeout=timeout, first_timeout=FIRST_TIMEOUT)
+        self.group = ma.Group(Mesh(np.array(everywhere), ("ep",)), "ep", **options)
+        reverse = Mesh(np.array(everywhere[::-1]), ("ep",))
+        self.second = ma.Group(reverse, "ep", **options)
+        self.closes = 0
+        self.children = []
+        self.before = num_descriptors()
+
+    # JAX's coordination service.
+
+    def path_of(self, key):
+        return self.folder / urllib.parse.quote(key, safe="")
+
+    def publish(self, key, value):
+        path = self.path_of(key)
+        new = path.with_suffix(f".new{self.index}")
+        new.write_text(damaged(json.loads(value), self.damage) if self.damage else value)
+        new.rename(path)
+
+    def read(self, key, timeout):
+        end = time.monotonic() + timeout
+        while not self.path_of(key).exists():
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.01)
+        return self.path_of(key).read_text()
+
+    # Commands.
+
+    def path(self):
+        return self.group.path, self.group.why_portable
+
+    def reserve(self, tokens=64, split=False, second=False):
+        group = self.second if second else self.group
+        experts = 2 * group.size
+        group.reserve(num_tokens=tokens, hidden=1024, top_k=2, num_experts=experts, split=split)
+        memory = group.memory()
+        assert memory, "nothing is mapped"
+        return max(each.mapped_bytes for each in memory)
+
+    def churn(self, plan, pause, at=None, act=None, given=()):
+        """Open and grow the workspace as the plan says, cycle after cycle, and close it at the end
+        of each cycle. In cycle `at`, call a method of this object before that."""
+        self.reach(0)
+        try:
+            for cycle, (sizes, split) in enumerate(plan):
+                if cycle == at:
+                    getattr(self, act)(*given)
+                for tokens in sizes:
+                    self.reserve(tokens, split)
+                    time.sleep(pause)
+                self.meet(cycle + 1)
+                self.close()
+        finally:
+            self.reach(len(plan))  # no process waits for this one
+
+    def reach(self, cycle):
+        (self.folder / f"reached{self.index}.new").write_text(str(cycle))
+        (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
+
+    def meet(self, cycle):
+        """Wait for the others before a close, as an exchange does, but in silence: the next opening
+        meets the process that is missing."""
+        self.reach(cycle)
+        end = time.monotonic() + self.group.timeout
+        for index in set(range(jax.process_count())) - {self.index}:
+            other = self.folder / f"reached{index}"
+            while time.monotonic() < end:
+                if other.exists() and int(other.read_text()) >= cycle:
+                    break
+                time.sleep(0.001)
+
+    def close(self, timeout=CLOSE, times=1):
+        for _ in range(times):
+            self.group.close(timeout=timeout)
+            self.closes += 1
+        return self.closes
+
+    def close_second(self):
+        self.second.close(timeout=CLOSE)
+
+    def close_both(self):
+        self.close_second()
+        return self.close()
+
+    def check(self):
+        self.group.check()
+
+    def mapped(self):
+        """Return the files that stand for mapped device memory."""
+        lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+        return sorted({line.split()[4] for line in lines if MEMORY in line})
+
+    def left(self):
+        """Return the descriptors, the mappings of device memory, and the bytes that are left after
+        the group was closed."""
+        allowed = self.before + 1  # the socket that answers
+        end = time.monotonic() + 3.0  # the thread that answers may still hold a connection
+        while num_descriptors() > allowed and time.monotonic() < end:
+            time.sleep(0.02)
+        extra = sorted(descriptors())[allowed:] if num_descriptors() > allowed else []
+        used = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
+        return dict(
+            descriptors=[os.readlink(f"/proc/self/fd/{n}") for n in extra],
+            mappings=len(self.mapped()),
+            bytes=used,
+        )
+
+    # Faults of this process.
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def exit(self):
+        os._exit(0)
+
+    def fail(self):
+        raise ValueError("an error of the program")
+
+    def fork(self, times=1):
+        for _ in range(times):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            self.children.append(child)
+        told = self.folder / "children.new"
+        told.write_text(" ".join(map(str, self.children)))
+        told.rename(self.folder / "children")
+
+    def fail_after(self, calls):
+        self.driver.fake_fail_after(ctypes.c_long(calls))
+
+    def limit_memory(self, mib):
+        for gpu in jax.local_devices():
+            self.driver.fake_set_room(gpu.id, mib * MIB if mib else ROOM)
+
+    def limit_descriptors(self, more):
+        """Let this process open so many descriptors more; None: as many as before."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = min(hard, 1024) if more is None else max(descriptors()) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def be_busy(self, is_busy):
+        self.driver.fake_be_busy(is_busy)
+
+    def close_socket(self):
+        """Close the socket at which this process answers, behind the package's back."""
+        name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
+        lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
+        inodes = {line.split()[6] for line in lines if line.endswith(f"@{name}")}
+        for n in descriptors():
+            if os.readlink(f"/proc/self/fd/{n}").removeprefix("socket:[").rstrip("]") in inodes:
+                listening = socket.socket(fileno=n)
+                listening.shutdown(socket.SHUT_RDWR)
+                listening.close()
+
+    def interrupt(self, seconds):
+        """Let a signal interrupt this process every millisecond; 0: no more."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+
+    def open_in_a_thread(self):
+        self.opening = threading.Thread(target=self.try_reserve)
+        self.opening.start()
+
+    def try_reserve(self):
+        try:
+            self.reserve()
+        except RuntimeError as error:
+            self.opening_error = str(error)
+
+    def join_thread(self):
+        self.opening.join()
+        return self.opening_error
+
+    def use_second(self, close):
+        self.reserve(96, second=True)
+        if close:
+            self.close_second()
+
+
+def descriptors():
+    """Return the open descriptors of this process, without the one that lists them."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    return sorted(n for n in listed if os.path.lexists(f"/proc/self/fd/{n}"))
+
+
+def num_descriptors():
+    return len(descriptors())
+
+
+DAMAGES = {
+    "cut": lambda text, told: text[: len(text) // 2],
+    "empty": lambda text, told: "",
+    "no JSON": lambda text, told: "\0garbage",
+    "a list": lambda text, told: "[1, 2]",
+    "no fields": lambda text, told: "{}",
+    "a null": lambda text, told: json.dumps(dict(told, socket=None)),
+    "a number": lambda text, told: json.dumps(dict(told, secret=7)),
+    "another pid": lambda text, told: json.dumps(dict(told, pid=told["pid"] + 1)),
+    "a short secret": lambda text, told: json.dumps(dict(told, secret=told["secret"][:5])),
+    "another secret": lambda text, told: json.dumps(dict(told, secret="0" * 32)),
+    "no socket": lambda text, told: json.dumps(dict(told, socket="")),
+    "another socket": lambda text, told: json.dumps(dict(told, socket="jax_moe_a2a-nowhere")),
+}
+
+
+def damaged(told, damage):
+    return DAMAGES[damage](json.dumps(told), told)
+
+
+# ---------------------------------------------------------------------------------- the campaign
+
+
+def begin(run, count=None, victim_options=None, **options):
+    """Start members, and choose the victim."""
+    count = count or run.rng.randint(2, 4)
+    run.gpus = options.setdefault("gpus", run.rng.choice((1, 1, 2)))
+    options = dict(options, count=count, folder=str(run.folder))
+    run.options = options
+    run.victim = run.rng.randrange(count)
+    for index in range(count):
+        mine = dict(options, **(victim_options or {} if index == run.victim else {}))
+        run.workers.append(run.start_one(Member, index, **mine))
+    for worker in run.workers:
+        run.begin(worker)
+    run.plan = plan_of(run.rng)
+    return run.workers[run.victim]
+
+
+def plan_of(rng, cycles=CYCLES):
+    sizes = (16, 64, 256, 700)
+    return [
+        ([rng.choice(sizes) for _ in range(rng.randint(1, 3))], rng.random() < 0.3)
+        for _ in range(cycles)
+    ]
+
+
+def churn(run, at=None, act=None, given=(), pause=0.005):
+    """Let all members churn; in the victim, call `act` in cycle `at`."""
+    for worker in run.alive():
+        mine = (at, act, given) if worker.index == run.victim else ()
+        worker.say("churn", run.plan, pause, *mine)
+
+
+def settle(run, bound, but=()):
+    """Return the replies of the living members; none may last longer than the bound."""
+    replies = {}
+    start = time.monotonic()
+    for worker in run.alive():
+        if worker.index not in but:
+            left = bound + run.slack - (time.monotonic() - start)
+            replies[worker.index] = worker.hear(max(left, 0.1))
+    return replies
+
+
+def bound_of(run):
+    """Return the longest time between a fault and an error: each missing peer has `TIMEOUT`, and a
+    process waits for one that waits."""
+    return run.options.get("timeout", TIMEOUT) * len(run.workers)
+
+
+def judge(run, replies, start, *patterns, must_fail=False):
+    """Require that every error names a process or the cause, and one of them the victim. Return the
+    outcome."""
+    errors = {index: reply.error for index, reply in replies.items() if reply.error}
+    victim = rf"process {run.victim}\b"
+    for index, error in errors.items():
+        if not any(re.search(pattern, error) for pattern in (r"process \d+\b", *patterns)):
+            raise Wrong(f"unclear error in process {index}: {error}")
+    of_others = {index: error for index, error in errors.items() if index != run.victim}
+    naming = [i for i, error in of_others.items() if re.search(victim, error)]
+    if of_others and not naming and run.victim not in errors:
+        raise Wrong(f"no error names process {run.victim}: {errors}")
+    if must_fail and not errors:
+        raise Wrong("no process has noticed the fault")
+    if errors:
+        clearest = naming[0] if naming else next(iter(errors))
+        run.error = errors[clearest]
+        run.seconds = max(0.0, min(replies[i].end for i in errors) - start)
+    return "error" if errors else "right"
+
+
+def close_all(run):
+    """Close in all living members until all have closed equally often. No close may last longer
+    than its bound."""
+    closed = run.replies("close_both")
+    counts = [reply.value for reply in closed]
+    for worker, reply in zip(run.alive(), closed):
+        if reply.error:
+            raise Wrong(f"close() in process {worker.index}: {reply.error}")
+        if reply.seconds > CLOSE + run.slack:
+            raise Wrong(f"close() in process {worker.index} took {reply.seconds:.1f} s")
+    for worker, count in zip(run.alive(), counts):
+        if count < max(counts):
+            run_reply = worker.ask("close", CLOSE, max(counts) - count)
+            if run_reply.error:
+                raise Wrong(f"close() in process {worker.index}: {run_reply.error}")
+
+
+def go_on(run):
+    """Open again in all members, which must then map the same memory."""
+    close_all(run)
+    sizes = run.all("reserve", 1000)  # more than before: all members then have the same
+    mapped = run.all("mapped")
+    if len(set(sizes)) != 1 or any(each != mapped[0] for each in mapped):
+        raise Wrong(f"wrong: members map different memory: {sizes}, {mapped}")
+
+
+def end(run, *, together=True):
+    """Check that the members go on together, and that they leave nothing after the last close."""
+    if together and len(run.alive()) == len(run.workers):
+        go_on(run)
+    close_all(run)
+    for worker, left in zip(run.alive(), run.all("left")):
+        if any(left.values()):
+            raise Wrong(f"leak in process {worker.index}: {left}")
+
+
+def at_random(run):
+    return run.rng.uniform(0, 0.25)
+
+
+def cycle_of(run):
+    return run.rng.randrange(1, CYCLES - 1)
+
+
+# The kinds. Each returns the outcome: "right" or "error".
+
+
+def die(run, kill):
+    """Let the victim end at a random time; the others end in time with an error, or were through
+    before."""
+    victim = begin(run)
+    run.all("reserve")
+    churn(run)
+    time.sleep(at_random(run))
+    start = time.monotonic()
+    kill(victim)
+    victim.is_dead = True
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    end(run)
+    return outcome
+
+
+def killed(run):
+    return die(run, lambda victim: victim.kill())
+
+
+def exits_normally(run):
+    victim = begin(run)
+    run.all("reserve")
+    churn(run, cycle_of(run), "exit")
+    victim.process.join(60)
+    start = time.monotonic()
+    victim.is_dead = True
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    end(run)
+    return outcome
+
+
+def stopped_and_continued(run):
+    victim = begin(run)
+    run.all("reserve")
+    churn(run)
+    time.sleep(at_random(run))
+    start = time.monotonic()
+    victim.signal(signal.SIGSTOP)
+    is_long = run.rng.random() < 0.4
+    time.sleep(run.rng.uniform(*((TIMEOUT + 0.5, TIMEOUT + 1.5) if is_long else (0.05, 0.4))))
+    victim.signal(signal.SIGCONT)
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    end(run)
+    return outcome
+
+
+def delayed(run):
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "sleep", (run.rng.choice((0.1, 0.5, TIMEOUT + 1)),))
+    outcome = judge(run, settle(run, bound_of(run) + TIMEOUT + 1), start)
+    end(run)
+    return outcome
+
+
+def raises(run):
+    """The victim's program raises between two cycles; the group is closed everywhere."""
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "fail")
+    replies = settle(run, bound_of(run))
+    outcome = judge(run, replies, start, "an error of the program", must_fail=True)
+    end(run)
+    return outcome
+
+
+def a_call_of_the_driver_fails(run):
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "fail_after", (run.rng.randrange(60),))
+    outcome = judge(run, settle(run, bound_of(run)), start, "out of memory")
+    run.all("fail_after", -1)
+    end(run)
+    return outcome
+
+
+def out_of_memory(run):
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "limit_memory", (run.rng.randint(1, 14),))
+    outcome = judge(run, settle(run, bound_of(run)), start, "RESOURCE_EXHAUSTED.*out of memory")
+    run.all("limit_memory", 0)
+    end(run)
+    return outcome
+
+
+def full_descriptor_table(run):
+    victim = begin(run)
+    run.all("reserve")
+    start = time.monotonic()
+    churn(run, cycle_of(run), "limit_descriptors", (run.rng.randint(0, 6),))
+    told = "Too many open files|open files|out of memory"
+    outcome = judge(run, settle(run, bound_of(run)), start, told)
+    reply = victim.ask("limit_descriptors", None)
+    if reply.error:
+        raise Wrong(reply.error)
+    end(run)
+    return outcome
+
+
+def forked_children(run):
+    """The victim forks, and is killed in half of the runs; its children live on."""
+    victim = begin(run)
+    run.all("reserve")
+    dies = run.rng.random() < 0.5
+    churn(run, run.rng.randrange(1, 6), "fork", (run.rng.randint(1, 2),))
+    told = run.folder / "children"
+    end_of_wait = time.monotonic() + 30
+    while not told.exists() and time.monotonic() < end_of_wait:
+        time.sleep(0.01)
+    run.helpers += map(int, told.read_text().split())
+    start = time.monotonic()
+    if dies:
+        time.sleep(at_random(run) / 2)
+        victim.kill()
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    if not dies and outcome != "right":
+        raise Wrong(f"a fork is no fault: {run.error}")
+    end(run)
+    return outcome
+
+
+def closed_sockets(run):
+    begin(run)
+    run.all("reserve")
+    start = time.monotonic()
+    churn(run, cycle_of(run), "close_socket")
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    end(run, together=False)
+    return outcome
+
+
+FLOODS = ("silent", "garbage", "hangs up", "secret only", "never reads")
+
+
+def flooded_sockets(run):
+    """Connections of this user that send nothing, garbage, or a request whose answer they do not
+    read. Each may delay an answer by two seconds in each direction."""
+    begin(run, count=run.rng.randint(2, 3))
+    run.all("reserve")
+    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
+    churn(run)
+    start = time.monotonic()
+    flood, kept = run.rng.choice(FLOODS), []
+    number = run.rng.choice((1, 3, 200))
+    for _ in range(number):
+        kept.append(connected(notice, flood, run.rng))
+    replies = settle(run, bound_of(run))
+    for each in kept:
+        each.close()
+    outcome = judge(run, replies, start)
+    # The victim still answers each of them, and finds it closed.
+    end(run)
+    return outcome
+
+
+def notice_file(index):
+    return urllib.parse.quote(processes.KEY.format(index), safe="")
+
+
+def connected(notice, flood, rng):
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    try:
+        client.connect("\0" + notice["socket"])
+        if flood == "garbage":
+            client.send(rng.randbytes(rng.randrange(1, 4000)))
+        elif flood == "hangs up":
+            client.close()
+        elif flood == "secret only":
+            client.send(notice["secret"].encode())
+        elif flood == "never reads":
+            client.send(notice["secret"].encode() + bytes(8))
+    except OSError:  # the queue is full, or it has hung up
+        pass
+    return client
+
+
+def another_users_socket(run):
+    """The victim dies, and a process of another user takes the name of its socket."""
+    import subprocess
+    import sys
+
+    from test_handoff import IMPOSTOR, NOBODY  # starts a Python process of its own
+
+    victim = begin(run)
+    run.all("reserve")
+    run.all("close")
+    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
+    victim.kill()
+    command = [sys.executable, "-S", "-c", IMPOSTOR, notice["socket"], str(NOBODY)]
+    if os.geteuid() != 0:
+        command[-1] = "0"  # another process of this user, then
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
+        try:
+            assert impostor.stdout.readline() == "listening\n"
+            start = time.monotonic()
+            churn(run)
+            replies = settle(run, bound_of(run))
+            told = impostor.stdout.readline().strip()
+        finally:
+            impostor.kill()
+    if notice["secret"] in told:
+        raise Wrong("the secret was told to a process of another user")
+    outcome = judge(run, replies, start, must_fail=True)
+    end(run)
+    return outcome
+
+
+def damaged_notice(run):
+    damage = run.rng.choice(sorted(DAMAGES))
+    return different_notice(run, dict(damage=damage), portable_is_right=False)
+
+
+def other_version(run):
+    notice = run.rng.choice((dict(version=10**6), dict(package="0.0.0")))
+    return different_notice(run, dict(notice=notice), portable_is_right=True)
+
+
+def other_build(run):
+    build = run.rng.choice(("", "CUDA 12.0 for 90, sources 0123456789ab"))
+    return different_notice(run, dict(notice=dict(build=build)), portable_is_right=True)
+
+
+def without_kernels(run):
+    notice = dict(why_portable="has no CUDA kernels")
+    return different_notice(run, dict(notice=notice), portable_is_right=True)
+
+
+def different_notice(run, victim_options, portable_is_right):
+    """One process publishes another notice. All others see an error that names it, or take the
+    portable path with the reason."""
+    start = time.monotonic()
+    begin(run, victim_options=victim_options)
+    time.sleep(at_random(run))
+    replies = dict(zip(range(len(run.workers)), run.replies("path", seconds=60.0)))
+    reasons = {i: r.value[1] for i, r in replies.items() if not r.error and r.value[0] != "cuda"}
+    for index, why in reasons.items():
+        if not re.search(r"process(es)? (\d+ and )?\d+\b", why):
+            raise Wrong(f"unclear reason in process {index}: {why}")
+    if portable_is_right:
+        if len(reasons) < len(run.workers) - 1:
+            raise Wrong(f"not all take the portable path: {replies}")
+        run.error, run.seconds = next(iter(reasons.values())), time.monotonic() - start
+        end(run, together=False)
+        return "error"
+    if reasons:
+        raise Wrong(f"only some take the portable path: {reasons}")
+    if any(reply.error for reply in replies.values()):
+        outcome = judge(run, replies, start)
+    else:
+        churn(run)
+        outcome = judge(run, settle(run, bound_of(run)), start, must_fail=True)
+    end(run, together=False)
+    return outcome
+
+
+def restarted_peer(run):
+    """The victim is killed and started again. The others close, and find the new process."""
+    victim = begin(run)
+    run.all("reserve")
+    churn(run)
+    time.sleep(at_random(run))
+    start = time.monotonic()
+    victim.kill()
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    new = run.start_one(Member, run.victim, **run.options)
+    run.begin(new)
+    run.workers[run.victim] = new
+    first = new.ask("path")
+    if first.error or first.value[0] != "cuda":
+        raise Wrong(f"the new process: {first}")
+    close_all(run)
+    for worker in run.alive():  # the first try may meet the socket of the dead process
+        worker.say("reserve", 64)
+    again = settle(run, bound_of(run))
+    judge(run, again, start)
+    end(run)
+    return outcome
+
+
+def a_second_group(run):
+    """The victim opens, and perhaps closes, a second group over the same devices."""
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "use_second", (run.rng.random() < 0.5,))
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    if outcome != "right":
+        raise Wrong(f"a second group is no fault: {run.error}")
+    end(run)
+    return outcome
+
+
+def closes_alone(run):
+    begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "close")
+    outcome = judge(run, settle(run, bound_of(run)), start, must_fail=True)
+    if "closed the group" not in run.error:
+        raise Wrong(f"unclear error: {run.error}")
+    end(run)
+    return outcome
+
+
+def never_comes(run):
+    """The victim does not announce itself, or late."""
+    begin(run)
+    is_late = run.rng.random() < 0.5
+    start = time.monotonic()
+    for worker in run.alive():
+        if worker.index != run.victim:
+            worker.say("reserve")
+    if is_late:
+        time.sleep(run.rng.uniform(0, FIRST_TIMEOUT / 3))
+        run.workers[run.victim].say("reserve")
+    replies = settle(run, 2 * FIRST_TIMEOUT + bound_of(run), but=() if is_late else [run.victim])
+    outcome = judge(run, replies, start, must_fail=not is_late)
+    if not is_late and "announced itself" not in run.error:
+        raise Wrong(f"unclear error: {run.error}")
+    end(run)
+    return outcome
+
+
+def a_busy_device(run):
+    """The victim's device runs work without end, which close() does not wait for."""
+    victim = begin(run)
+    run.all("reserve")
+    start = time.monotonic()
+    victim.ask("be_busy", True)
+    victim.say("close", run.rng.uniform(0.1, 1.0))
+    reply = victim.hear(CLOSE + run.slack)
+    if "still at work" not in reply.error:
+        raise Wrong(f"close() of a busy device: {reply}")
+    run.error, run.seconds = reply.error, time.monotonic() - start
+    victim.ask("be_busy", False)
+    end(run)
+    return "error"
+
+
+def closes_while_it_opens(run):
+    """A thread waits for a stopped process; close() does not wait for this thread longer than its
+    bound."""
+    victim = begin(run, timeout=8.0)
+    run.all("reserve")
+    close_all(run)
+    closer = run.workers[(run.victim + 1) % len(run.workers)]
+    victim.signal(signal.SIGSTOP)
+    closer.ask("open_in_a_thread")
+    time.sleep(at_random(run))
+    start = time.monotonic()
+    closer.say("close", 0.5)
+    reply = closer.hear(8.0 + run.slack)
+    run.error, run.seconds = reply.error, time.monotonic() - start
+    victim.signal(signal.SIGCONT)
+    if reply.seconds > 4.0:
+        raise Wrong(f"close(timeout=0.5) took {reply.seconds:.1f} s")
+    opened = closer.ask("join_thread")
+    if reply.error and "another thread is still opening" not in reply.error:
+        raise Wrong(f"unclear error: {reply.error}")
+    del opened
+    end(run)
+    return "error" if reply.error else "right"
+
+
+def signals(run):
+    """A signal interrupts a process every millisecond."""
+    victim = begin(run)
+    start = time.monotonic()
+    churn(run, cycle_of(run), "interrupt", (0.001,))
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    victim.ask("interrupt", 0)
+    if outcome != "right":
+        raise Wrong(f"a signal is no fault: {run.error}")
+    end(run)
+    return outcome
+
+
+KINDS = {
+    "a killed process": killed,
+    "a process that exits normally": exits_normally,
+    "a process that stops and continues": stopped_and_continued,
+    "a delay": delayed,
+    "a program that raises": raises,
+    "a call of the driver that fails": a_call_of_the_driver_fails,
+    "too little device memory": out_of_memory,
+    "a full descriptor table": full_descriptor_table,
+    "forked children": forked_children,
+    "a closed socket": closed_sockets,
+    "a flooded socket": flooded_sockets,
+    "another user's socket": another_users_socket,
+    "a damaged notice": damaged_notice,
+    "another version": other_version,
+    "another build": other_build,
+    "a process without kernels": without_kernels,
+    "a restarted peer": restarted_peer,
+    "a second group": a_second_group,
+    "close() in one process only": closes_alone,
+    "a process that never comes": never_comes,
+    "a busy device": a_busy_device,
+    "close() during an opening": closes_while_it_opens,
+    "interrupting signals": signals,
+}

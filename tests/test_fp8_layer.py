@@ -1,0 +1,277 @@
+"""Layers with weights in FP8 are the explicit calls, and refuse gradients."""
+
+import functools
+import pathlib
+import re
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_moe import mesh_of
+
+import jax_moe_a2a as ma
+from jax_moe_a2a.integrations.linen import MoE as LinenMoE
+from jax_moe_a2a.integrations.nnx import MoE as NnxMoE
+
+RANKS = harness.SEVERAL
+WIDTH = 128
+LAYOUT = cases.Layout("fp8", tokens=6, top_k=2, local_experts=2, hidden=128)
+SWIGLU = ma.gated(jax.nn.silu)
+quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
+
+
+def arguments(dtype="bfloat16"):
+    """Return all ranks' x, topk_weights, w_in, w_out, b_in, b_out, and ids; some are masked."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: cases.normal(rng, (RANKS, *shape), "float32")
+    experts, hidden = LAYOUT.local_experts, LAYOUT.hidden
+    ids = cases.Case(LAYOUT, "masked").ids(RANKS, 0)
+    w_in, w_out = normal(experts, hidden, 2 * WIDTH) / 11, normal(experts, WIDTH, hidden) / 11
+    floats = normal(LAYOUT.tokens, hidden), w_in, w_out, *map(normal, (experts,) * 2, (256, 128))
+    x, *weights = (jnp.asarray(array, dtype) for array in floats)
+    return x, jnp.asarray(normal(LAYOUT.tokens, LAYOUT.top_k)), *weights, jnp.asarray(ids)
+
+
+def quantized(args):
+    x, topk_weights, w_in, w_out, *others = args
+    experts = (jax.jit(jax.vmap(ma.quantize_experts))(w) for w in (w_in, w_out))
+    return x, topk_weights, *experts, *others
+
+
+def layer(*args, **options):
+    """Call `ma.moe_mlp` with one rank's arrays."""
+    x, topk_weights, w_in, w_out, b_in, b_out, ids = args
+    given = dict(small_layer.route_args(harness.group_of(RANKS), LAYOUT), activation=SWIGLU)
+    return ma.moe_mlp(
+        x, ids, topk_weights, w_in, w_out, b_in=b_in, b_out=b_out, **dict(given, **options)
+    )
+
+
+def explicit(*args):
+    """Make the calls of which the layer consists. No row is decoded."""
+    x, topk_weights, w_in, w_out, b_in, b_out, ids = args
+    fmt = ma.BlockwiseFp8()
+    route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
+    recv = ma.dispatch(x, ids, topk_weights, **route_args, format=fmt)
+    experts, has_token = jnp.clip(recv.row_experts, 0), recv.row_experts[:, None] >= 0
+    dot = functools.partial(
+        ma.grouped_dot, group_sizes=recv.group_sizes, preferred_element_type=x.dtype
+    )
+    h = SWIGLU(dot(recv.rows, w_in) + b_in[experts]).astype(jnp.float32)
+    h = jnp.where(has_token, h * recv.weights[:, None], 0).astype(x.dtype)
+    y = dot(fmt.encode(h), w_out)
+    y += recv.weights.astype(x.dtype)[:, None] * b_out[experts]
+    return ma.combine(y, recv, weights=None)
+
+
+def of_all_ranks(fn=layer, **options):
+    return small_layer.on_all_ranks(functools.partial(fn, **options), harness.mesh_of(RANKS))
+
+
+def relative_error(found, expected):
+    """Return the root mean square of the error, relative to that of the expected numbers."""
+    found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_the_layer_is_that_of_the_explicit_calls(dtype):
+    args = quantized(arguments(dtype))
+    compiled = functools.partial(small_layer.compiled, exchanges=2)
+    found = compiled(of_all_ranks())(*args)
+    expected = compiled(of_all_ranks(explicit))(*args)
+    assert found.dtype == jnp.dtype(dtype)
+    if dtype == "float32":
+        small_layer.assert_same(found, expected)
+    else:  # XLA may omit roundings to bfloat16, and a number then becomes the next FP8
+        assert relative_error(found, expected) < 0.02
+    counts = small_layer.counts(of_all_ranks(), *args)
+    assert counts["grouped_dot_fp8"] == 2
+    # The format of the tokens is the default. Chunks have the same results, because none drops.
+    chunked = of_all_ranks(format=ma.BlockwiseFp8(), num_chunks=2)
+    assert relative_error(small_layer.compiled(chunked)(*args), found) < 0.02
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("argument", (0, 1, 2, 3, 4))
+def test_gradients_are_refused(argument):
+    group = harness.emulated_group(RANKS)
+    layers = jax.vmap(functools.partial(layer, group=group), axis_name=harness.AXIS)
+    args = quantized(arguments())
+
+    def loss(x):
+        return jnp.sum(layers(*args[:argument], x, *args[argument + 1 :]).astype(jnp.float32))
+
+    with pytest.raises(TypeError, match="experts_format"):
+        jax.eval_shape(jax.grad(loss), args[argument])
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "changed, error, message",
+    [
+        (dict(format=ma.MxFp8()), ValueError, "format must be BlockwiseFp8"),
+        (dict(x="float16"), TypeError, "x must be bfloat16 or float32"),
+        (dict(w_out="bfloat16"), TypeError, "w_out must be a QuantizedExperts.*bfloat16"),
+        (dict(num_experts=2 * RANKS + RANKS), ValueError, r"w_in must have the shape \[L, I', H\]"),
+        (dict(activation=jax.nn.silu), ValueError, "activation must return"),
+        (dict(experts_format=ma.MxFp8()), ValueError, "experts_format must be BlockwiseFp8"),
+        (dict(experts_format=ma.BlockwiseFp8()), ValueError, "None with quantized weights"),
+    ],
+    ids=("format", "x", "w_out", "experts", "activation", "experts_format", "both"),
+)
+def test_an_error_names_the_argument(changed, error, message):
+    options = dict(changed, group=harness.emulated_group(RANKS))
+    x, weights, w_in, w_out, *others = quantized(arguments())
+    x = x.astype(options.pop("x", x.dtype))
+    w_out = arguments(options.pop("w_out"))[3] if "w_out" in options else w_out
+    layers = jax.vmap(functools.partial(layer, **options), axis_name=harness.AXIS)
+    with pytest.raises(error, match=message):
+        jax.eval_shape(layers, x, weights, w_in, w_out, *others)
+
+
+# Training, and the errors of outputs and gradients
+
+
+def value_and_grads(floats, ids, ct, **options):
+    """Return the result of a layer, and the gradients of all floats for a cotangent."""
+    y, transpose = jax.vjp(lambda *floats: of_all_ranks(**options)(*floats, ids), *floats)
+    return y, *transpose(ct.astype(y.dtype))
+
+
+@functools.cache
+def exact():
+    """Return floats, ids and a cotangent, and what a layer in float32 returns for them."""
+    *floats, ids = arguments("bfloat16")
+    ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
+    wide = [x.astype(jnp.float32) for x in floats]
+    return (floats, ids, ct), small_layer.compiled(value_and_grads)(wide, ids, ct)
+
+
+def errors(**options):
+    """Return relative errors of the output and of all gradients against a layer in float32."""
+    (floats, ids, ct), expected = exact()
+    if options.get("quantized"):  # no gradients
+        run = small_layer.compiled(of_all_ranks(), exchanges=2)
+        found = [run(*quantized((*floats, ids)))]
+    else:
+        run = small_layer.compiled(functools.partial(value_and_grads, **options))
+        found = run(floats, ids, ct)
+    return list(map(relative_error, found, expected))
+
+
+@pytest.mark.exchanges(0)
+def test_training_needs_multiples_of_128():
+    options = dict(experts_format=FP8, group=harness.emulated_group(RANKS))
+    x, weights, w_in, w_out, b_in, b_out, ids = arguments()
+    layers = jax.vmap(functools.partial(layer, **options), axis_name=harness.AXIS)
+    with pytest.raises(ValueError, match=r"w_in must have rows and columns in multiples of 128"):
+        jax.eval_shape(layers, x, weights, w_in[..., :200], w_out, b_in[..., :200], b_out, ids)
+
+
+@pytest.mark.exchanges(0)
+def test_training_makes_as_many_exchanges_and_products_in_fp8():
+    """In chunks, each chunk runs the same again."""
+    *floats, ids = arguments()
+    ct = floats[0]
+    run = functools.partial(value_and_grads, experts_format=FP8)
+    counts = small_layer.counts(run, floats, ids, ct)
+    assert counts["quantizing_dot"] == 4  # each product, and the gradient of its rows
+    assert counts["combine"] == 2
+    # The products with weights of two biases, and outer products of weights and biases.
+    assert counts["grouped_outer"] == 4
+    run = functools.partial(value_and_grads, experts_format=FP8, num_chunks=2)
+    assert small_layer.counts(run, floats, ids, ct)["quantizing_dot"] >= 4
+
+
+FP8 = ma.BlockwiseFp8()
+ROWS = {  # of the table in docs/fp8.md
+    "bfloat16": dict(),
+    "tokens in FP8": dict(format=FP8),
+    "quantized weights": dict(quantized=True),
+    "`experts_format`": dict(experts_format=FP8),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_errors_are_those_of_the_page(row):
+    found = errors(**ROWS[row])
+    text = (pathlib.Path(__file__).parent.parent / "docs/fp8.md").read_text()
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
+    stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
+    assert len(found) == len(stated)
+    np.testing.assert_allclose(found, stated, rtol=0.15, atol=0.001)
+
+
+# The whole layer on global arrays
+
+
+@pytest.mark.several_devices("meshes of several axes")
+@pytest.mark.one_process("meshes of several axes")
+@pytest.mark.promotes("Flax relies on it")
+@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
+def test_modules_hold_weights_in_fp8(make):
+    mesh = mesh_of(ep=2)
+    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep", dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (6, 128), jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        if make is NnxMoE:
+            model = NnxMoE(128, rngs=nnx.Rngs(0), weights_format=ma.BlockwiseFp8(), **sizes)
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            y, _ = nnx.jit(lambda model, x: model(x))(model, x)
+        else:
+            module = LinenMoE(weights_format=ma.BlockwiseFp8(), **sizes)
+            variables = quick_jit(module.init)(jax.random.key(0), x)
+            params = linen.unbox(variables)["params"]
+            y, _ = quick_jit(module.apply)(variables, x)
+        experts = {
+            name: ma.QuantizedExperts(params[name], params[f"{name}_scales"])
+            for name in ("w_gate_up", "w_down")
+        }
+        run = quick_jit(lambda x, router, w: ma.moe(x, router, **w, top_k=2, group="ep")[0])
+        np.testing.assert_array_equal(y, run(x, params["router"], experts))
+    assert params["w_gate_up"].dtype == jnp.float8_e4m3fn
+    assert params["w_gate_up"].sharding.spec[0] == params["w_down_scales"].sharding.spec[0] == "ep"
+    with pytest.raises(ValueError, match="weights_format must be BlockwiseFp8"):
+        more = dict(hidden=128, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
+        make(**sizes, **more, weights_format=ma.MxFp8())
+
+
+@pytest.mark.several_devices("meshes of several axes")
+@pytest.mark.one_process("meshes of several axes")
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+def test_moe_over_expert_and_tensor_axes(axis_type):
+    mesh = mesh_of(axis_type, ep=2, tensor=2)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        np.asarray, ma.init_moe(jax.random.key(0), 128, 256, 4, dtype=jnp.float32, bias=True)
+    )
+    x = rng.normal(size=(6, 128)).astype(np.float32)
+    in_fp8 = dict(params)
+    for name in ("w_gate_up", "w_down"):
+        in_fp8[name] = ma.quantize_experts(params[name])
+    specs = ma.moe_partition_specs("ep", tensor_axis="tensor", quantized=True)
+    options = dict(top_k=2, group="ep", tensor_axis="tensor", num_chunks=2)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(
+            lambda p, s: jax.device_put(p, NamedSharding(mesh, s)),
+            in_fp8,
+            {name: specs[name] for name in in_fp8},
+        )
+        run = quick_jit(lambda x, params: ma.moe(x, **params, **options)[0])
+        found = run(x, placed)
+        close = run(x, params)
+        with pytest.raises(ValueError, match="multiple of 128 times the size 2"):
+            halves = jax.tree.map(np.asarray, (in_fp8["w_gate_up"], in_fp8["w_down"]))
+            narrow = ma.QuantizedExperts(halves[0].values[:, :, :128], halves[0].scales[:, :, :1])
+            short = ma.QuantizedExperts(halves[1].values[..., :128], halves[1].scales[..., :1])
+            ma.moe(x, params["router"], narrow, short, **options)
+    assert 0 < relative_error(found, close) < 0.08
+    assert placed["w_down"].scales.sharding.spec == P("ep", None, "tensor")

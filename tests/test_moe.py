@@ -1,0 +1,553 @@
+"""`ma.moe` equals the dense layer of its parameters, however mesh axes divide the arrays."""
+
+import functools
+import inspect
+import math
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import value as group_value
+
+pytestmark = [
+    pytest.mark.one_process("meshes of several axes"),
+    pytest.mark.several_devices("meshes of several axes"),
+]
+HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
+Auto, Explicit = AxisType.Auto, AxisType.Explicit
+quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """Keep products in float32, because GPUs would round to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def mesh_of(axis_type=Auto, **sizes):
+    count = math.prod(sizes.values())
+    if count > harness.NUM_DEVICES:
+        pytest.skip(f"needs {count} devices")
+    devices = np.array(harness.devices(count)).reshape(tuple(sizes.values()))
+    types = axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(sizes)
+    return Mesh(devices, tuple(sizes), axis_types=types)
+
+
+def draw(*lead, bias=True, two_arrays=False):
+    """Draw tokens [*lead, H] and parameters, as numpy arrays without a placement."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    pair = lambda a: (a[:, ..., 0, :], a[:, ..., 1, :]) if two_arrays else a
+    params = dict(
+        router=normal(HIDDEN, EXPERTS) / 2,
+        w_gate_up=pair(normal(EXPERTS, HIDDEN, 2, WIDTH) / 2),
+        w_down=normal(EXPERTS, WIDTH, HIDDEN) / 2,
+    )
+    biases = dict(
+        router_bias=normal(EXPERTS),
+        b_gate_up=pair(normal(EXPERTS, 2, WIDTH)),
+        b_down=normal(EXPERTS, HIDDEN),
+    )
+    return normal(*lead, HIDDEN), params | (biases if bias else {})
+
+
+def dense(x, params, mask=None, select_bias=None, choose=None):
+    """Return what `moe` returns, except for the load: each expert is applied to each token."""
+    logits = jnp.einsum("...h,he->...e", x, params["router"])
+    if "router_bias" in params:
+        logits += jnp.broadcast_to(params["router_bias"], logits.shape)
+    if choose is None:
+        choices = ma.top_k_router(logits, TOP_K, select_bias=select_bias, mask=mask)
+    else:
+        chosen = choose(logits)
+        nothing = ma.RouterChoices(*map(jnp.full_like, chosen, (-1, 0.0, 0.0)))
+        choices = jax.tree.map(functools.partial(jnp.where, mask[..., None]), chosen, nothing)
+    gate_up = params["w_gate_up"]
+    parts = gate_up if isinstance(gate_up, tuple) else jnp.unstack(gate_up, axis=2)
+    products = [jnp.einsum("...h,ehi->...ei", x, w) for w in parts]
+    if "b_gate_up" in params:
+        biases = params["b_gate_up"]
+        biases = biases if isinstance(biases, tuple) else jnp.unstack(biases, axis=1)
+        products = [p + jnp.broadcast_to(b, p.shape) for p, b in zip(products, biases)]
+    gate, up = products
+    y = jnp.einsum("...ei,eih->...eh", jax.nn.silu(gate) * up, params["w_down"])
+    if "b_down" in params:
+        y += jnp.broadcast_to(params["b_down"], y.shape)
+    weights = jax.nn.one_hot(choices.ids, EXPERTS) * choices.weights[..., None]
+    y = jnp.einsum("...eh,...ke->...h", y, weights)
+    scores, ids = (a.reshape(-1, a.shape[-1]) for a in (choices.scores, choices.ids))
+    losses = ma.load_balancing_loss(scores, ids), ma.router_z_loss(logits, mask=mask)
+    return y, losses
+
+
+def dense_layer(params, x):
+    return dense(x, params)
+
+
+def loss_of(y, losses):
+    """Return a number that depends on all results."""
+    return jnp.sum(jnp.sin(y)) + losses[0] + losses[1] / 8
+
+
+def assert_close(found, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *(
+        jax.device_get(found), jax.device_get(expected)
+    ))  # fmt: skip
+
+
+def value_and_grads(layer, params, x):
+    """Return (output, losses, what else the layer returns), and all gradients."""
+
+    def loss(params, x):
+        y, losses, *more = layer(params, x)
+        return loss_of(y, losses), (y, losses, *more)
+
+    (_, results), grads = quick_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+    return results, grads
+
+
+def layer_of(**options):
+    def layer(params, x):
+        y, stats = ma.moe(x, **params, top_k=TOP_K, group="ep", **options)
+        return y, (stats.balance_loss, stats.z_loss), stats
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    "axis_type, sizes, two_arrays",
+    [
+        (Auto, dict(data=2, ep=4, tensor=1), False),
+        (Auto, dict(data=2, ep=2, tensor=2), True),
+        (Explicit, dict(data=2, tensor=2, ep=2), False),
+        ((Auto, Explicit), dict(tensor=4, ep=2), True),
+    ],
+    ids=str,
+)
+def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, sizes, two_arrays):
+    mesh = mesh_of(axis_type, **sizes)
+    x, params = draw(8, 3, two_arrays=two_arrays)
+    mask = np.arange(24).reshape(8, 3) % 5 != 0
+    select_bias = np.linspace(-0.3, 0.3, EXPERTS, dtype=np.float32)
+    options = dict(mask=mask, select_bias=select_bias)
+    tensor = "tensor" if "tensor" in sizes else None
+    data = ("data",) if "data" in sizes else ()
+    layer = layer_of(data_axes=data, tensor_axis=tensor, **options)
+    # Weights may also be stored in parts of the data axis; over Explicit axes, gradients are, too.
+    fsdp = "data" if axis_type is Explicit else None
+    specs = ma.moe_partition_specs("ep", tensor_axis=tensor, fsdp_axes=fsdp, two_arrays=two_arrays)
+    specs = {name: specs[name] for name in params}
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs)
+        spec = P((*data, "ep"))
+        x_placed = jax.device_put(x, NamedSharding(mesh, spec))
+        (y, losses, stats), grads = value_and_grads(layer, placed, x_placed)
+    (y_dense, losses_dense), grads_dense = value_and_grads(
+        lambda params, x: dense(x, params, **options), params, x
+    )
+    assert_close((y, losses, grads), (y_dense, losses_dense, grads_dense))
+    assert y.sharding.is_equivalent_to(x_placed.sharding, y.ndim)
+    for grad, p in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(placed)):
+        assert grad.sharding.is_equivalent_to(p.sharding, p.ndim)
+    assert int(stats.load.wanted_per_expert.sum()) == mask.sum() * TOP_K
+    assert int(stats.num_dropped) == 0
+
+
+@pytest.mark.parametrize(
+    "axis_type, lead, grad",
+    [
+        (Auto, (), False),
+        (Auto, (9,), True),
+        (Explicit, (1,), False),  # all devices hold the token
+        (Explicit, (3,), False),  # fewer tokens than ranks
+        (Explicit, (1, 6, 2), True),  # the second axis is divided
+        (Explicit, (0, 2), True),
+    ],
+    ids=str,
+)
+def test_any_number_of_tokens(axis_type, lead, grad):
+    mesh = mesh_of(axis_type, data=2, ep=2)
+    x, params = draw(*lead, bias=False)
+    with jax.set_mesh(mesh):
+        layer = layer_of(data_axes="data")
+        if grad:
+            (y, losses, stats), grads = value_and_grads(layer, params, x)
+            assert_close(((y, losses), grads), value_and_grads(dense_layer, params, x))
+        else:
+            y, losses, stats = quick_jit(layer)(params, x)
+            assert_close((y, losses), quick_jit(dense_layer)(params, x))
+    assert y.shape == x.shape
+    assert int(stats.load.wanted_per_expert.sum()) == math.prod(lead) * TOP_K
+    assert int(stats.load.rows_per_rank.sum()) == math.prod(lead) * TOP_K
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("axis_type", [Auto, Explicit], ids=str)
+def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
+    """Else XLA of jax 0.11.2 ends the process when it compiles the gradient."""
+    x, params = draw(0, bias=False)
+    with jax.set_mesh(mesh_of(axis_type, ep=2)):
+        loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
+        program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x)
+    mapped = [eqn for eqn in harness.equations(program) if eqn.primitive.name == "shard_map"]
+    assert len(mapped) == 2
+    assert not [v for eqn in mapped for v in (*eqn.invars, *eqn.outvars) if 0 in v.aval.shape]
+
+
+def test_chunks_change_only_what_a_capacity_drops():
+    x, params = draw(2, 5)
+
+    def both(params, x):
+        y, losses, stats = layer_of(num_chunks=3)(params, x)
+        return (y, losses), stats, layer_of(num_chunks=3, capacity_factor=0.5)(params, x)[2]
+
+    with jax.set_mesh(mesh_of(ep=2)):
+        results, stats, tight = quick_jit(both)(params, x)
+    assert_close(results, quick_jit(dense_layer)(params, x))
+    assert int(stats.num_dropped) == 0
+    load = tight.load
+    assert load.wanted_per_expert.tolist() == stats.load.wanted_per_expert.tolist()
+    assert int(tight.num_dropped) + int(load.rows_per_expert.sum()) == 10 * TOP_K
+    assert int(tight.num_dropped) >= 10 * TOP_K // 3
+
+
+def test_tokens_that_explicit_axes_divide_stay_where_they_are():
+    mesh = mesh_of(Explicit, data=2, ep=2)
+    x, params = draw(4, 4, bias=False)
+    spec = P("ep", "data")  # neither the order nor the axis that moe would choose
+    with jax.set_mesh(mesh):
+        x_placed = jax.device_put(x, NamedSharding(mesh, spec))
+        program = jax.make_jaxpr(layer_of(data_axes="data"))(params, x_placed)
+        y, _, _ = quick_jit(layer_of(data_axes="data"))(params, x_placed)
+    (mapped,) = (eqn for eqn in program.eqns if eqn.primitive.name == "shard_map")
+    assert mapped.params["in_specs"][0] == spec
+    assert jax.typeof(y).sharding.spec == P("ep", "data", None)
+    assert_close(y, quick_jit(dense)(x, params)[0])
+
+
+def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
+    x, params = draw(2, 3, bias=False)
+    params["w_gate_up"] = params["w_gate_up"][:, :, 0]
+    options = dict(top_k=TOP_K, group=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
+
+    def layer(params, x):
+        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **options))(x)
+        return y, (stats.balance_loss.sum(), stats.z_loss.sum()), stats
+
+    def expected(params, x):
+        choices = ma.top_k_router(x @ params["router"], TOP_K)
+        acts = jax.nn.relu(jnp.einsum("...h,ehi->...ei", x, params["w_gate_up"]))
+        outputs = jnp.einsum("...ei,eih->...eh", acts, params["w_down"])
+        weights = jax.nn.one_hot(choices.ids, EXPERTS) * choices.weights[..., None]
+        balance = jax.vmap(ma.load_balancing_loss)(choices.scores, choices.ids)
+        z = jax.vmap(ma.router_z_loss)(x @ params["router"])
+        return jnp.einsum("...eh,...ke->...h", outputs, weights), (balance.sum(), z.sum())
+
+    y, losses, stats = quick_jit(layer)(params, x)
+    assert_close((y, losses), quick_jit(expected)(params, x))
+    assert stats.load.rows_per_rank.shape == (2, 2)
+
+
+def sigmoid_router(logits):
+    scores, ids = jax.lax.top_k(logits, TOP_K)
+    return ma.RouterChoices(ids, jax.nn.sigmoid(scores), jax.nn.softmax(logits))
+
+
+@pytest.mark.parametrize(
+    "lead, two_arrays, more",
+    [
+        ((3, 3), False, dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
+        ((1,), True, dict(overlap_backward=True)),  # all ranks hold the token
+    ],
+    ids=["many", "one"],
+)
+def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
+    x, params = draw(*lead, bias=False, two_arrays=two_arrays)
+    sizes = HIDDEN, WIDTH, EXPERTS
+    shared = ma.init_moe(jax.random.key(3), *sizes, shared_hidden=6, two_arrays=two_arrays)
+    params |= {name: shared[name] for name in ("shared_gate_up", "shared_down")}
+    params["shared_weights"] = np.linspace(0.5, 1.5, math.prod(lead), dtype="float32").reshape(lead)
+    mask = np.arange(math.prod(lead)).reshape(lead) != 4
+
+    def layer(params, x):
+        y, stats = ma.moe(
+            jnp.where(mask[..., None], x, jnp.nan),
+            **params,
+            top_k=TOP_K,
+            group="ep",
+            tensor_axis="tensor",
+            mask=mask,
+            choose=sigmoid_router,
+            return_logits=True,
+            **more,
+        )
+        return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
+
+    def expected(params, x):
+        of_experts = {name: params[name] for name in ("router", "w_gate_up", "w_down")}
+        y, losses = dense(x, of_experts, mask, choose=sigmoid_router)
+        gate_up = params["shared_gate_up"]
+        gate, up = gate_up if two_arrays else jnp.unstack(gate_up, axis=1)
+        out = (jax.nn.silu(x @ gate) * (x @ up)) @ params["shared_down"]
+        weights = jnp.where(mask, params["shared_weights"], 0)[..., None]
+        return y + out * weights, losses, jnp.where(mask[..., None], x @ params["router"], 0)
+
+    with jax.set_mesh(mesh_of(Explicit, ep=2, tensor=2)):
+        found = value_and_grads(layer, params, x)
+    assert_close(found, value_and_grads(expected, params, x))
+
+
+@pytest.mark.exchanges(0)
+def test_a_layer_makes_two_exchanges_forward_and_two_backward():
+    x, params = draw(8, 3)
+    loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
+    with jax.set_mesh(mesh_of(ep=2)):
+        counted = harness.count_primitives(
+            jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(params, x)
+        )
+    exchanges = {name: n for name, n in counted.items() if name.endswith(("dispatch", "combine"))}
+    assert exchanges == dict(routed_dispatch=1, combine=2, dispatch=1)
+
+
+@pytest.mark.exchanges(0)
+def test_every_option_of_moe_mlp_is_an_option_of_moe():
+    in_moe = {
+        "topk_ids": "top_k",
+        "topk_weights": "router",
+        "w_in": "w_gate_up",
+        "w_out": "w_down",
+        "b_in": "b_gate_up",
+        "b_out": "b_down",
+        "num_experts": "router",
+        "shared_expert": "shared_gate_up",
+    }
+    options = inspect.signature(ma.moe).parameters
+    for name in inspect.signature(ma.moe_mlp).parameters:
+        assert in_moe.get(name, name) in options
+    router = set(inspect.signature(ma.top_k_router).parameters) - {"logits"}
+    assert router < set(options)
+    drawn = jax.eval_shape(
+        lambda key: ma.init_moe(key, 8, 4, 4, bias=True, shared_hidden=4), jax.random.key(0)
+    )
+    specs = ma.moe_partition_specs("ep")
+    assert set(drawn) | {"select_bias"} == set(specs) < set(options)
+
+
+def test_under_another_axis_that_is_manual():
+    """For example the axis of a pipeline, whose stages have different parameters."""
+    mesh = mesh_of(pipe=2, ep=2)
+    x, params = draw(2, 3, bias=False)
+    both = jax.tree.map(lambda p: np.stack([p, -p]), params)
+
+    with jax.set_mesh(mesh):
+        pipelined = jax.shard_map(
+            lambda params, x: layer_of()(jax.tree.map(lambda p: p[0], params), x)[0][None],
+            in_specs=(P("pipe"), P()),
+            out_specs=P("pipe"),
+            axis_names={"pipe"},
+        )
+        y = quick_jit(pipelined)(both, x)
+    for of_stage, sign in zip(y, (1, -1)):
+        stage = jax.tree.map(lambda p: sign * p, params)
+        assert_close(of_stage, quick_jit(dense)(x, stage)[0])
+
+
+def traced(change=None, mesh=None, **options):
+    """Trace `moe` with two ranks, and arguments that `change` names."""
+    x, params = draw(2, 3)
+    arguments = dict(x=x, **params, top_k=TOP_K, group="ep") | (change or {}) | options
+    with jax.set_mesh(mesh or mesh_of(ep=2)):
+        return jax.eval_shape(lambda: ma.moe(**arguments))
+
+
+X, PARAMS = draw(2, 3)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(x=X.astype(int)), r"x must be an array \[..., H\] of floats.*int"),
+        (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
+        (dict(router=PARAMS["router"].T), r"router must be an array \[H=8, E\].*float32\[4,8\]"),
+        (dict(router=PARAMS["router"][:, :3]), "multiple of the 2 ranks along 'ep'"),
+        (
+            dict(w_gate_up=PARAMS["w_gate_up"].reshape(4, 8, 8)),
+            r"w_down must have the shape \[4, 8, 8\].*side by side",
+        ),
+        (dict(w_gate_up=PARAMS["w_gate_up"][:2]), r"w_gate_up must have one of .*\[2,8,2,4\]"),
+        (dict(w_gate_up=PARAMS["w_gate_up"][:, :, 0], b_gate_up=None), "activation must be"),
+        (dict(w_down=PARAMS["w_down"][:2]), r"w_down must have the shape \[4, 4, 8\]"),
+        (dict(b_down=PARAMS["b_down"][0]), r"b_down must have the shape \[4, 8\]"),
+        (dict(w_down=PARAMS["w_down"].astype(np.float16)), "w_down must have the dtype of x"),
+        (dict(mask=np.ones((2, 3))), "mask must hold a boolean"),
+        (dict(mask=np.ones(2, bool)), r"mask must hold a boolean for each token, \[2, 3\]"),
+        (dict(top_k=5), "top_k must be at most"),
+        (dict(num_chunks=0), "num_chunks must be at least 1"),
+        (dict(replicated="yes"), "replicated must be a bool"),
+        (dict(group="expert"), r"group must name axes of the mesh, which has \('ep',\)"),
+        (dict(data_axes="data"), "data_axes must name axes of the mesh"),
+        (dict(data_axes=["ep"]), "data_axes must be a str or a tuple"),
+        (dict(tensor_axis="ep"), "must name different axes; got 'ep' twice"),
+        (dict(tensor_axis=1), "tensor_axis must be a str or None"),
+        (dict(group=1), "group must be a Group, the name"),
+        (dict(choose=1), "choose must be a function"),
+        (dict(choose=sigmoid_router, score="sigmoid"), "choose must be None with score"),
+        (
+            dict(choose=lambda logits: sigmoid_router(logits)[:2]),
+            r"choose must return RouterChoices .*got int32\[3,2\], float32\[3,2\]",
+        ),
+        (dict(shared_down=PARAMS["w_down"][0]), "both be arrays or both be None; .*shared_gate_up"),
+        (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
+        (
+            dict(shared_gate_up=PARAMS["w_gate_up"][0, :3], shared_down=PARAMS["w_down"][0]),
+            r"shared_gate_up must have the shape \[8, 2, 4\].*without E",
+        ),
+        (dict(return_logits=1), "return_logits must be a bool"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors_name_the_argument(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        traced(change)
+
+
+@pytest.mark.exchanges(0)
+def test_a_mesh_with_devices_is_necessary():
+    mesh = mesh_of(ep=2)
+    layer = lambda group: jax.eval_shape(lambda: ma.moe(X, **PARAMS, top_k=2, group=group))
+    for group in ("ep", ma.Group(mesh.abstract_mesh, "ep"), ma.Group(axis_name="ep", size=2)):
+        with pytest.raises(ValueError, match=r"got no mesh in scope.*jax.set_mesh\(mesh\)"):
+            layer(group)
+        with jax.set_mesh(mesh):
+            layer(group)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with pytest.raises(ValueError, match=r"got the abstract mesh.*jax.set_mesh\(mesh\)"):
+            layer("ep")
+    explicit = ma.Group(mesh_of(Explicit, ep=2), "ep")
+    with pytest.raises(ValueError, match=r"Explicit axes \['ep'\].*jax.set_mesh\(mesh\)"):
+        layer(explicit)
+    inside = jax.shard_map(lambda: layer("ep")[0], mesh=mesh, in_specs=(), out_specs=P())
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="call moe_mlp inside with group='ep'"):
+        inside()
+
+
+@pytest.mark.exchanges(0)
+def test_the_name_of_an_axis_is_a_group():
+    """In `shard_map` and in `vmap`; and next to a routing, it must be the routing's."""
+    x, params = draw(2, 3, bias=False)
+    w_in = params["w_gate_up"].reshape(EXPERTS, HIDDEN, -1)
+    ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
+    options = dict(num_experts=EXPERTS, activation=ma.gated(jax.nn.silu))
+
+    def on_rank(x, ids, w_in, w_out, group, **more):
+        weights = jnp.full(ids.shape, 0.5)
+        y = ma.moe_mlp(x, ids, weights, w_in, w_out, group=group, **options, **more)
+        routing = ma.route(ids, group=group, num_experts=EXPERTS)
+        recv = ma.dispatch(x, routing, group=group)
+        return y + ma.combine(recv.rows, recv)
+
+    args = x, ids, *(w.reshape(2, 2, *w.shape[1:]) for w in (w_in, params["w_down"]))
+
+    def in_vmap(group, **more):
+        one = functools.partial(on_rank, group=group, **more)
+        return str(jax.make_jaxpr(jax.vmap(one, axis_name="ep"))(*args))
+
+    def in_shard_map(group):
+        one = lambda *args: on_rank(*(a[0] for a in args), group=group)[None]
+        specs = dict(in_specs=P("ep"), out_specs=P("ep"))
+        return str(jax.make_jaxpr(jax.shard_map(one, mesh=mesh_of(ep=2), **specs))(*args))
+
+    own = ma.Group(axis_name="ep", size=2)
+    assert in_vmap("ep") == in_vmap(("ep",)) == in_vmap(own)
+    assert in_vmap("ep", num_chunks=3) == in_vmap(own, num_chunks=3) != in_vmap(own)
+    assert in_shard_map("ep") == in_shard_map(own)
+    with pytest.raises(ValueError, match="got 'ep', and 'ep' is not in scope.*or call ma.moe"):
+        ma.route(ids[0], group="ep", num_experts=EXPERTS)
+
+    def other(ids):
+        routing = ma.route(ids, group="ep", num_experts=EXPERTS)
+        return ma.dispatch(ids, routing, group="other")
+
+    with pytest.raises(ValueError, match="group must be omitted or equal to the Routing's group"):
+        jax.vmap(other, axis_name="ep")(ids)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("axis_type, two_arrays", [(Auto, True), (Explicit, False)])
+def test_parameters_are_drawn_where_their_specs_say(axis_type, two_arrays):
+    mesh = mesh_of(axis_type, data=2, ep=2, tensor=2)
+    options = dict(tensor_axis="tensor", fsdp_axes="data", two_arrays=two_arrays)
+    specs = ma.moe_partition_specs("ep", **options)
+    sizes = HIDDEN, WIDTH, EXPERTS
+    init = functools.partial(
+        ma.init_moe, jax.random.key(0), *sizes, bias=True, two_arrays=two_arrays
+    )
+    with jax.set_mesh(mesh):
+        params = init(specs=specs)
+    assert_close(params, init())
+    for name, param in params.items():
+        is_stored = lambda p, spec: p.sharding.is_equivalent_to(NamedSharding(mesh, spec), p.ndim)
+        assert all(jax.tree.leaves(jax.tree.map(is_stored, param, specs[name]))), name
+    for matrices in jax.tree.leaves((params["w_down"], params["w_gate_up"])):
+        assert 0.5 < float(matrices.std()) * matrices.shape[1] ** 0.5 < 1.5
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("router_dtype", ("bfloat16", "float16", "float32"))
+def test_experts_in_16_bits_with_any_router(router_dtype):
+    x, params = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), draw(4, 3))
+    params["router"] = params["router"].astype(router_dtype)
+    options = dict(tensor_axis="tensor", select_bias=np.zeros(EXPERTS, np.float32))
+    options |= dict(num_chunks=2, capacity=8, wire_dtype=jnp.float32)
+    with jax.set_mesh(mesh_of(Explicit, ep=2, tensor=2)):
+        y, losses, stats = jax.eval_shape(layer_of(**options), params, x)
+    assert (y.shape, y.dtype) == (x.shape, jnp.bfloat16)
+    assert all(loss.dtype == jnp.float32 for loss in losses)
+    assert stats.load.wanted_per_expert.dtype == jnp.int32
+
+
+def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
+    """Results and gradients are those of a flat group, under ``set_mesh`` and with a group."""
+    mesh, hosts = mesh_of(data=1, ep=4), 2
+
+    def hosts_of(mesh, axes):
+        sizes = [mesh.shape[axis] for axis in axes]
+        return np.arange(4).reshape(1, *sizes) // (4 // hosts)
+
+    x, params = draw(8, 3)
+
+    def program(group):
+        def loss(params, x):
+            y, stats = ma.moe(x, **params, top_k=TOP_K, group=group, capacity_factor=1.0)
+            return jnp.sum(y**2), (y, stats.num_dropped)
+
+        return jax.checkpoint(loss)
+
+    def run(group):
+        grads, (y, dropped) = quick_jit(jax.grad(program(group), has_aux=True))(params, x)
+        return jax.tree.map(np.asarray, (grads, y, dropped))
+
+    def levels():
+        jaxpr = jax.make_jaxpr(program("ep"))(params, x)
+        groups = [eqn.params.get("group") for eqn in harness.equations(jaxpr)]
+        return {group.axis_name for group in groups if group is not None}
+
+    with jax.set_mesh(mesh):
+        expected = run("ep")
+        assert levels() == {"ep"}
+        monkeypatch.setattr(group_value, "hosts_of", hosts_of)
+        assert levels() == {"host", "ep"}
+        actual = run("ep")
+    assert expected[2] == actual[2] > 0
+    for found in (actual, run(ma.Group(mesh, "ep", timeout=5.0))):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, expected
+        )

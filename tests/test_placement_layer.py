@@ -1,0 +1,261 @@
+"""Layers with replicas of experts: results and gradients are those without a placement."""
+
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.layer import fetch
+
+pytestmark = pytest.mark.exchanges(0)
+
+
+def placement_of(rng, ranks, local, spare, kind="random"):
+    """Return a placement in the home form with random spare slots, of which some are empty."""
+    experts = ranks * local
+    most = 31 if kind == "one" else 30
+    spares = rng.integers(-1, experts, (ranks, spare))
+    if kind == "one":
+        spares[:] = 0
+        spares.ravel()[most - 1 :] = -1
+    home = np.arange(experts).reshape(ranks, local)
+    table = np.concatenate([home, spares], axis=1).ravel()
+    return ma.Placement.from_slots(table, experts, num_ranks=ranks), spares
+
+
+def on_ranks(fn, ranks):
+    return jax.jit(jax.vmap(fn, axis_name="ep"))
+
+
+@pytest.mark.parametrize("ranks, spare", ((1, 2), (2, 0), (2, 1), (8, 3)))
+def test_spare_slots_have_the_weights_of_their_experts(monkeypatch, ranks, spare):
+    monkeypatch.setattr(fetch, "PIECE_ELEMENTS", 6)
+    rng, local = np.random.default_rng(ranks), 2
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    w = dict(
+        w=jnp.asarray(rng.normal(size=(ranks, local, 3, 8)), jnp.bfloat16),
+        b=jnp.asarray(rng.normal(size=(ranks, local, 5)), jnp.float32),
+        fp8=jnp.asarray(rng.normal(size=(ranks, local, 7)), jnp.float8_e4m3fn),
+    )
+
+    @functools.partial(on_ranks, ranks=ranks)
+    def fetched(w, placement):
+        return ma.fetch_experts(w, placement, group=group)
+
+    @functools.partial(on_ranks, ranks=ranks)
+    def gradient(w, cts, placement):
+        of = lambda w: ma.fetch_experts(w, placement, group=group)
+        return jax.vjp(of, w)[1](cts)[0]
+
+    for _ in range(3):
+        placement, spares = placement_of(rng, ranks, local, spare)
+        each = jax.tree.map(lambda x: jnp.broadcast_to(x, (ranks, *x.shape)), placement)
+        found = fetched(w, each)
+        for name, x in w.items():
+            flat = np.asarray(x.astype(jnp.float32)).reshape(ranks * local, *x.shape[2:])
+            empty = (spares < 0).reshape(*spares.shape, *(1,) * (x.ndim - 2))
+            expected = np.where(empty, 0, flat[spares])
+            np.testing.assert_array_equal(np.asarray(found[name].astype(jnp.float32)), expected)
+        cts = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), dict(found))
+        cts["fp8"] = np.zeros(found["fp8"].shape, jax.dtypes.float0)
+        if not spare:
+            continue
+        floats = {name: w[name] for name in ("w", "b")}
+        of_floats = {name: cts[name] for name in floats}
+        grads = gradient(floats, of_floats, each)
+        for name, x in floats.items():
+            sums = np.zeros((ranks * local, *x.shape[2:]), np.float32)
+            for r in range(ranks):
+                for s in range(spare):
+                    if spares[r, s] >= 0:
+                        sums[spares[r, s]] += np.asarray(cts[name][r, s].astype(jnp.float32))
+            expected = jnp.asarray(sums.reshape(x.shape)).astype(x.dtype).astype(jnp.float32)
+            actual = grads[name].astype(jnp.float32)
+            np.testing.assert_allclose(
+                actual, expected, rtol=1e-2 if name == "w" else 1e-6, atol=1e-6
+            )
+    assert fetched._cache_size() == 1
+
+
+LOCAL, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 5, 2, 8, 4
+SWIGLU = ma.gated(jax.nn.silu)
+
+
+def layer_arguments(rng, ranks, hostile, shared=0):
+    """Return ids and floats of all ranks."""
+    experts = ranks * LOCAL
+    ids = rng.integers(-1, experts, (ranks, TOKENS, TOP_K))
+    if hostile:
+        ids[:] = 0  # all tokens choose one expert, the others have no tokens
+    shapes = (
+        (TOKENS, HIDDEN),
+        (TOKENS, TOP_K),
+        (LOCAL + shared, HIDDEN, 2 * WIDTH),
+        (LOCAL + shared, WIDTH, HIDDEN),
+        (LOCAL + shared, 2 * WIDTH),
+        (LOCAL + shared, HIDDEN),
+    )
+    floats = [jnp.asarray(rng.normal(size=(ranks, *s)), jnp.float32) for s in shapes]
+    return jnp.asarray(ids), floats
+
+
+def layer(ids, floats, placement, *, group, activation=SWIGLU, **options):
+    x, topk_weights, w_in, w_out, b_in, b_out = floats
+    experts = LOCAL * group.size
+    return ma.moe_mlp(
+        x,
+        ids,
+        topk_weights,
+        w_in,
+        w_out,
+        b_in=b_in,
+        b_out=b_out,
+        activation=activation,
+        group=group,
+        num_experts=experts,
+        placement=placement,
+        **options,
+    )
+
+
+def value_and_gradients(ids, floats, placement, **options):
+    def loss(floats):
+        y = layer(ids, floats, placement, **options)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))).sum(), y
+
+    return jax.grad(loss, has_aux=True)(floats)
+
+
+@pytest.mark.parametrize(
+    "ranks, spare, options",
+    (
+        (2, 1, dict(activation=lambda x: SWIGLU(jnp.tanh(x)))),
+        (2, 3, dict(shared_expert=True, alignment=4)),
+        (8, 2, {}),
+        (8, 4, dict(replicated=True)),
+    ),
+    ids=("unfused", "shared", "fused", "replicated"),
+)
+def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
+    rng = np.random.default_rng(spare)
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    run = functools.partial(value_and_gradients, group=group, **options)
+    placed = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
+    plain = jax.jit(jax.vmap(lambda *args: run(*args, None), axis_name="ep"))
+    for kind in ("random", "one"):
+        placement, _ = placement_of(rng, ranks, LOCAL, spare, kind)
+        ids, floats = layer_arguments(rng, ranks, kind == "one", options.get("shared_expert", 0))
+        if options.get("replicated"):
+            ids = jnp.broadcast_to(ids[:1], ids.shape)
+            floats[:2] = [jnp.broadcast_to(x[:1], x.shape) for x in floats[:2]]
+        actual, expected = placed(ids, floats, placement), plain(ids, floats)
+        if options.get("replicated"):
+            # A rank's result is its partial sum, and so are the gradients of tokens.
+            for found in (actual, expected):
+                grads, y = found
+                grads[:2] = [x.sum(0) for x in grads[:2]]
+            actual, expected = (
+                (actual[0], actual[1].sum(0)),
+                (expected[0], expected[1].sum(0)),
+            )
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    assert placed._cache_size() == 1
+
+
+@pytest.mark.several_devices("a mesh of two devices")
+def test_moe_with_replicas_equals_moe_without():
+    mesh = jax.make_mesh((2,), ("ep",))
+    placement = ma.Placement.from_slots([0, 1, 3, 0, 2, 3, 0, -1], 4, num_ranks=2)
+    sizes = dict(hidden=8, expert_hidden=4, num_experts=4, bias=True, shared_hidden=4)
+    with jax.set_mesh(mesh):
+        params = ma.init_moe(jax.random.key(0), **sizes, specs=ma.moe_partition_specs("ep"))
+        x = jax.random.normal(jax.random.key(1), (12, 8))
+
+        @jax.jit
+        def run(params, x, placement):
+            def loss(params):
+                y, stats = ma.moe(x, **params, top_k=2, group="ep", placement=placement)
+                return (y**2).sum(), stats
+
+            return jax.value_and_grad(loss, has_aux=True)(params)
+
+        actual, expected = run(params, x, placement), run(params, x, None)
+        slots = np.maximum(placement.slot_experts, 0)
+        names = "w_gate_up", "w_down", "b_gate_up", "b_down"
+        placed = params | {name: jnp.asarray(np.asarray(params[name])[slots]) for name in names}
+        (served, _), _ = run(placed, x, placement)
+    for (_, a), (_, b) in ((actual[0], expected[0]),):
+        np.testing.assert_array_equal(a.load.wanted_per_expert, b.load.wanted_per_expert)
+        np.testing.assert_array_equal(a.load.rows_per_expert, b.load.rows_per_expert)
+    np.testing.assert_allclose(served, expected[0][0], rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def primitives_of(jaxpr):
+    """Return the names of all exchanges of a jaxpr, sorted."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("moe_a2a_"):
+            found.append(eqn.primitive.name.removeprefix("moe_a2a_"))
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found += primitives_of(inner)
+    exchanges = "dispatch", "combine", "route", "routed_dispatch"
+    return sorted(name for name in found if name in exchanges)
+
+
+def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
+    ranks = 2
+    rng = np.random.default_rng(0)
+    placement, _ = placement_of(rng, ranks, LOCAL, 1)
+    ids, floats = layer_arguments(rng, ranks, False)
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    forward = jax.vmap(functools.partial(layer, group=group), axis_name="ep", in_axes=(0, 0, None))
+    both = jax.vmap(
+        functools.partial(value_and_gradients, group=group), axis_name="ep", in_axes=(0, 0, None)
+    )
+    args = ids, floats, placement
+    fetch_and_layer = ["combine", "dispatch", "routed_dispatch"]
+    assert primitives_of(jax.make_jaxpr(forward)(*args).jaxpr) == fetch_and_layer
+    # The exchanges of gradients of outputs and tokens, the second fetch, and that of its gradient.
+    of_backward = ["combine", "combine", "dispatch", "dispatch"]
+    found = primitives_of(jax.make_jaxpr(both)(*args).jaxpr)
+    assert found == sorted(fetch_and_layer + of_backward)
+    _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
+    kept = [x.shape for x in jax.tree.leaves(transpose)]
+    assert (ranks, 1, WIDTH, HIDDEN) not in kept and (ranks, LOCAL, WIDTH, HIDDEN) in kept
+    joined = f"{LOCAL + 1},{HIDDEN},{2 * WIDTH}]"
+    assert joined not in jax.jit(both).lower(*args).compile().as_text()
+
+
+def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
+    ranks, rng = 2, np.random.default_rng(3)
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    ids, floats = layer_arguments(rng, ranks, False)
+    over = dict(axis_name="ep", in_axes=(0, 0, None))
+    options = dict(group=group, capacity=6)  # drops rows, of the same slots
+    run = jax.jit(jax.vmap(functools.partial(layer, **options), **over))
+    order = np.array([2, 0, 3, 1])
+    moved = ma.Placement.from_slots(order, ranks * LOCAL, num_ranks=ranks)
+    weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]
+    renamed = jnp.where(ids >= 0, jnp.asarray(np.argsort(order))[ids], -1)
+    placed = [*floats[:2], *weights]
+    expected = run(renamed, placed, None)
+    np.testing.assert_array_equal(run(ids, placed, moved), expected)
+
+    placement, _ = placement_of(rng, ranks, LOCAL, 1)
+
+    def second(floats, placement):
+        tangents = jax.tree.map(jnp.cos, floats)
+        of = jax.vmap(functools.partial(value_and_gradients, group=group), **over)
+        return jax.jvp(lambda floats: of(ids, floats, placement)[0], (floats,), (tangents,))[1]
+
+    second = jax.jit(second)
+    pairs = zip(second(floats, placement), second(floats, None), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
