@@ -254,7 +254,8 @@ def combine(
         (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as scale). None means the
         dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
         format's group size. With a group of two levels, a float dtype must not be wider than the
-        dtype of ``y``. The gradient does not depend on ``wire_dtype``.
+        dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic in
+        float16 round float64 to float16 through float32.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.
