@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
@@ -181,17 +180,15 @@ def test_ids_that_are_no_experts_stay_outside():
 def test_a_plan_of_this_step_needs_one_gather():
     ranks, experts = harness.SEVERAL, 4 * harness.SEVERAL
     ids = drawn_ids(ranks, 32, experts)
-    mesh, group = harness.mesh_of(ranks), harness.group_of(ranks)
+    group = harness.group_of(ranks)
 
     def plan_and_choose(ids):
-        counts = ma.gather_counts(ids[0], num_experts=experts, group=group)
+        counts = ma.gather_counts(ids, num_experts=experts, group=group)
         placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
         rank = jax.lax.axis_index(group.axis_name)
-        return ma.choose_slots(ids[0], placement, rank=rank, num_ranks=ranks, counts=counts)[None]
+        return ma.choose_slots(ids, placement, rank=rank, num_ranks=ranks, counts=counts)
 
-    specs = P(group.axis_name)
-    program = jax.shard_map(plan_and_choose, mesh=mesh, in_specs=specs, out_specs=specs)
-    slots = np.asarray(harness.jit(program)(ids))
+    slots = np.asarray(harness.jit(harness.over_ranks(plan_and_choose, group.mesh))(ids))
     counts = counts_of(ids, experts)
     placement = ma.plan_placement(counts.sum(0), num_ranks=ranks, spare=2)
     np.testing.assert_array_equal(slots, chosen_by_hand(ids, placement, ranks, counts))
