@@ -5,13 +5,15 @@
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --only training --methods moe_mlp --overlap-backward
+    python -m benchmarks.layer --capacities tight worst --methods moe_mlp moe_mlp_fp8
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call, without overlap; ``--overlap-backward`` adds the form with it. First this times the experts
-alone (``experts.py``) on rows that are dispatched already; then the layer by each method with the
-same experts. The router's choices are given. Training is forward alone, and forward with the
-gradients of tokens, router weights and experts; decode is a few tokens, forward. Every result is
-checked before it is timed.
+call, without overlap; ``--overlap-backward`` adds the form with it. ``moe_mlp_fp8`` has weights
+that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows and weights for the
+products, with gradients. First this times the experts alone (``experts.py``) on rows that are
+dispatched already; then the layer by each method with the same experts. The router's choices are
+given. Training is forward alone, and forward with the gradients of tokens, router weights and
+experts; decode is a few tokens, forward. Every result is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -34,15 +36,23 @@ from .run import Case, Job, Program, Row, Run, say
 from .workload import LAYERS, Setting, Workload, draw, round_up
 
 DECODE_TOKENS = (64, 8)
-TINY_INTERMEDIATE = 32
-TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
+TINY_INTERMEDIATE = 128
+TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 # Compared with the first.
-METHODS = ("all_gather", "ours", "moe_mlp", "dense", "ragged", "ragged32")
+METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
+METHODS += ("dense", "ragged", "ragged32")
 OVERLAPPED = "moe_mlp, backward overlapped"
-OF_MOE_MLP = {"moe_mlp": False, OVERLAPPED: True}  # method: overlap_backward
+OF_FP8 = "moe_mlp_fp8"  # weights are quantized before, for inference
+OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
+    "moe_mlp": {},
+    OVERLAPPED: dict(overlap_backward=True),
+    OF_FP8: {},
+    "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
+}
 OURS = ("ours", *OF_MOE_MLP)
 ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
+FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
@@ -80,6 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--capacities", nargs="+", choices=("tight", "worst"), default=("tight",))
     parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     parser.add_argument(
         "--overlap-backward",
@@ -107,9 +118,12 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     found = []
     for name in args.shapes:
         training, intermediate = LAYERS[name]
-        decode = [dataclasses.replace(training, tokens=tokens) for tokens in DECODE_TOKENS]
-        for setting in (training, *decode):
-            is_training = setting is training
+        settings = [
+            dataclasses.replace(training, capacity=capacity) for capacity in args.capacities
+        ]
+        settings += [dataclasses.replace(training, tokens=tokens) for tokens in DECODE_TOKENS]
+        for setting in settings:
+            is_training = setting.tokens == training.tokens
             if args.only not in (None, "training" if is_training else "decode"):
                 continue
             if not on_gpu:
@@ -196,6 +210,8 @@ class Bench:
     def layer_case(self, method: str) -> Case:
         """Return the case of the layer by a method, whose results must be those of the first."""
         layer = self.layer(method)
+        weights = self.quantized if method == OF_FP8 else self.weights
+        has_gradients = self.shape.is_training and method != OF_FP8
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
@@ -209,20 +225,21 @@ class Bench:
         def start(fn: Callable[..., Any], reps: int = 1) -> Program:
             options: dict[str, Any] = dict(exchanges=2, tied_axes=2 if method in OURS else None)
             options.update(reps=reps, keeps_results=reps == 1)
-            return self.run.start(fn, self.state, *self.weights, **options)
+            return self.run.start(fn, self.state, *weights, **options)
 
-        jobs = [self.job("forward", method, start(forward, self.shape.reps), self.state)]
-        checked = start(both) if self.shape.is_training else start(forward)
-        if self.shape.is_training:
+        timed = start(forward, self.shape.reps)
+        jobs = [self.job("forward", method, timed, self.state, weights)]
+        checked = start(both) if has_gradients else start(forward)
+        if has_gradients:
             jobs.append(self.job("forward_and_gradients", method, checked, self.state))
 
         def check() -> None:
-            found = checked.compiling.result()(self.state, *self.weights)
+            found = jax.tree.leaves(checked.compiling.result()(self.state, *weights))
             self.reference = found if self.reference is None else self.reference
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(self.reference), strict=True)
             squares = jax.jit(operations.squares)
+            pairs = zip(found, self.reference, strict=method != OF_FP8)
             errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
-            operations.check_errors(errors, TOLERANCE)
+            operations.check_errors(errors, FP8_TOLERANCE if "fp8" in method else TOLERANCE)
 
         what = f"{self.shape.sweep}, {self.shape.workload.setting}, by {method}"
         return Case(what, check, jobs, self.group)
@@ -237,7 +254,7 @@ class Bench:
                 group=self.group,
                 num_experts=workload.setting.experts,
                 capacity=workload.capacity,
-                overlap_backward=OF_MOE_MLP[method],
+                **OF_MOE_MLP[method],
             )
             return lambda ids, x, *rest: one_call(x, ids, *rest)
         made = MAKERS[method](workload, self.group)
@@ -249,8 +266,15 @@ class Bench:
 
         return layer
 
-    def job(self, op: str, method: str, program: Program, state: Any) -> Job:
+    @functools.cached_property
+    def quantized(self) -> list[Any]:
+        """Return the weights in FP8."""
+        quantize = jax.jit(jax.vmap(ma.quantize_experts))
+        return [quantize(w) for w in self.weights]
+
+    def job(self, op: str, method: str, program: Program, state: Any, weights: Any = None) -> Job:
         """Return the job of a program; the tie of repetitions is some 1 % of them, and stays."""
+        weights = self.weights if weights is None else weights
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
@@ -273,7 +297,7 @@ class Bench:
                 samples=self.run.samples,
             )
 
-        return Job(op, program, lambda _: (state, *self.weights), row)
+        return Job(op, program, lambda _: (state, *weights), row)
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:

@@ -467,7 +467,8 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     }
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
     ops = ("forward", "forward_and_gradients")
-    assert measured == {(m, op) for m in (*layer.OURS, "all_gather", "dense") for op in ops}
+    expected = {(m, op) for m in (*layer.OURS, "all_gather", "dense") for op in ops}
+    assert measured == expected - {(layer.OF_FP8, "forward_and_gradients")}
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
