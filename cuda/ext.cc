@@ -16,6 +16,7 @@
 #include "runtime/workspace.h"
 #include "tuning.h"
 #ifdef MOE_A2A_GROUPED_GEMM
+#include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 #endif
 
@@ -124,6 +125,7 @@ NB_MODULE(_native, m) {
 #ifdef MOE_A2A_GROUPED_GEMM
   m.attr("has_grouped_gemm") = true;
   m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
+  m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
 #else
   m.attr("has_grouped_gemm") = false;
 #endif

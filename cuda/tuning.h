@@ -98,6 +98,9 @@ struct Sm90 {
   // Python chooses kForwardFew if groups have at most this number of rows on average. On H100, kForwardFew and kForward
   // take 271 and 283 us for 32 groups of 32 rows, and 331 and 287 us for groups of 64 rows.
   static constexpr int kGemmFewRows = 32;
+  // The same for Fp8Product::kForwardFew. It takes 149 and 187 us for 32 groups of 64 and 128 rows, and a tile of 128
+  // rows by 256 columns takes 150 and 160 us ("FP8").
+  static constexpr int kFp8FewRows = 64;
 };
 
 // The numbers of this build.
@@ -120,6 +123,7 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},
     {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
+    {"FP8_FEW_ROWS", Tuning::kFp8FewRows},
     {"GEMM_DOT_COLUMNS", Tuning::kTransposed.n},  // of an activation's gradient, a partial dot each
 };
 

@@ -39,7 +39,7 @@ PRIMITIVES = {
 # Paths
 
 
-def read_table(product, out, a, b, table, num_sms):
+def read_table(target, product, out, arrays, num_sms):
     """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
 
     def run(*operands):
@@ -61,7 +61,8 @@ def read_table(product, out, a, b, table, num_sms):
                 d[rows] = x @ (w.T if product == lowered.TRANSPOSED else w)
         return d
 
-    return jax.pure_callback(run, out, a, b, table)
+    assert target == lowered.TARGET
+    return jax.pure_callback(run, out, *arrays)
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):
@@ -93,7 +94,7 @@ def only(path):
             empty = lambda dtype, *sizes: "the product is empty" if 0 in sizes else ""
             patch.setattr(lowered, "why_no_kernel", empty)
             patch.setattr(native, "register_targets", lambda: None)
-            patch.setattr(lowered, "_call", read_table)
+            patch.setattr(lowered, "call", read_table)
         if path in ("mosaic", "careless", "lax"):
             patch.setattr(native, "has_grouped_gemm", lambda: False)
         if path == "careless":

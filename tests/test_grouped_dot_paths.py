@@ -3,6 +3,7 @@
 Lowering for CUDA needs no GPU, so most of this runs wherever the kernel was built in.
 """
 
+import functools
 import logging
 import re
 
@@ -15,6 +16,7 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.grouped import quantized
 
 pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
 
@@ -74,10 +76,10 @@ def test_wrong_arguments_are_named(error, message, change):
 # Which path runs
 
 
-def calls(fn, *operands):
-    """Return the products that are lowered for CUDA as calls of the kernel, in order."""
+def calls(fn, *operands, target=lowered.TARGET):
+    """Return the products that are lowered for CUDA as calls of a kernel, in order."""
     text = jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [line for line in text.splitlines() if "@moe_a2a_grouped_gemm" in line]
+    lines = [line for line in text.splitlines() if f"@{target}(" in line]
     return [int(re.search(r"product = (\d+)", line)[1]) for line in lines]
 
 
@@ -107,6 +109,65 @@ def avals(num_rows=512, groups=4, k=64, n=128, dtype="bfloat16", lead=()):
         jax.ShapeDtypeStruct((*lead, groups, k, n), dtype),
         jax.ShapeDtypeStruct((*lead, groups), jnp.int32),
     )
+
+
+def fp8_avals(num_rows=512, groups=4, k=256, n=200, lead=()):
+    shape = lambda dtype, *axes: jax.ShapeDtypeStruct((*lead, *axes), dtype)
+    rows = shape(E4M3, num_rows, k), shape("float32", num_rows, k // 128)
+    experts = shape(E4M3, groups, n, k), shape("float32", groups, -(-n // 128), k // 128)
+    return ma.Quantized(*rows), ma.QuantizedExperts(*experts), shape("int32", groups)
+
+
+E4M3 = jnp.dtype("float8_e4m3fn")
+fp8_calls = functools.partial(calls, target=quantized.TARGET)
+
+
+@needs_kernel
+def test_each_product_in_fp8_is_one_call(hopper):
+    forward, few = range(2)
+    in_float32 = functools.partial(ma.grouped_dot, preferred_element_type="float32")
+    for dot in (ma.grouped_dot, in_float32):
+        assert fp8_calls(dot, *fp8_avals()) == [forward]
+        assert fp8_calls(dot, *fp8_avals(num_rows=4 * 64)) == [few]
+        assert fp8_calls(dot, *fp8_avals(num_rows=4 * 64 + 1)) == [forward]
+        assert calls(dot, *fp8_avals()) == []
+    assert fp8_calls(jax.vmap(ma.grouped_dot), *fp8_avals(lead=(3,))) == [forward]
+    nested = jax.vmap(jax.vmap(ma.grouped_dot))
+    assert fp8_calls(nested, *fp8_avals(num_rows=4 * 64, lead=(3, 2))) == [few]
+    assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == ""
+    floats = jax.ShapeDtypeStruct((512, 256), "bfloat16")
+    assert fp8_calls(ma.grouped_dot, floats, *fp8_avals()[1:]) == [forward]
+    assert ma.why_no_grouped_gemm(floats, fp8_avals()[1]) == ""
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("N in multiples of 8; got weights of 256 by 12", dict(n=12)),
+        ("no rows, no groups or no columns", dict(num_rows=0)),
+        ("so large a product; got 2000000 rows", dict(num_rows=2_000_000)),
+    ],
+)
+def test_what_the_fp8_kernel_cannot_do_is_decoded(hopper, caplog, why, options):
+    rows, w, sizes = fp8_avals(**options)
+    assert why in ma.why_no_grouped_gemm(rows, w)
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        assert fp8_calls(ma.grouped_dot, rows, w, sizes) == []
+    assert any(
+        "decoded to bfloat16, because" in message and why in message for message in caplog.messages
+    )
+
+
+@needs_kernel
+def test_other_gpus_decode_products_in_fp8(monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "the kernel needs other GPUs")
+    assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == "the kernel needs other GPUs"
+    for dtype in ("bfloat16", "float32"):
+        dot = functools.partial(ma.grouped_dot, preferred_element_type=dtype)
+        assert fp8_calls(dot, *fp8_avals()) == calls(dot, *fp8_avals()) == []
+    jax.clear_caches()
 
 
 @needs_kernel
@@ -153,11 +214,14 @@ def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: False)
     assert "built without" in ma.why_no_grouped_gemm(*avals()[:2])
     assert calls(gradients, *avals()) == []
+    assert "built without" in ma.why_no_grouped_gemm(*fp8_avals()[:2])
+    assert fp8_calls(ma.grouped_dot, *fp8_avals()) == []
 
 
 @pytest.mark.skipif(harness.ON_GPU, reason="without GPUs")
 def test_without_a_gpu_the_reason_says_so():
     why = ma.why_no_grouped_gemm(*avals()[:2])
+    assert why == ma.why_no_grouped_gemm(*fp8_avals()[:2])
     assert why in ("JAX sees no GPU", "jax_moe_a2a was built without the kernel of grouped_dot")
 
 
@@ -171,6 +235,9 @@ def test_the_kernel_is_called_on_this_gpu():
     assert text.count("@moe_a2a_grouped_gemm") == 2
     compiled = jax.jit(ma.grouped_dot).lower(rows, w, sizes).compile().as_text()
     assert "moe_a2a_grouped_gemm" in compiled
+    assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == ""
+    compiled = jax.jit(ma.grouped_dot).lower(*fp8_avals()).compile().as_text()
+    assert quantized.TARGET in compiled and "bf16[4,200,256]" not in compiled
 
 
 @pytest.mark.gpu
@@ -202,3 +269,43 @@ def test_the_handler_refuses_arrays_that_do_not_fit():
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_moe_a2a.*{message}"):
             call(*wrong)
+
+
+@pytest.mark.gpu
+def test_the_fp8_handler_refuses_arrays_that_do_not_fit():
+    if ma.why_no_grouped_gemm(*fp8_avals()[:2]):
+        pytest.skip("the kernel does not run here")
+    native.register_targets()
+
+    def call(*args, d, product=0, num_sms=0):
+        call = jax.ffi.ffi_call(quantized.TARGET, [d, jax.ShapeDtypeStruct((1,), jnp.int32)])
+        options = dict(product=np.int64(product), num_sms=np.int64(num_sms))
+        return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(*args))
+
+    rows, w = jnp.ones((64, 256), E4M3), jnp.ones((2, 24, 256), E4M3)
+    table = jnp.array([[0, 32], [32, 32], [0, 1]], jnp.int32)
+    scales, w_scales = jnp.ones((64, 2), jnp.float32), jnp.full((2, 1, 2), 2, jnp.float32)
+    right = dict(rows=rows, w=w, table=table, scales=scales, w_scales=w_scales)
+    d = jax.ShapeDtypeStruct((64, 24), jnp.bfloat16)
+    for product in (0, 1):
+        for dtype in ("bfloat16", "float32"):
+            found = call(*right.values(), d=d.update(dtype=dtype), product=product)
+            assert np.asarray(found == 512).all()
+    for wrong, options, message in (
+        (dict(rows=rows[:, :128]), {}, r"rows.*\[64,256\].*got \[64,128\]"),
+        (dict(w=w[0]), {}, "three"),
+        (dict(rows=rows.astype(jnp.bfloat16)), {}, "rows.*dtype"),
+        (dict(w=w.astype(jnp.float8_e5m2)), {}, "weights.*dtype"),
+        (dict(table=table[:2]), {}, r"table.*\[3,2\].*got \[2,2\]"),
+        (dict(scales=scales.T), {}, r"scales of rows.*\[64,2\].*got \[2,64\]"),
+        (dict(scales=scales.astype(jnp.bfloat16)), {}, "scales of rows.*dtype"),
+        (dict(w_scales=w_scales[:, :, :1]), {}, r"scales of weights.*\[2,1,2\].*got \[2,1,1\]"),
+        ({}, dict(d=d.update(shape=(63, 24))), r"result.*got \[63,24\]"),
+        ({}, dict(d=d.update(dtype="float16")), "result.*dtype"),
+        ({}, dict(product=2), "no product 2"),
+        ({}, dict(num_sms=-1), "num_sms must be at least 0; got -1"),
+        (dict(w=w[:, :12]), {}, "N in multiples of 8"),
+        (dict(w=w[:, :, :64], rows=rows[:, :64]), {}, "K in multiples of 128"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_moe_a2a.*{message}"):
+            call(*(right | wrong).values(), **(dict(d=d) | options))

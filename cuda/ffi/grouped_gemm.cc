@@ -1,4 +1,5 @@
-// The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h).
+// The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h,
+// gemm/fp8_gemm.h).
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter, int32 [1].
 // moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows, weights, table, biases
@@ -6,6 +7,9 @@
 // moe_a2a_act_dot_grad, the gradient of activations [C, I] times weights [L, I, N]: operands gradient [C, N], weights,
 // table, pre-activations [C, P], router weights; results gradient of the pre-activations [C, P], weighted activations
 // [C, I], partial dots, float32 [ceil(I / kDotColumns), C], counter.
+// moe_a2a_fp8_gemm: operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and
+// of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The kernel
+// reads the scales of rows where they are: a lane loads the scales of its own rows, so their order costs nothing.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
 // checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
@@ -20,6 +24,7 @@
 #include <string>
 #include <utility>
 
+#include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "runtime/driver.h"
 #include "xla/ffi/api/ffi.h"
@@ -60,6 +65,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
   const DeviceScope scope;
   error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = LoadGroupedGemm();
+  if (error == cudaSuccess) error = LoadFp8Gemm();
   if (error == cudaSuccess) loaded |= device;
   return ToError(error);
 }
@@ -96,39 +102,24 @@ struct Call {
   int32_t ordinal;
   int64_t num_sms;
   ffi::AnyBuffer rows, weights, table, counter;
-  int64_t num_columns;  // of rows
 };
 
-// Sets what all products have in common, after checks.
-ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
-  const auto shape_rows = call.rows.dimensions(), shape_weights = call.weights.dimensions(),
-             shape_table = call.table.dimensions();
-  if (shape_rows.size() != 2 || shape_weights.size() != 3 || shape_table.size() != 2) {
-    return Invalid("grouped_dot needs rows of two axes, weights of three and a table of two; got " +
-                   Describe(shape_rows) + ", " + Describe(shape_weights) + " and " +
-                   Describe(shape_table));
-  }
-  const ffi::DataType type = call.rows.element_type();
-  gemm->type = type == ffi::DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16;
-  const char* name = type == ffi::DataType::BF16  ? "bfloat16"
-                     : type == ffi::DataType::F16 ? "float16"
-                                                  : "another type";
-  gemm->num_rows = shape_rows[0];
-  gemm->num_weights = shape_weights[0];
-  gemm->k = shape_weights[1];
-  gemm->n = shape_weights[2];
-  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
-  const int64_t num_groups = shape_table[1];
-  const ffi::Error error = First(
-      {CheckShape(call.rows, "rows", type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
-       CheckShape(call.weights, "weights", type, {gemm->num_weights, gemm->k, gemm->n}),
-       CheckShape(call.table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
-       CheckShape(call.counter, "the counter", ffi::DataType::S32, {1})});
+ffi::Error CheckAxes(const Call& call) {
+  const auto rows = call.rows.dimensions(), weights = call.weights.dimensions(),
+             table = call.table.dimensions();
+  if (rows.size() == 2 && weights.size() == 3 && table.size() == 2) return ffi::Error::Success();
+  return Invalid("grouped_dot needs rows of two axes, weights of three and a table of two; got " +
+                 Describe(rows) + ", " + Describe(weights) + " and " + Describe(table));
+}
+
+// Sets the groups and the launch, after checks. The table has two axes.
+template <typename Gemm>
+ffi::Error ReadLaunch(const Call& call, Gemm* gemm) {
+  const int64_t num_groups = call.table.dimensions()[1];
+  const ffi::Error error =
+      First({CheckShape(call.table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
+             CheckShape(call.counter, "the counter", ffi::DataType::S32, {1})});
   if (error.failure()) return error;
-  if (const Problem problem = WhyNotGroupedGemm(name, gemm->num_rows, num_groups, gemm->k, gemm->n);
-      !problem.empty()) {
-    return Invalid(problem);
-  }
   gemm->starts = static_cast<const int32_t*>(call.table.untyped_data());
   gemm->sizes = gemm->starts + num_groups;
   gemm->weights = gemm->sizes + num_groups;
@@ -145,6 +136,32 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
   }
   gemm->num_sms = call.num_sms == 0 ? sms : static_cast<int>(std::min<int64_t>(call.num_sms, sms));
   return ffi::Error::Success();
+}
+
+// Sets what all products of 16-bit numbers have in common, after checks.
+ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
+  if (ffi::Error error = CheckAxes(call); error.failure()) return error;
+  const auto shape_weights = call.weights.dimensions();
+  const ffi::DataType type = call.rows.element_type();
+  gemm->type = type == ffi::DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+  const char* name = type == ffi::DataType::BF16  ? "bfloat16"
+                     : type == ffi::DataType::F16 ? "float16"
+                                                  : "another type";
+  gemm->num_rows = call.rows.dimensions()[0];
+  gemm->num_weights = shape_weights[0];
+  gemm->k = shape_weights[1];
+  gemm->n = shape_weights[2];
+  // Before the comparison of dtypes: a dtype that no kernel has is the reason to tell.
+  if (const Problem problem =
+          WhyNotGroupedGemm(name, gemm->num_rows, call.table.dimensions()[1], gemm->k, gemm->n);
+      !problem.empty()) {
+    return Invalid(problem);
+  }
+  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
+  return First(
+      {CheckShape(call.rows, "rows", type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
+       CheckShape(call.weights, "weights", type, {gemm->num_weights, gemm->k, gemm->n}),
+       ReadLaunch(call, gemm)});
 }
 
 ffi::Error Launch(const GroupedGemm& gemm, cudaStream_t stream) {
@@ -275,6 +292,50 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
   return Launch(gemm, stream);
 }
 
+ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t num_sms,
+                  ffi::AnyBuffer rows, ffi::AnyBuffer weights, ffi::AnyBuffer table,
+                  ffi::AnyBuffer row_scales, ffi::AnyBuffer weight_scales,
+                  ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> counter) {
+  const Call call = {stream, ordinal, num_sms, rows, weights, table, *counter};
+  if (ffi::Error error = CheckAxes(call); error.failure()) return error;
+  Fp8Gemm gemm = {};
+  gemm.product = static_cast<Fp8Product>(product);
+  if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
+    return Invalid("grouped_dot in FP8 has no product " + std::to_string(product));
+  }
+  gemm.num_rows = rows.dimensions()[0];
+  gemm.num_weights = weights.dimensions()[0];
+  gemm.n = weights.dimensions()[1];
+  gemm.k = weights.dimensions()[2];
+  if (const Problem problem = WhyNotFp8Gemm(gemm.num_rows, table.dimensions()[1], gemm.k, gemm.n);
+      !problem.empty()) {
+    return Invalid(problem);
+  }
+  const auto fp8 = ffi::DataType::F8E4M3FN, float32 = ffi::DataType::F32;
+  const bool is_float = d->element_type() == float32;
+  gemm.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+  const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
+  const ffi::Error error =
+      First({CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
+             CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
+             CheckShape(row_scales, "the scales of rows", float32, {gemm.num_rows, blocks_k}),
+             CheckShape(weight_scales, "the scales of weights", float32,
+                        {gemm.num_weights, blocks_n, blocks_k}),
+             CheckShape(*d, "the result", is_float ? float32 : ffi::DataType::BF16,
+                        {gemm.num_rows, gemm.n}),
+             ReadLaunch(call, &gemm)});
+  if (error.failure()) return error;
+  gemm.rows = rows.untyped_data();
+  gemm.matrices = weights.untyped_data();
+  gemm.row_scales = static_cast<const float*>(row_scales.untyped_data());
+  gemm.row_stride = blocks_k;
+  gemm.block_stride = 1;
+  gemm.matrix_scales = static_cast<const float*>(weight_scales.untyped_data());
+  gemm.d = d->untyped_data();
+  const Problem problem = LaunchFp8Gemm(gemm, stream);
+  return problem.empty() ? ffi::Error::Success() : Internal(problem);
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
@@ -328,6 +389,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_dot_grad, ActDotGrad,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_fp8_gemm, Fp8Dot,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("product")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

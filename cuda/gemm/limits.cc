@@ -3,19 +3,18 @@
 #include <string_view>
 
 #include "gemm/form.h"
+#include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 
 namespace moe_a2a {
+namespace {
 
-Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
-                          int64_t n) {
-  if (type != "bfloat16" && type != "float16") {
-    return "the kernel needs bfloat16 or float16; got " + std::string(type);
-  }
-  if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
-    return "the kernel needs columns in multiples of 8; got weights of " + std::to_string(k) +
-           " by " + std::to_string(n);
-  }
+std::string WeightsOf(int64_t k, int64_t n) {
+  return "weights of " + std::to_string(k) + " by " + std::to_string(n);
+}
+
+// Returns why tiles of such a product cannot be counted, or an empty string.
+Problem WhyTooLarge(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
   using gemm::kMaxTiles;
   constexpr int64_t kMaxAllTiles = 1 << 30;
   // Count the smallest tiles of all forms (gemm/form.h).
@@ -26,10 +25,31 @@ Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_g
       num_groups > kMaxAllTiles || tiles_of_rows * std::max(tiles_k, tiles_n) > kMaxAllTiles ||
       tiles_k * tiles_n * num_groups > kMaxAllTiles) {
     return "the kernel cannot count the tiles of so large a product; got " +
-           std::to_string(num_rows) + " rows, " + std::to_string(num_groups) +
-           " groups and weights of " + std::to_string(k) + " by " + std::to_string(n);
+           std::to_string(num_rows) + " rows, " + std::to_string(num_groups) + " groups and " +
+           WeightsOf(k, n);
   }
   return "";
+}
+
+}  // namespace
+
+Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
+                          int64_t n) {
+  if (type != "bfloat16" && type != "float16") {
+    return "the kernel needs bfloat16 or float16; got " + std::string(type);
+  }
+  if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
+    return "the kernel needs columns in multiples of 8; got " + WeightsOf(k, n);
+  }
+  return WhyTooLarge(num_rows, num_groups, k, n);
+}
+
+Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
+  if (k < 1 || n < 1 || k % kFp8Block != 0 || n % 8 != 0) {
+    return "the FP8 kernel needs K in multiples of " + std::to_string(kFp8Block) +
+           " and N in multiples of 8; got " + WeightsOf(k, n);
+  }
+  return WhyTooLarge(num_rows, num_groups, k, n);
 }
 
 }  // namespace moe_a2a

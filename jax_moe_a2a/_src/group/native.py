@@ -99,6 +99,12 @@ def why_not_grouped_gemm(dtype: Any, num_rows: int, num_groups: int, k: int, n: 
     return why
 
 
+def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why the kernel of grouped products in FP8 does not support such sizes, or ''."""
+    why, _ = _native.why_not_fp8_gemm(num_rows, num_groups, k, n)
+    return why
+
+
 def available() -> bool:
     """Return True if the CUDA kernels are built in and this process has a GPU.
 

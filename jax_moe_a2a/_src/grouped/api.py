@@ -132,15 +132,17 @@ def why_no_grouped_gemm(
       w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
 
     Returns:
-      A reason in words, or "" if the kernel runs. Quantized arrays have no kernel yet.
+      A reason in words, or "" if the kernel runs. If it does not, quantized arrays are decoded to
+      bfloat16 on GPUs, and multiplied as plain arrays.
 
     Raises:
       TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
     if quantized.is_quantized(rows, w):
-        quantized.check_operands(rows, w)
-        return quantized.NO_KERNEL
+        pair, experts = quantized.check_operands(rows, w)
+        num_groups, n, k = experts.values.shape
+        return lowered.why_no_fp8_kernel(pair.values.shape[0], num_groups, k, n)
     check_arrays(rows, w)
     x: Any = rows
     weights: Any = w

@@ -44,14 +44,27 @@ logger = logging.getLogger("jax_moe_a2a")
 def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why the kernel does not compute products of these sizes on the GPUs of this process;
     '' if it does. Weights of a group are [k, n]."""
+    # The rows after the last group of each batch element may be one more group.
+    return _why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
+        dtype, num_rows, 2 * num_groups, k, n
+    )
+
+
+def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why no kernel computes products in FP8 of these sizes on the GPUs of this process; ''
+    if it does. Weights of a group are [n, k]."""
+    return _why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
+        num_rows, 2 * num_groups, k, n
+    )
+
+
+def _why_no_call(*sizes: int) -> str:
+    """Return why no kernel of this package runs, whatever the dtype, or ''."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
         return why
-    if 0 in (num_rows, num_groups, k, n):
-        return "there are no rows, no groups or no columns"
-    # The rows after the last group of each batch element may be one more group.
-    return native.why_not_grouped_gemm(dtype, num_rows, 2 * num_groups, k, n)
+    return "there are no rows, no groups or no columns" if 0 in sizes else ""
 
 
 def _why_other_gpu() -> str:
@@ -149,7 +162,8 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
     rows2, w3 = flat(rows, 2), flat(w, 3)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    return _call(product, out, rows2, w3, groups, num_sms).reshape(*rows.shape[:-1], columns)
+    result = call(TARGET, product, out, (rows2, w3, groups), num_sms)
+    return result.reshape(*rows.shape[:-1], columns)
 
 
 def _outer_kernel(
@@ -166,7 +180,7 @@ def _outer_kernel(
     groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
     own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
     shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    out = _call(WEIGHT_GRADIENT, shape, flat(x, 2), flat(y, 2), groups, num_sms)
+    out = call(TARGET, WEIGHT_GRADIENT, shape, (flat(x, 2), flat(y, 2), groups), num_sms)
     return sum_lead(out.reshape(*batch, *own), lead)
 
 
@@ -201,12 +215,13 @@ def table(
     return table.reshape(3, -1)
 
 
-def _call(
-    product: int, out: Any, a: jax.Array, b: jax.Array, table: jax.Array, num_sms: int | None
+def call(
+    target: str, product: int, out: Any, operands: Sequence[jax.Array], num_sms: int | None
 ) -> jax.Array:
+    """Call a kernel whose results are one array and the counter."""
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call(TARGET, [out, counter])
-    d, _ = call(a, b, table, product=np.int64(product), num_sms=np.int64(num_sms or 0))
+    kernel = jax.ffi.ffi_call(target, [out, counter])
+    d, _ = kernel(*operands, product=np.int64(product), num_sms=np.int64(num_sms or 0))
     # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
     # prevents the copy.

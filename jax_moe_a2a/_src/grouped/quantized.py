@@ -13,6 +13,7 @@ hold a gradient.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -33,16 +34,16 @@ from ..formats.weights import (
     check_scales,
     decode_experts,
 )
+from ..group import native
 from . import lowering as lowered
 from . import reference
 from .primitives import bind_dot, check_unsharded, with_batch
+from .reference import lead_of
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-# Why products in FP8 do not run a kernel.
-NO_KERNEL = (
-    "there is no call of a kernel for BlockwiseFp8 yet: rows and weights are decoded, and "
-    "multiplied in bfloat16"
-)
+TARGET = "moe_a2a_fp8_gemm"
+# Largest mean number of rows per group for which tiles of few rows are faster.
+FEW_ROWS = native.tuning("FP8_FEW_ROWS")
 NO_GRADIENT = (
     "an array in FP8 has no gradient, and nothing passes a gradient through it. Differentiate a "
     "layer with the weights in bfloat16 and experts_format=ma.BlockwiseFp8(); or apply "
@@ -228,9 +229,42 @@ def _in_bfloat16(*operands: Any, dtype: Any, tail: Tail, num_sms: int | None) ->
     return reference.dot(rows, w, sizes, transposed=False, dtype=dtype)
 
 
+def _kernel(
+    values: jax.Array,
+    scales: jax.Array,
+    w_values: jax.Array,
+    w_scales: jax.Array,
+    sizes: jax.Array,
+    *,
+    dtype: Any,
+    tail: Tail,
+    num_sms: int | None,
+) -> jax.Array:
+    num_rows, columns = values.shape[-2], w_values.shape[-2]
+    few = num_rows <= FEW_ROWS * sizes.shape[-1]
+    # The batch may share the values or the scales of weights, but a group has one index for both.
+    lead = jnp.broadcast_shapes(w_values.shape[:-3], w_scales.shape[:-3])
+    weights = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (w_values, w_scales))
+    w3, scales3 = (lowered.flat(x, 3) for x in weights)
+    groups = lowered.table(sizes, lead_of(values), num_rows, lead, has_tail=tail == "zero")
+    rows2 = lowered.flat(values, 2)
+    out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
+    product = lowered.FORWARD_FEW if few else lowered.FORWARD
+    operands = rows2, w3, groups, lowered.flat(scales, 2), scales3
+    result = lowered.call(TARGET, product, out, operands, num_sms)
+    return result.reshape(*values.shape[:-1], columns)
+
+
 def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    logger.info("%s: not in FP8, because %s", ctx.primitive, NO_KERNEL)
-    return lowered.lower_fun(ctx, _in_bfloat16, operands, params)
+    rows, _, w, _, sizes = ctx.avals_in
+    batch, num_groups = math.prod(lead_of(rows)), sizes.shape[-1]
+    shape = batch * rows.shape[-2], batch * num_groups, rows.shape[-1], w.shape[-2]
+    if why := lowered.why_no_fp8_kernel(*shape):
+        logger.info("%s: decoded to bfloat16, because %s", ctx.primitive, why)
+        return lowered.lower_fun(ctx, _in_bfloat16, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return lowered.lower_fun(ctx, _kernel, operands, params)
 
 
 grouped_dot_fp8_p.def_impl(partial(compat.apply_primitive, grouped_dot_fp8_p))

@@ -1,10 +1,16 @@
 // The grouped GEMM without its kernels, for programs that are lowered and not run.
 #include "gemm/grouped_gemm.h"
 
+#include "gemm/fp8_gemm.h"
+
 namespace moe_a2a {
 
 cudaError_t LoadGroupedGemm() { return cudaSuccess; }
 
 Problem LaunchGroupedGemm(const GroupedGemm&, cudaStream_t) { return "there is no kernel"; }
+
+cudaError_t LoadFp8Gemm() { return cudaSuccess; }
+
+Problem LaunchFp8Gemm(const Fp8Gemm&, cudaStream_t) { return "there is no kernel"; }
 
 }  // namespace moe_a2a
