@@ -1,6 +1,7 @@
 """Layers with weights in FP8 are the explicit calls, and refuse gradients."""
 
 import functools
+import logging
 import pathlib
 import re
 
@@ -17,6 +18,9 @@ from jax.sharding import PartitionSpec as P
 from test_moe import mesh_of
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.grouped.quantized import TARGET
 from jax_moe_a2a.integrations.linen import MoE as LinenMoE
 from jax_moe_a2a.integrations.nnx import MoE as NnxMoE
 
@@ -97,6 +101,39 @@ def test_the_layer_is_that_of_the_explicit_calls(dtype):
     # The format of the tokens is the default. Chunks have the same results, because none drops.
     chunked = of_all_ranks(format=ma.BlockwiseFp8(), num_chunks=2)
     assert relative_error(compiled(chunked, exchanges=4)(*args), found) < 0.02
+
+
+@pytest.mark.skipif(not native.has_grouped_gemm(), reason="built without the kernel")
+@pytest.mark.exchanges(0)
+def test_both_products_are_calls_of_the_kernel(monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    group = harness.emulated_group(RANKS)
+    layers = jax.vmap(functools.partial(layer, group=group), axis_name=harness.AXIS)
+    traced = jax.jit(layers).trace(*quantized(arguments()))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{TARGET}(") == 2
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_the_kernel_and_decoded_products_agree(monkeypatch, caplog, dtype):
+    """Sums of tensor cores differ, and then some activations become the next FP8."""
+    if lowered.why_no_fp8_kernel(8, 1, 128, 128):
+        pytest.skip("the kernel does not run here")
+    args = quantized(arguments(dtype))
+
+    def result():
+        jax.clear_caches()
+        return jax.block_until_ready(small_layer.compiled(of_all_ranks(), exchanges=2)(*args))
+
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        found = result()
+    assert sum("grouped_dot_fp8: the kernel" in message for message in caplog.messages) >= 2
+    monkeypatch.setattr(lowered, "why_no_fp8_kernel", lambda *sizes: "the test hides it")
+    assert relative_error(found, result()) < 0.02
+    jax.clear_caches()
 
 
 @pytest.mark.exchanges(0)
