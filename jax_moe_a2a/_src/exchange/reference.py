@@ -24,6 +24,7 @@ from ..formats.formats import Encoding, TokenFormat, decode_tokens, encode_token
 from ..group.group import Group
 from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 from .record import Exchange, split_routing
+from .swap import swap
 
 
 def route(
@@ -514,12 +515,8 @@ def _exchange(
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
         return jax.vmap(receive)(sent, routing)
 
-    def swap(part: jax.Array) -> jax.Array:
-        if part.size == 0 or group.size == 1:
-            return part
-        return lax.all_to_all(part, group.axis_name, split_axis=0, concat_axis=0)
-
-    return receive(jax.tree.map(swap, send(x, routing)), routing)
+    sent = jax.tree.map(partial(swap, group=group), send(x, routing))
+    return receive(sent, routing)
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:
