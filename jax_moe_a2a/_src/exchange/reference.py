@@ -8,7 +8,9 @@ all ranks on one device, and the swap is a transposition.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +27,11 @@ from ..group.group import Group
 from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 from .record import Exchange, split_routing
 from .swap import swap
+
+# XLA:CPU compiles a sum of few terms in half the time of a loop. More and larger terms are added in
+# a loop, because the program would grow with their number, and XLA might hold all of them.
+MAX_UNROLLED_TERMS = 16
+MAX_UNROLLED_BYTES = 4 * 2**20
 
 
 def route(
@@ -384,22 +391,60 @@ def send_sums(
 
     The sum runs over k in order, in ``acc_dtype``, and is then rounded to ``wire_dtype``.
     """
-    num_ranks, num_tokens, top_k = routing.slot_rows.shape
-    sums = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
+    num_ranks, num_tokens, _ = routing.slot_rows.shape
+    zeros = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
+    zeros, *_ = align_varying([zeros, *(x for pair in pairs for x in pair if x is not None)], ())
 
-    def add_choice(k: Any, sums: jax.Array) -> jax.Array:
-        index = lax.dynamic_index_in_dim(routing.slot_rows, k, 2, keepdims=False)
+    def terms(index: jax.Array) -> list[jax.Array]:
+        terms = []
         for rows, weights in pairs:
             term = take_rows(rows, index).astype(acc_dtype)
             if weights is not None:
                 term *= expand_like(take_rows(weights, index).astype(acc_dtype), term)
-            sums += term
+            terms.append(term)
+        return terms
+
+    # XLA contracts products and sums in a loop to other multiply-adds than outside of one. The bits
+    # of weighted sums must not depend on their size.
+    is_weighted = any(weights is not None for _, weights in pairs)
+    indices = jnp.moveaxis(routing.slot_rows, 2, 0)
+    return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
+
+
+def _sum_in_order(
+    terms: Callable[[jax.Array], list[jax.Array]],
+    indices: jax.Array,
+    zeros: jax.Array,
+    *,
+    may_unroll: bool = True,
+) -> jax.Array:
+    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other.
+
+    Args:
+      terms: returns arrays [..., *P] for an index [...], and [N, ..., *P] for all indices.
+      zeros: [..., *P].
+    """
+    num_indices = len(indices)
+    if num_indices == 0:  # a loop traces its body even for no indices, and the body reads an index
+        return zeros
+    may_unroll &= num_indices <= MAX_UNROLLED_TERMS
+    if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
+        sums, found = zeros, terms(indices)
+        if num_indices > 1:
+            # No index has this value, so this adds zeros. XLA does not know that, or it would leave
+            # out the first addition, and the sum of negative zeros would be a negative zero.
+            never = indices[0] == np.iinfo(np.int32).min
+            sums += expand_like(never.astype(zeros.dtype), zeros)
+        for i in range(num_indices):
+            for term in found:
+                sums += term[i]
         return sums
 
-    sums, *_ = align_varying([sums, *(x for pair in pairs for x in pair if x is not None)], ())
-    if top_k:  # the loop traces its body even for 0 choices, and the body indexes a choice
-        sums = lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums)
-    return sums.astype(wire_dtype)
+    def add(i: Any, sums: jax.Array) -> jax.Array:
+        index = lax.dynamic_index_in_dim(indices, i, keepdims=False)
+        return functools.reduce(operator.add, terms(index), sums)
+
+    return lax.fori_loop(np.int32(0), np.int32(num_indices), add, zeros)
 
 
 def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
@@ -419,14 +464,16 @@ def receive_sums(
     order. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
-
-    def add_rank(rank: Any, total: jax.Array) -> jax.Array:
-        sums = lax.dynamic_index_in_dim(returned, rank, 0, keepdims=False)
-        slots = lax.dynamic_index_in_dim(routing.token_slot, rank, 1, keepdims=False)
-        return total + take_rows(sums, slots).astype(acc_dtype)
-
     total, _ = align_varying([total, returned], ())
-    return lax.fori_loop(np.int32(0), np.int32(num_ranks), add_rank, total).astype(dtype)
+    slots = routing.token_slot.T
+    first = num_tokens * lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+    sums = _merge(returned, 2)
+    total = _sum_in_order(
+        lambda index: [take_rows(sums, index).astype(acc_dtype)],
+        jnp.where(slots >= 0, first + slots, -1),
+        total,
+    )
+    return total.astype(dtype)
 
 
 def send_row_choices(x: jax.Array, routing: RoutingArrays) -> jax.Array:
