@@ -135,7 +135,7 @@ def test_a_token_crosses_to_each_host_once():
             home, local = divmod(source, of_host)
             for host in range(hosts):
                 sent = np.sum(actual.slot_token[source, host] == token)
-                landed = actual.row_rank[host * of_host + local, home * tokens + token] == home
+                landed = actual.row_rank[host * of_host + local, token * hosts + home] == home
                 assert sent == landed == (host in wanted), (name, source, token, host)
             crossing += len(wanted - {home})
         is_far = np.arange(RANKS)[:, None] // of_host != np.arange(hosts)
