@@ -1,6 +1,7 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
+# make test-hosts      tests of two levels with each process as a host, on the CPU; as root over TCP
 # make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
 # make test-network    the suite on GPUs, each in a process as if on a host of its own
 # make fuzz    random exchanges on the portable path against the oracle, for SECONDS=600 from SEED=1
@@ -44,7 +45,7 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network fuzz faults emulate emulate-quick sanitize lint docs bench wheels \
+.PHONY: demo test test-processes test-hosts network test-network fuzz faults emulate emulate-quick sanitize lint docs bench wheels \
   test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -56,6 +57,12 @@ test: $(VENV)/.test
 
 test-processes: $(VENV)/.test
 	$(BIN)/python -m tests.processes $(NUM_PROCESSES) -- -q
+
+test-hosts: $(VENV)/.test
+	for form in '2 4' '2 8' '4 8'; do \
+	  $(BIN)/python -m tests.processes $${form% *} --devices $${form#* } \
+	    $(if $(filter 0,$(shell id -u)),--as-hosts) -- -q tests/test_two_level.py || exit 1; \
+	done
 
 test-network: $(VENV)/.network
 	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \

@@ -127,7 +127,7 @@ struct RouteParams {
   // The choice index whose rows are dropped last. The indices after it, modulo top_k, have falling priority. -1: no row
   // can be dropped, because the capacity holds the worst case.
   int32_t first_choice;
-  int32_t parts;  // consecutive experts that form one group; 1 if rows can be dropped
+  int32_t parts;  // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id that is no expert's
   // [batch, num_ranks, chunks, levels * local_experts + 1]. The last count is of the tokens for this rank.

@@ -148,7 +148,7 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
         )
         return
     yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
-    group = _group(jax.devices(), flags.portable)
+    group = _group(jax.devices(), flags.portable, in_two_levels=True)
     try:
         yield _path(group)
     except RuntimeError as error:
@@ -371,18 +371,26 @@ def _nvshmem() -> Finding:
     return Finding("NVSHMEM", f"{said}; kernels for several hosts {built}", ok=None)
 
 
-def _group(devices: Sequence[jax.Device], portable: bool) -> Group:
+def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
+    """Return a group of all devices, in two levels if asked and if they are on several hosts."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
-    return Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
+    group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
+    if in_two_levels and (divided := group.divided_by_hosts(mesh)):
+        mesh, group = divided
+        return group.placed_on(mesh)
+    return group
 
 
 def _path(group: Group) -> Finding:
     where = "local devices" if group.size == jax.local_device_count() else "devices"
     said = f"{group.path} for a group of all {group.size} {where}"
+    if group.two_level:
+        hosts, ranks = group.levels
+        said += f" ({hosts.size} hosts of {ranks.size})"
     if group.why_portable:
         said += f", because {group.why_portable}"
-    return Finding("path", said, ok=True if group.path == "cuda" else None)
+    return Finding("path", said, ok=True if group.path.startswith("cuda") else None)
 
 
 def _abstract_mesh(group: Group) -> Finding:
@@ -400,28 +408,30 @@ def _abstract_mesh(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the size of the workspace with the free memory outside XLA's pool."""
+    """Compare the size of the workspace with the free memory outside XLA's pool.
+
+    With two levels, it is the workspace within a host. Between hosts, XLA's pool has the buffers.
+    """
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
+    levels = group.levels
     try:
         estimate = memory_estimate(
             num_tokens=flags.tokens,
             hidden=flags.hidden,
             top_k=flags.top_k,
             num_experts=experts,
-            group_size=group.size,
+            group_size=(levels[0].size, levels[1].size) if group.two_level else group.size,
         )
     except ValueError as error:
         return Finding("memory", str(error), ok=False, advice="choose another shape with the flags")
     said = f"{shape}: rows {readable(estimate.rows_bytes)} at worst-case capacity"
-    if group.path != "cuda":
+    if group.two_level:
+        said += f", collectives between hosts {readable(estimate.collective_bytes)} in XLA's pool"
+    if levels[-1].path != "cuda":
         return Finding("memory", f"{said}; no workspace on the portable path", ok=None)
-    workspace_bytes = estimate.workspace_bytes
-    if group.is_multi_host:
-        workspace_bytes = network.bytes_to_reserve(estimate.half_bytes)
-        said += " (NVSHMEM: rounded up, for both directions)"
-    needed = workspace_bytes + native.limit("HEADER_BYTES")
-    said += f", workspace {readable(needed)}"
+    needed = estimate.workspace_bytes + native.limit("HEADER_BYTES")
+    said += f", workspace {'within a host ' * group.two_level}{readable(needed)}"
     assert group.mesh is not None
     devices = list(group.mesh.local_devices)
     for device in devices:  # XLA allocates its pool at the first allocation
@@ -487,7 +497,7 @@ def exchange_problem(group: Group) -> str:
         out, transpose, rows = jax.vjp(layer, x[0], weights[0], has_aux=True)
         return jax.tree.map(lambda leaf: leaf[None], (rows, out, *transpose(cotangent[0])))
 
-    mesh, spec = group.mesh, PartitionSpec(AXIS)
+    mesh, spec = group.mesh, PartitionSpec(group.axes)
     assert mesh is not None
     program = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
     try:

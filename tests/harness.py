@@ -34,7 +34,7 @@ if RANKS_ON_ONE_GPU:
 elif ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
-    RANK_COUNTS = (1, 2, 4, 8)
+    RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
 # All processes have the same number of ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
 # SEVERAL: for tests that run with one number of ranks. FEW, MANY: the smallest and largest numbers.

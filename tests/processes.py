@@ -4,6 +4,7 @@ in the same order, and has its share of the devices.
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
     python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
+    python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
 Prints the output of process 0, and the end of the output of any other process that fails. If a
@@ -81,9 +82,16 @@ def environment_of(address, processes, process, devices):
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
-def run(processes, pytest_args, deadline, address=None, placed=lambda process, command: command):
+def run(
+    processes,
+    pytest_args,
+    deadline,
+    cpu_devices=CPU_DEVICES,
+    address=None,
+    placed=lambda process, command: command,
+):
     """Run processes. `placed` returns the command that runs a process on its host."""
-    devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
+    devices, rest = divmod(num_gpus() if ON_GPU else cpu_devices, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
     address, workers, printed = address or free_address(), [], []
@@ -120,7 +128,8 @@ def main():
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(
         prog="python -m tests.processes",
-        usage="%(prog)s [-h] [--deadline SECONDS] [--as-hosts] PROCESSES [-- FOR PYTEST ...]",
+        usage="%(prog)s [-h] [--deadline SECONDS] [--as-hosts] [--devices N] PROCESSES "
+        "[-- FOR PYTEST ...]",
         description=__doc__.split("\n\n")[0],
     )
     parser.add_argument("processes", type=int)
@@ -128,10 +137,11 @@ def main():
     parser.add_argument(
         "--as-hosts", action="store_true", help="each in a network namespace; needs root and ip"
     )
+    parser.add_argument("--devices", type=int, default=CPU_DEVICES, help="on CPU, of all processes")
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that nothing is left over
-    arguments = args.processes, sys.argv[end + 1 :], args.deadline
+    arguments = args.processes, sys.argv[end + 1 :], args.deadline, args.devices
     if not args.as_hosts:
         sys.exit(run(*arguments))
     from . import hosts

@@ -20,6 +20,8 @@ import jax_moe_a2a as ma
 from jax_moe_a2a import doctor
 from jax_moe_a2a._src import api, compat
 from jax_moe_a2a._src.group import extension, meetings, native
+from jax_moe_a2a._src.group import value as group_value
+from jax_moe_a2a._src.plan.memory import readable
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),
@@ -410,18 +412,14 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
     assert doctor._links(None, gpus(2)).said == "unknown"
 
 
-@pytest.mark.parametrize("is_multi_host", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
-def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_multi_host):
+def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
     """A group on the portable path needs no workspace; a group that runs the kernels needs all of
     it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
-    # By NVSHMEM 64 MiB at least, two ring halves for received rows and two for outgoing tokens.
-    workspace = 4 * (64 << 20) if is_multi_host else estimate.workspace_bytes
-    header = 1 << 20
-    monkeypatch.setattr(ma.Group, "is_multi_host", is_multi_host)
+    workspace, header = estimate.workspace_bytes, 1 << 20
     monkeypatch.setattr(ma.Group, "path", "cuda")
     monkeypatch.setattr(native, "limit", lambda name: header)
     flags = types.SimpleNamespace(tokens=64, experts=None, **sizes)
@@ -430,3 +428,35 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_multi_
     assert found.ok is enough
     assert enough or "XLA_PYTHON_CLIENT_MEM_FRACTION" in found.advice
     assert doctor._memory(None, group, flags).ok is None
+
+
+@pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
+def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
+    """The workspace is that within a host, and buffers of the collectives are counted, too."""
+    ranks_of_host = harness.MANY // 2
+
+    def hosts_of(mesh, axes):
+        sizes = (mesh.shape[axis] for axis in axes)
+        return (np.arange(harness.MANY) // ranks_of_host).reshape(1, *sizes)
+
+    monkeypatch.setattr(group_value, "hosts_of", hosts_of)
+    group = doctor._group(harness.devices(harness.MANY), portable=True, in_two_levels=True)
+    assert group.two_level and not doctor._group(group.mesh.devices.flat, portable=True).two_level
+    assert f"(2 hosts of {ranks_of_host}), because " in doctor._path(group).said
+    found = doctor._exchange(group)
+    assert found.ok, found
+
+    sizes = dict(hidden=128, top_k=2)
+    of_levels = dict(sizes, num_experts=256, group_size=(2, ranks_of_host))
+    estimate = ma.memory_estimate(num_tokens=64, **of_levels)
+    buffers = f"collectives between hosts {readable(estimate.collective_bytes)} in XLA's pool"
+    flags = types.SimpleNamespace(tokens=64, experts=None, **sizes)
+    portable = doctor._memory(None, group, flags)
+    assert buffers in portable.said and portable.said.endswith("portable path")
+    monkeypatch.setattr(ma.Group, "path", "cuda")
+    monkeypatch.setattr(native, "limit", lambda name: 1 << 20)
+    for missing in (0, 1):
+        driver = Driver(free=estimate.levels[1].workspace_bytes + (1 << 20) - missing)
+        found = doctor._memory(driver, group, flags)
+        assert found.ok is not bool(missing)
+        assert buffers in found.said and "workspace within a host " in found.said

@@ -141,13 +141,20 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
 
 
 @pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")
-def test_two_levels_are_calls_of_the_kernels_along_each_axis():
-    """Ids and rows cross between hosts, then rows within them; sums the other way."""
+@pytest.mark.parametrize("capacity", (None, TOKENS), ids=("worst_case", "drops"))
+def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
+    """Ids and rows cross between hosts, then rows within them; sums the other way. The kernels
+    within a host accept any capacity, as those of a flat group."""
     axes, hosts = ("host", harness.AXIS), 2
     mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
-    group = ma.Group(mesh, axes, two_level=True)
+    group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
     spec = PartitionSpec(axes)
-    fn = functools.partial(exchange, group=group)
+
+    def fn(x, ids, weights):
+        options = dict(group=group, num_experts=EXPERTS, capacity=capacity, alignment=2)
+        recv = ma.dispatch(x, ids, weights, **options)
+        return ma.combine(recv.rows, recv)
+
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
     traced = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -158,6 +165,9 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis():
         if "custom_call @moe_a2a" in line
     ]
     assert sizes == [2, RANKS // 2, 2, RANKS // 2, RANKS // 2, 2]
+    first_choice = -1 if capacity is None else 0
+    assert attribute(text, "route", "first_choice") == f"{first_choice} : i64"
+    assert attribute(text, "route", "parts") == f"{hosts} : i64"
     ids = [d.id for d in harness.devices(RANKS)]
     assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2, 2)
     assert group.levels[1].topology == (tuple(ids), RANKS // 2, RANKS // 2)

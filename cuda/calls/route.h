@@ -58,8 +58,7 @@ struct RouteCall {
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
         int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
         p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
-        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0 ||
-        (p.first_choice >= 0 && p.parts > 1)) {
+        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0) {
       return Reason(p);
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
@@ -94,9 +93,8 @@ struct RouteCall {
     return "route has at most " + std::to_string(kMaxChunks) + " chunks of " +
            std::to_string(kMaxTokensPerRouteChunk) + " tokens, " +
            std::to_string(kMaxLocalExperts) + " experts per rank and " +
-           std::to_string(kMaxRouteCounts) +
-           " counts, and no parts of experts if rows can be dropped; got " +
-           std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) + " chunks, " +
+           std::to_string(kMaxRouteCounts) + " counts; got " + std::to_string(p.batch) +
+           " batches of " + std::to_string(p.chunks) + " chunks, " +
            std::to_string(p.local_experts()) + " experts per rank, " +
            std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts and " +
            std::to_string(p.parts) + " parts";

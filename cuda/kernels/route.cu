@@ -247,12 +247,18 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   }
 }
 
+// Returns the rows of a group, from those of its experts.
+__device__ int rows_of_group(const RouteParams& p, const int32_t* rows, int group) {
+  int sum = 0;
+  for (int e = group * p.parts; e < (group + 1) * p.parts; ++e) sum += rows[e];
+  return sum;
+}
+
 // Returns the rows that alignment adds after the group whose last expert is `e`; 0 for other
 // experts.
 __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e) {
   if (p.alignment == 1 || e % p.parts != p.parts - 1) return 0;
-  int rows = 0;
-  for (int i = e - p.parts + 1; i <= e; ++i) rows += s.rows[i];
+  const int rows = rows_of_group(p, s.rows, e / p.parts);
   return static_cast<int>(round_up(rows, p.alignment)) - rows;
 }
 
@@ -269,11 +275,11 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
 }
 
 // Finds the threshold if the capacity is too small, and reduces `rows` to the rows that are kept.
-// `landed_ids` has kMaxRanks words. All threads call it. Every block of a batch element finds the
+// `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch element finds the
 // same threshold.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
-                                                        const AssignShared& s, int32_t* landed_ids,
-                                                        int& padded_rows) {
+                                                        const AssignShared& s,
+                                                        int32_t* landed_experts, int& padded_rows) {
   const int local_experts = p.local_experts();
   const int num_ranks = p.view.num_ranks;
   const int first_expert = p.view.rank * local_experts;
@@ -289,8 +295,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     add();
     __syncthreads();
     int padded = 0;
-    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
-      padded += static_cast<int>(round_up(trial[e], p.alignment));
+    for (int g = threadIdx.x; g < local_experts / p.parts; g += kRouteThreads) {
+      padded += static_cast<int>(round_up(rows_of_group(p, trial, g), p.alignment));
     }
     padded = __reduce_add_sync(kAllLanes, padded);
     if (lane_index() == 0) atomicAdd(&padded_rows, padded);
@@ -355,22 +361,29 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   found.token = first_token + tokens;
 
   // Every thread goes through the sources of that token, one by one.
-  if (threadIdx.x < num_ranks) landed_ids[threadIdx.x] = expert_of(threadIdx.x, found.token);
+  if (threadIdx.x < num_ranks) {
+    const int expert = expert_of(threadIdx.x, found.token);
+    landed_experts[threadIdx.x] = expert >= 0 && expert < local_experts ? expert : -1;
+  }
   __syncthreads();
+  const auto group_of = [&](int source) {
+    const int expert = landed_experts[source];
+    return expert < 0 ? -1 : expert / p.parts;
+  };
   int room = p.capacity - padded_rows;
   for (found.source = 0; found.source < num_ranks; ++found.source) {
-    const int expert = landed_ids[found.source];
-    if (expert < 0 || expert >= local_experts) continue;
-    int rows = s.rows[expert];
-    for (int other = 0; other < found.source; ++other) rows += landed_ids[other] == expert;
+    const int group = group_of(found.source);
+    if (group < 0) continue;
+    int rows = rows_of_group(p, s.rows, group);
+    for (int other = 0; other < found.source; ++other) rows += group_of(other) == group;
     if (rows % p.alignment != 0) continue;
     if (room < p.alignment) break;
     room -= p.alignment;
   }
   __syncthreads();  // `rows` have been read.
   if (threadIdx.x < found.source) {
-    const int expert = landed_ids[threadIdx.x];
-    if (expert >= 0 && expert < local_experts) atomicAdd(&s.rows[expert], 1);
+    const int expert = landed_experts[threadIdx.x];
+    if (expert >= 0) atomicAdd(&s.rows[expert], 1);
   }
   return found;
 }
@@ -432,7 +445,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ SlotCounts landed, sent[kMaxRanks];
   __shared__ int warp_sums[kRouteWarps];
-  __shared__ int32_t landed_ids[kMaxRanks];
+  __shared__ int32_t landed_experts[kMaxRanks];
   __shared__ int padded_rows, all_rows;
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
@@ -472,7 +485,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
       atomicAdd(&all_rows, s.rows[e]);
     }
-    threshold = find_threshold(p, batch, s, landed_ids, padded_rows);
+    threshold = find_threshold(p, batch, s, landed_experts, padded_rows);
     sum_kept(p, batch, entry, threshold, s);
     end_of_groups = place_experts(p, s, warp_sums);
   }

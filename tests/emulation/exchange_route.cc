@@ -11,13 +11,11 @@ class RouteExchange : public Exchange {
   RouteExchange(const Making& making, Random& random) : Exchange(making.num_ranks) {
     name = "route";
     batch_.emplace_back(making, random, 20, kMaxTopK, false);
-    if (batch_[0].shape.first_choice < 0) {
-      Shape& shape = batch_[0].shape;
-      shape.group_experts = 1 + random.below(3);
-      while (shape.local_experts % shape.group_experts != 0) --shape.group_experts;
-      batch_[0].plans = plans_of(shape, batch_[0].ids);
-    }
-    const Shape shape = batch_[0].shape;
+    Shape shape = batch_[0].shape;
+    shape.group_experts = 1 + random.below(3);
+    while (shape.local_experts % shape.group_experts != 0) --shape.group_experts;
+    batch_[0].shape = shape;
+    batch_[0].plans = plans_of(shape, batch_[0].ids);
     // Every element of the batch has its own ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
       Routing other = batch_[0];

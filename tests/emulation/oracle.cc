@@ -42,12 +42,12 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
 }
 
 // Returns which choices for the experts of a rank are kept, by source and choice. Choices are considered in the order
-// of choice index, token and source. An expert takes `alignment` rows of the capacity at a time. The first choice that
-// does not fit, and all after it, are dropped.
+// of choice index, token and source. A group of experts takes `alignment` rows of the capacity at a time. The first
+// choice that does not fit, and all after it, are dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
-  std::vector<int> rows(static_cast<size_t>(s.local_experts));
+  std::vector<int> rows(static_cast<size_t>(s.local_experts / s.group_experts));
   int room = s.capacity;
   for (int number = 0; number < s.top_k; ++number) {
     for (int token = 0; token < s.num_tokens; ++token) {
@@ -55,11 +55,12 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
         const int choice = token * s.top_k + (std::max(0, s.first_choice) + number) % s.top_k;
         const int expert = ids[source][choice] - rank * s.local_experts;
         if (expert < 0 || expert >= s.local_experts) continue;
-        if (rows[expert] % s.alignment == 0) {
+        int& of_group = rows[expert / s.group_experts];
+        if (of_group % s.alignment == 0) {
           if (room < s.alignment) return kept;
           room -= s.alignment;
         }
-        ++rows[expert];
+        ++of_group;
         kept[source][choice] = true;
       }
     }

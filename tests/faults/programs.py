@@ -8,6 +8,7 @@ Every result is compared with the sum that the process computes alone.
 
 import os
 import re
+import signal
 import time
 
 import jax
@@ -19,7 +20,7 @@ from processes import free_address
 
 import jax_moe_a2a as ma
 
-from .workers import Wrong
+from .workers import COLLECTIVE_SECONDS, Wrong
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0")) > 0
@@ -32,9 +33,9 @@ AXIS = "ep"
 
 
 class Rank:
-    """A process with one device, and a group over all of them."""
+    """A process with one device, and a group over all of them, in two levels over several hosts."""
 
-    def __init__(self, index, count, address):
+    def __init__(self, index, count, address, hosts):
         options = {}
         if ON_GPU:
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -44,19 +45,21 @@ class Rank:
         jax.config.update("jax_enable_recoverability", True)  # this process outlives the others
         jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=100, **options)
         self.index, self.count = index, count
-        self.use(range(count))
+        self.use(range(count), hosts)
 
-    def use(self, ranks):
+    def use(self, ranks, hosts=1):
         """Make a group over the devices of these processes, and its programs."""
-        devices = [d for d in jax.devices() if d.process_index in ranks]
+        devices = np.array([d for d in jax.devices() if d.process_index in ranks])
         self.ranks = list(ranks)
-        self.mesh = Mesh(np.array(devices), (AXIS,))
-        self.group = ma.Group(self.mesh, AXIS, timeout=TIMEOUT)
+        axes = AXIS if hosts == 1 else ("host", AXIS)
+        shape = devices.shape if hosts == 1 else (hosts, -1)
+        self.mesh = Mesh(devices.reshape(shape), axes)
+        self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
         self.programs = {}
 
     def program(self, name):
         if name not in self.programs:
-            spec = PartitionSpec(AXIS)
+            spec = PartitionSpec(self.group.axis_name)
             body = globals()[name](self.group)
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=spec, out_specs=spec)
             self.programs[name] = jax.jit(mapped)
@@ -74,7 +77,7 @@ class Rank:
         ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
         if damage:  # ids that no expert has count as no choice
             ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
-        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.group.axis_name))
         shards = [np.asarray(each) for each in (x, ids)]
         arrays = [jax.make_array_from_process_local_data(sharding, each) for each in shards]
         (shard,) = self.program(name)(*arrays).addressable_shards
@@ -138,18 +141,18 @@ class Rank:
         self.group, self.programs = first, {}
 
 
-def experts_of(recv):
+def experts_of(recv, group):
     """Multiply the rows of expert e by 1 + e."""
     row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
     local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
-    expert = 1 + local + 2 * lax.axis_index(AXIS).astype(jnp.int32)
+    expert = 1 + local + 2 * lax.axis_index(group.axis_name).astype(jnp.int32)
     return recv.rows * expert[:, None].astype(jnp.float32)
 
 
 def exchange(group):
     def on_rank(x, ids):
         recv = ma.dispatch(x, ids, group=group, num_experts=2 * group.size)
-        return ma.combine(experts_of(recv), recv)
+        return ma.combine(experts_of(recv, group), recv)
 
     return on_rank
 
@@ -161,8 +164,8 @@ def layer(group):
         inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
         inflight, product = ma.overlap(inflight, lambda x: x @ x.T, x)
         recv = ma.dispatch_done(inflight)
-        y = ma.combine(experts_of(recv), recv)
-        total = lax.psum(jnp.sum(product), AXIS)
+        y = ma.combine(experts_of(recv, group), recv)
+        total = lax.psum(jnp.sum(product), group.axis_name)
         return y + 0 * total
 
     return on_rank
@@ -193,13 +196,13 @@ def with_callback(group):
 # ---------------------------------------------------------------------------------- the campaign
 
 
-def begin(run, *names, count=None):
+def begin(run, *names, count=None, hosts=1):
     # Process 0 holds the coordination service. JAX ends all processes if it dies.
     count = count or (2 if ON_ONE_GPU else run.rng.randint(2, 3))
     run.victim = run.rng.randrange(1, count)
     address = free_address()
     for index in range(count):
-        run.workers.append(run.start_one(Rank, index, count=count, address=address))
+        run.workers.append(run.start_one(Rank, index, count=count, address=address, hosts=hosts))
     for worker in run.workers:
         run.begin(worker)
     run.all("prepare", *names, seconds=120.0)
@@ -207,9 +210,10 @@ def begin(run, *names, count=None):
     return run.workers[run.victim]
 
 
-def churn(run, at=None, act=None, given=(), everywhere=False):
+def churn(run, at=None, act=None, given=(), everywhere=False, victims=()):
     for worker in run.alive():
-        mine = (at, act, given) if everywhere or worker.index == run.victim else ()
+        is_victim = worker.index in (victims or [run.victim])
+        mine = (at, act, given) if everywhere or is_victim else ()
         worker.say("churn", run.names, STEPS, *mine)
 
 
@@ -266,6 +270,29 @@ def killed(run):
     return die(run, lambda victim: victim.kill())
 
 
+def a_killed_host(run):
+    """Kill the second of two hosts with two processes each."""
+    begin(run, "exchange", "layer", count=4, hosts=2)
+    churn(run)
+    time.sleep(run.rng.uniform(0, 0.3))
+    start = time.monotonic()
+    for victim in run.workers[2:]:
+        victim.signal(signal.SIGKILL)
+    for victim in run.workers[2:]:
+        victim.kill()
+    outcome = settle(run, *MISSING, start=start)
+    survivors_go_on(run)
+    return outcome
+
+
+def a_late_host(run):
+    """Let the second of two hosts be later than the collectives of XLA wait."""
+    begin(run, "exchange", "layer", count=4, hosts=2)
+    start = time.monotonic()
+    churn(run, 1, "sleep", (COLLECTIVE_SECONDS + 3,), victims=(2, 3))
+    return settle(run, *MISSING, start=start)
+
+
 def exits_normally(run):
     victim = begin(run, "exchange", "layer")
     churn(run, run.rng.randrange(1, STEPS), "exit")
@@ -278,8 +305,6 @@ def exits_normally(run):
 
 
 def stopped_and_continued(run):
-    import signal
-
     victim = begin(run, "exchange", "layer")
     churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
@@ -330,6 +355,8 @@ def closes_alone(run):
 
 KINDS = {
     "a killed process": killed,
+    "a killed host": a_killed_host,
+    "a host later than the bound": a_late_host,
     "a process that exits normally": exits_normally,
     "a process that stops and continues": stopped_and_continued,
     "a delay": delayed,

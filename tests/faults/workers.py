@@ -15,7 +15,10 @@ from multiprocessing import forkserver
 from unittest import mock
 
 LIMIT = 240.0  # seconds that a worker lives at most
-FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_collective_timeout_seconds=15"
+COLLECTIVE_SECONDS = 15  # that XLA's collectives on CPUs wait
+FLAGS = (
+    f"--xla_backend_optimization_level=0 --xla_cpu_collective_timeout_seconds={COLLECTIVE_SECONDS}"
+)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -7,7 +7,8 @@ levels are ordinary exchanges, so derivatives, batching, the kernels and the por
 further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
-lands on a rank, it is the *relayed* token ``h * T + t`` of that rank.
+lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. So the route within a host,
+which drops rows in the order of choices, relayed tokens and ranks, drops those of a flat group.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def plan_levels(
     host = own_rank(hosts)
     per_host = num_experts // hosts.size
 
-    # The ids of all ranks with this local index, [H, T, K]. Each rank sends its ids to all hosts.
+    # The ids of all ranks with this local index, [T, H, K]. Each rank sends its ids to all hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
-    everywhere = jnp.broadcast_to(everywhere, (hosts.size, num_tokens, hosts.size))
+    everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
     (gathered,) = DISPATCH.bind(
         [ids],
         _between_hosts(everywhere, host),
@@ -67,15 +68,15 @@ def plan_levels(
         num_choice_arrays=0,
         wire_dtype=None,
     )
-    gathered = gathered.reshape(hosts.size, num_tokens, top_k)
+    gathered = gathered.reshape(num_tokens, hosts.size, top_k)
     is_valid = (gathered >= 0) & (gathered < num_experts)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
     # Rows must be sorted by source host before relaying rank, as with one level. So each local
     # expert becomes H experts, one for each source host.
-    source = lax.broadcasted_iota(jnp.int32, gathered.shape, 0)
+    source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
-    relayed = jnp.where(to_host == host, local, -1).reshape(hosts.size * num_tokens, top_k)
+    relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)
     plan = bind_route(
         relayed,
         group=ranks,
@@ -87,12 +88,12 @@ def plan_levels(
         parts=hosts.size,
     )
     is_row = plan.arrays.row_rank >= 0
-    source_host = quotient(plan.row_token, max(1, num_tokens))
+    source_host = remainder(plan.row_token, hosts.size)
     return TwoLevelPlan(
         hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
         ranks=plan.arrays,
         row_rank=jnp.where(is_row, source_host * ranks.size + plan.arrays.row_rank, -1),
-        row_token=jnp.where(is_row, remainder(plan.row_token, max(1, num_tokens)), -1),
+        row_token=jnp.where(is_row, quotient(plan.row_token, hosts.size), -1),
         group_sizes=plan.group_sizes,
         num_rows=plan.num_rows,
         num_dropped=plan.num_dropped,
@@ -100,8 +101,8 @@ def plan_levels(
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of each token, [H, T, min(K, H)], given the host of each choice,
-    [H, T, K]."""
+    """Return the distinct hosts of each token, [T, H, min(K, H)], given the host of each choice,
+    [T, H, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
@@ -113,11 +114,11 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts, given the choices [H, T, K] of all ranks with this local
+    """Return the routing between hosts, given the choices [T, H, K] of all ranks with this local
     index. The choices of a token name different hosts. Token t of host h has slot t on every host,
-    and becomes row h * T + t."""
-    num_hosts, num_tokens, top_k = choices.shape
-    own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
+    and becomes row t * H + h."""
+    num_tokens, num_hosts, _ = choices.shape
+    own = lax.dynamic_index_in_dim(choices, host, axis=1, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
     token_slot = jnp.where(
         (own[:, :, None] == hosts[None, None, :]).any(axis=1),
@@ -125,7 +126,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
         -1,
     )
     is_here = choices == host
-    source, token, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
+    token, source, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
 
     def by_row(values: jax.Array) -> jax.Array:
         """Return the value of the choice for this host, or -1 if no choice is for this host."""
@@ -135,7 +136,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
         token_slot=token_slot,
         slot_token=token_slot.T,
         choice_rank=own,
-        slot_rows=jnp.where(is_here, source * num_tokens + token, -1),
+        slot_rows=jnp.where(is_here, token * num_hosts + source, -1).transpose(1, 0, 2),
         row_rank=by_row(source),
         row_slot=by_row(token),
         row_k=by_row(k),

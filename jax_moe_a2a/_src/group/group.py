@@ -113,9 +113,10 @@ class Group(GroupValue):
     def why_portable(self) -> str:
         """Return why the kernels do not run on the group's devices, or '' if they do.
 
-        With two levels, the reason begins with the level: ``"within hosts: "`` or
-        ``"between hosts: "``. If the devices belong to several processes, it waits until all of
-        them have announced themselves, so read it in all processes.
+        With two levels, each reason begins with its level: ``"within hosts: "``,
+        ``"between hosts: "`` or ``"within and between hosts: "``. If the devices belong to
+        several processes, it waits until all of them have announced themselves, so read it in all
+        processes.
 
         If the ranks are on several hosts, and a group over two mesh axes could run the kernels
         within each host, the reason ends with the lines that make this group, and is also a Python

@@ -92,10 +92,11 @@ def placed_by(group: G, program_mesh: Mesh | None) -> G:
 def why_portable(group: GroupValue) -> str:
     """Return why the kernels do not run on the group's devices, or ''. See ``Group``."""
     if group.two_level:
-        for where, level in zip(("within", "between"), reversed(group.levels), strict=True):
-            if why := why_portable(level):
-                return f"{where} hosts: {why}"
-        return ""
+        between, within = map(why_portable, group.levels)
+        if between == within:
+            return between and f"within and between hosts: {between}"
+        reasons = {"within": within, "between": between}
+        return "; ".join(f"{where} hosts: {why}" for where, why in reasons.items() if why)
     group = group.placed_on(compat.mesh_in_context())
     announce(group)  # even if this process has its answer: another process may wait for this one
     if why := _why_no_workspace(group):
@@ -203,7 +204,8 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
     levels = (group.single_rank,) if sizes.get("replicated") else group.levels
     group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
     estimate = memory_estimate(group_size=group_size, **sizes)
-    network_bytes = 0
+    network_bytes, workspace_bytes = 0, estimate.workspace_bytes
+    collective_bytes = estimate.collective_bytes
     for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
         if why_portable(level):
             continue
@@ -215,7 +217,15 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
             network.reserve(of_devices, of_level.half_bytes, group.patience, kind)
         else:
             native.reserve(of_devices, of_level.half_bytes, group.timeout, kind)
-    return dataclasses.replace(estimate, network_bytes=network_bytes)
+        if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
+            collective_bytes = 0
+            workspace_bytes += 0 if of_devices.is_multi_host else of_level.workspace_bytes
+    return dataclasses.replace(
+        estimate,
+        workspace_bytes=workspace_bytes,
+        collective_bytes=collective_bytes,
+        network_bytes=network_bytes,
+    )
 
 
 def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:

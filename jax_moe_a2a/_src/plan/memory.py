@@ -30,22 +30,27 @@ class MemoryEstimate:
     routing_bytes: int
     """Bytes of the integer arrays of one routing."""
     workspace_bytes: int
-    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share
-    it."""
+    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share it.
+    With two levels, it is the workspace within a host."""
     worst_case_capacity: int
     """Number of rows with which nothing is dropped."""
     wire_bytes: int
     """Expected bytes of rows that leave a rank in one dispatch, if routing is uniform: every set of
-    ``top_k`` distinct experts is equally likely."""
+    ``top_k`` distinct experts is equally likely. Between hosts, XLA sends each token to each other
+    host."""
     network_bytes: int = 0
     """Bytes that NVSHMEM allocates for a multi-host group, set by ``Group.reserve`` and otherwise
     0. NVSHMEM allocates the landing zones, rounded up, and as many bytes for outgoing rows. Headers
-    are not included. This memory replaces the workspace; with two levels, it replaces the workspace
-    between hosts."""
+    are not included. This memory replaces the workspace; with two levels, it replaces
+    ``collective_bytes``."""
+    collective_bytes: int = 0
+    """With two levels: bytes of the buffers that XLA's collective between hosts sends from and
+    receives into. They are in XLA's memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
-    tokens, and the estimate of the exchange within a host. ``routing_bytes``, ``workspace_bytes``
-    and ``wire_bytes`` are then sums of both."""
+    tokens, and the estimate of the exchange within a host. ``routing_bytes`` and ``wire_bytes`` are
+    then sums of both. The ``workspace_bytes`` between hosts count only if the kernels run there.
+    """
 
     @property
     def half_bytes(self) -> int:
@@ -64,6 +69,8 @@ class MemoryEstimate:
             lines.append(f"by NVSHMEM:  {readable(self.network_bytes)}")
         if self.levels:
             between, within = (readable(level.wire_bytes) for level in self.levels)
+            if self.collective_bytes:
+                lines.append(f"collectives: {readable(self.collective_bytes)} between hosts")
             lines += [
                 f"relayed:     {readable(self.levels[0].rows_bytes)}",
                 f"of the wire: {between} between hosts, {within} within",
@@ -242,7 +249,7 @@ def memory_estimate(
         most_hosts,
         1,
         hosts * num_tokens,
-        chance=chance_of_rank(top_k, num_experts, num_experts // hosts),
+        chance=1.0,  # XLA's collective sends every token to every host
         weights=most_hosts * num_choices,
     )
     within = of_exchange(
@@ -254,12 +261,14 @@ def memory_estimate(
         chance=chance,
         num_ids=0,
     )
+    # Like a landing zone, a buffer holds rows and weights, or sums and the gradient of the weights.
+    buffer_bytes = max(token_bytes, sum(sum_bytes)) + most_hosts * num_choices * WEIGHT_BYTES
     return dataclasses.replace(
         within,
         # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
-        workspace_bytes=between.workspace_bytes + within.workspace_bytes,
         wire_bytes=between.wire_bytes + within.wire_bytes,
+        collective_bytes=2 * hosts * num_tokens * buffer_bytes if hosts > 1 else 0,
         levels=(between, within),
     )
 

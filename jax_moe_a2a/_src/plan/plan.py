@@ -145,8 +145,7 @@ def plan_route(
       alignment: the rows of each group start at a multiple of this number.
       first_choice: the choice index that asks for room first; the other indices follow in cyclic
         order. None if the capacity holds any routing.
-      parts: H, if the tokens are H equal segments from different hosts, and each host has its own
-        experts. L is then H times the number of groups.
+      parts: number of consecutive experts whose rows form one group.
     """
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -168,7 +167,6 @@ def plan_route(
             capacity=capacity,
             alignment=alignment,
             first_choice=first_choice,
-            parts=parts,
         )
     local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
     firsts, position = sort_by_group(local_expert, num_local_experts)
@@ -286,12 +284,11 @@ def has_room(
     capacity: int,
     alignment: int,
     first_choice: int,
-    parts: int,
 ) -> jax.Array:
     """Return which choices fit if choices ask for room in order.
 
-    The order is by choice, then token, then source host, then source rank (docs/protocol.md,
-    section 19). The first choice of a block of ``alignment`` rows reserves the block.
+    The order is by choice, then token, then source rank (docs/protocol.md, section 19). The first
+    choice of a block of ``alignment`` rows reserves the block.
 
     Args:
       group: int32 [R, T, K], the group of each choice; ``num_groups`` if it is not for this rank.
@@ -302,18 +299,16 @@ def has_room(
     Returns:
       bool [R, T, K]; choices for other ranks have any value.
     """
-    num_ranks, num_tokens, top_k = group.shape
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
-    shape = (num_ranks, parts, num_tokens // parts, top_k)
-    asking = jnp.roll(group, -first_choice, axis=2).reshape(shape).transpose(3, 2, 1, 0)
+    asking = jnp.roll(group, -first_choice, axis=2).transpose(2, 1, 0)
     opens_block = asking < num_groups
     if alignment > 1:
         _, index = count_and_number(asking.ravel(), num_groups)
         opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
     taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
-    fits = (taken <= capacity).reshape(asking.shape).transpose(3, 2, 1, 0)
-    return jnp.roll(fits.reshape(group.shape), first_choice, axis=2)
+    fits = (taken <= capacity).reshape(asking.shape).transpose(2, 1, 0)
+    return jnp.roll(fits, first_choice, axis=2)
 
 
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:

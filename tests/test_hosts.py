@@ -1,0 +1,67 @@
+"""Groups of two levels over hosts: each process is a host, and gloo joins them, on CPU.
+
+With root, each process has a network of its own (`hosts.py`). `make test-hosts` runs all tests of
+two levels in the same forms.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import harness
+import processes
+import pytest
+from faults import campaign
+
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.several_devices("it starts processes, each with its devices"),
+    pytest.mark.skipif(harness.ON_GPU, reason="it starts processes that have CPU devices"),
+    pytest.mark.exchanges(0),  # of this process
+]
+
+DEADLINE = 150  # seconds, for everything that one try takes; it needs about fifteen on idle cores
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OF_TWO_LEVELS = "tests/test_two_level.py::test_"
+ROWS = f"{OF_TWO_LEVELS}any_number_of_hosts_returns_the_same_rows"
+GRADIENTS = f"{OF_TWO_LEVELS}gradients_are_those_of_the_flat_exchange"
+CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+def run_on_hosts(hosts, ranks_of_host, tests):
+    form = f"{hosts}x{ranks_of_host}"
+    options = [f"--devices={hosts * ranks_of_host}", f"--deadline={DEADLINE}"]
+    options += ["--as-hosts"] * CAN_MAKE_HOSTS
+    return subprocess.run(
+        [sys.executable, "-m", "tests.processes", str(hosts), *options, "--", "-q"]
+        + [f"{test}[{form}]" for test in tests],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE + 60,
+    )
+
+
+@pytest.mark.parametrize(
+    "hosts, ranks_of_host, tests",
+    ((2, 2, (ROWS, GRADIENTS)), (2, 4, (ROWS, GRADIENTS)), (4, 2, (ROWS,))),
+    ids=("2x2", "2x4", "4x2"),
+)
+def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group(
+    hosts, ranks_of_host, tests
+):
+    """Also the rows that a tight capacity keeps, in the same order."""
+    done = run_on_hosts(hosts, ranks_of_host, tests)
+    if processes.met_by_chance(done.stdout, done.stderr):
+        done = run_on_hosts(hosts, ranks_of_host, tests)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(tests)} passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("kind", ("a killed host", "a host later than the bound"))
+def test_a_host_that_does_not_come_ends_the_others_with_an_error_within_the_bound(kind):
+    """Two hosts of two processes. The bound is that of XLA's collectives."""
+    done = campaign.run_one(1, 0, [f"programs: {kind}"])
+    assert done.outcome == "error", done
