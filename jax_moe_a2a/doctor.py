@@ -43,7 +43,7 @@ TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-GUIDE = 'docs/multi_host.md, "What each failure looks like"'
+GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
 
 @dataclasses.dataclass(frozen=True)

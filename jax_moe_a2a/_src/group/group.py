@@ -22,7 +22,7 @@ class Group(GroupValue):
     process does so when it first lowers a program with an exchange of the group, or first uses
     ``path``, ``why_portable``, ``topology``, ``is_multi_host`` or ``reserve``. Each of these may
     wait until the other processes have announced themselves, so use them in all processes. See
-    "When processes announce themselves" in ``docs/multi_host.md``.
+    "When processes announce themselves" in ``docs/processes.md``.
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -51,7 +51,7 @@ class Group(GroupValue):
         the next execution in each process raises the error. With ``"nan"``, executions do not
         raise, and all float results of exchanges are NaN, so that other collectives of the program
         still end in all processes. ``check`` reports the failure in both cases. See "When an
-        exchange fails" in ``docs/multi_host.md``.
+        exchange fails" in ``docs/troubleshooting.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
         and is an error if they cannot run; with two levels, they must run within each host. None
         selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap`` over
