@@ -1,12 +1,14 @@
 """A tenth of the campaign of faults (`make faults` runs 200). Each commit draws others."""
 
 import pathlib
+import signal
 import subprocess
 import time
 from concurrent import futures
 
 import pytest
 from faults import campaign, leaks, programs
+from faults.workers import Wrong
 
 from jax_moe_a2a._src import compat
 
@@ -38,6 +40,32 @@ def test_a_fault_ends_with_its_cause_or_the_right_result(place):
 
 def test_close_does_not_wait_for_a_thread_that_waits_for_a_stopped_process():
     done = campaign.run_one(1, 0, ["memory: close() during an opening"])
+    assert done.outcome == "error" and "another thread is still opening" in done.error, done
+
+
+def closes_while_a_thread_opens(run):
+    """Close while whole exchanges have their workspace, and a thread opens that of split ones."""
+    victim = campaign.memory.begin(run, count=2, timeout=8.0)
+    run.all("reserve")
+    (closer,) = (worker for worker in run.workers if worker is not victim)
+    before = closer.ask("mapped").value
+    victim.signal(signal.SIGSTOP)
+    closer.ask("open_in_a_thread", True)
+    time.sleep(0.2)  # until it waits for the victim
+    reply = closer.ask("close_without_a_look", 0.2)
+    mapped = closer.ask("mapped").value
+    victim.signal(signal.SIGCONT)
+    closer.ask("join_thread")
+    run.error = reply.error
+    if not set(before) <= set(mapped):
+        raise Wrong("it has closed one of its workspaces")
+    campaign.memory.end(run)
+    return "error"
+
+
+def test_close_closes_all_workspaces_or_none(monkeypatch):
+    monkeypatch.setitem(campaign.KINDS, "broken", closes_while_a_thread_opens)
+    done = campaign.run_one(1, 0, ["broken"])
     assert done.outcome == "error" and "another thread is still opening" in done.error, done
 
 

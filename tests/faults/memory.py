@@ -213,15 +213,21 @@ class Member(Inside):
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
-    def open_in_a_thread(self):
-        self.opening = threading.Thread(target=self.try_reserve)
+    def open_in_a_thread(self, split=False):
+        self.opening_error = ""
+        self.opening = threading.Thread(target=self.try_reserve, args=[split])
         self.opening.start()
 
-    def try_reserve(self):
+    def try_reserve(self, split):
         try:
-            self.reserve()
+            self.reserve(split=split)
         except RuntimeError as error:
             self.opening_error = str(error)
+
+    def close_without_a_look(self, timeout):
+        """Close as if the thread had begun to open just after the look at all workspaces."""
+        native.wait = lambda *_: None
+        self.group.close(timeout=timeout)
 
     def join_thread(self):
         self.opening.join()
