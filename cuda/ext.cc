@@ -235,8 +235,13 @@ NB_MODULE(_native, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t timeout_ns) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).Close(timeout_ns);
+      [=](const Devices& devices, int num_ranks, int p2p_world_size,
+          const std::vector<int64_t>& kinds, int64_t timeout_ns) {
+        std::vector<Workspace*> all;
+        for (int64_t kind : kinds) {
+          all.push_back(&workspace(devices, num_ranks, p2p_world_size, kind));
+        }
+        return Workspace::Close(all, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("load_network", &moe_a2a::LoadNetwork);

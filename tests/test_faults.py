@@ -1,10 +1,16 @@
 """A tenth of the campaign of faults (`make faults` runs 200). Each commit draws others."""
 
+import pathlib
+import signal
 import subprocess
+import time
+from concurrent import futures
 
 import pytest
-from faults import campaign
+from faults import campaign, leaks, programs
 from faults.workers import Wrong
+
+from jax_moe_a2a._src import compat
 
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
@@ -12,8 +18,8 @@ pytestmark = [
     pytest.mark.exchanges(0),  # of this process
 ]
 
-# Runs of each place, which take about 2, 1 and 6 seconds; the first two mostly wait.
-RUNS = {"memory": 12, "kernels": 4, "programs": 2}
+# Runs of each place, which take about 2, 1 and 8 seconds; they mostly wait.
+RUNS = {"memory": 11, "kernels": 5, "programs": 3}
 
 
 def seed_of_commit():
@@ -37,10 +43,62 @@ def test_close_does_not_wait_for_a_thread_that_waits_for_a_stopped_process():
     assert done.outcome == "error" and "another thread is still opening" in done.error, done
 
 
-def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices():
+def closes_while_a_thread_opens(run):
+    """Close while whole exchanges have their workspace, and a thread opens that of split ones."""
+    victim = campaign.memory.begin(run, count=2, timeout=8.0)
+    run.all("reserve")
+    (closer,) = (worker for worker in run.workers if worker is not victim)
+    before = closer.ask("mapped").value
+    victim.signal(signal.SIGSTOP)
+    closer.ask("open_in_a_thread", True)
+    time.sleep(0.2)  # until it waits for the victim
+    reply = closer.ask("close_without_a_look", 0.2)
+    mapped = closer.ask("mapped").value
+    victim.signal(signal.SIGCONT)
+    closer.ask("join_thread")
+    run.error = reply.error
+    if not set(before) <= set(mapped):
+        raise Wrong("it has closed one of its workspaces")
+    campaign.memory.end(run)
+    return "error"
+
+
+def test_close_closes_all_workspaces_or_none(monkeypatch):
+    monkeypatch.setitem(campaign.KINDS, "broken", closes_while_a_thread_opens)
+    done = campaign.run_one(1, 0, ["broken"])
+    assert done.outcome == "error" and "another thread is still opening" in done.error, done
+
+
+def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
+    """Such as the socket of a process, and its notice."""
+    calls = []
+    make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
+    with futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: make(), range(4)))
+    assert calls == [1]
+
+
+def killed_at_a_step(run):
+    """Kill one of three processes in a step that the others cannot leave without it. One of them
+    may then wait for the other one, which has raised already, until gloo's timeout."""
+    programs.begin(run, "exchange", "layer", count=3)
+    programs.churn(run, 7, "kill")
+    return programs.die(run, lambda victim: victim.process.join(60))
+
+
+def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
     """With jax_enable_recoverability, on CPUs. The run makes that group after the error."""
-    done = campaign.run_one(1, 0, ["programs: a killed process"])
-    assert done.outcome in ("error", "right"), done
+    monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
+    done = campaign.run_one(1, 0, ["killed at a step"])
+    assert done.outcome == "error", done
+    assert done.to_error < programs.COLLECTIVE + campaign.SLACK, done
+
+
+def test_the_documents_name_every_kind():
+    text = (pathlib.Path(__file__).parents[1] / "docs/faults.md").read_text()
+    tables = dict(zip(["memory", "kernels", "programs"], text.split("\n### ")[1:4]))
+    kinds = [kind.split(": ") for kind in campaign.KINDS]
+    assert not [kind for place, kind in kinds if f"\n| {kind} |" not in tables[place]]
 
 
 def begin_one(run):
@@ -62,17 +120,33 @@ def says_nothing(run):
 def leaves_memory(run):
     begin_one(run)
     run.all("reserve")
-    (left,) = run.all("left")
-    if left["mappings"] and left["bytes"]:
-        raise Wrong(f"leak in process 0: {left}")
+    return "right"
+
+
+def leaves_a_descriptor(run):
+    begin_one(run)
+    run.all("open_file")
+    return "right"
+
+
+def leaves_a_file(run):
+    (leaks.SHARED / "left").touch()
+    return "right"
 
 
 @pytest.mark.parametrize(
     "broken, told",
-    ((leaks_a_process, "leaked processes"), (says_nothing, "hang: "), (leaves_memory, "leak in ")),
+    (
+        (leaks_a_process, "leaked processes"),
+        (says_nothing, "hang: "),
+        (leaves_memory, "'allocations': "),
+        (leaves_a_descriptor, "leak in process 0: {'/dev/zero': 1"),
+        (leaves_a_file, "files in shared memory: ['left']"),
+    ),
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_the_campaign_notices_a_run_that_ends_badly(monkeypatch, broken, told):
+def test_the_campaign_notices_a_run_that_ends_badly(monkeypatch, tmp_path, broken, told):
+    monkeypatch.setattr(leaks, "SHARED", tmp_path)
     monkeypatch.setitem(campaign.KINDS, "broken", broken)
     done = campaign.run_one(1, 0, ["broken"])
     assert done.outcome == "FAILURE" and told in done.error, done

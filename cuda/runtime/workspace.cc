@@ -478,13 +478,26 @@ Problem Workspace::Wait(int64_t timeout_ns) {
   return WaitUntilIdle(timeout_ns);
 }
 
-Problem Workspace::Close(int64_t timeout_ns) {
-  std::unique_lock<std::mutex> lock;
-  if (Problem p = LockWithin(&timeout_ns, &lock); !p.empty()) return p;
+Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns) {
+  std::vector<std::unique_lock<std::mutex>> locks(workspaces.size());
+  for (size_t i = 0; i < workspaces.size(); ++i) {
+    if (Problem p = workspaces[i]->LockWithin(&timeout_ns, &locks[i]); !p.empty()) return p;
+  }
   DeviceScope scope;
   // No slab is unmapped while a peer of this process may still write to it. Mappings in other processes stay. The wait
   // does not hold own_mutex_, because the one thread that answers other processes for all workspaces takes that mutex.
-  if (Problem p = WaitUntilIdle(timeout_ns); !p.empty()) return p;
+  for (Workspace* workspace : workspaces) {
+    if (Problem p = workspace->WaitUntilIdle(timeout_ns); !p.empty()) return p;
+  }
+  Problem first;
+  for (Workspace* workspace : workspaces) {
+    Problem p = workspace->CloseIdle();
+    if (first.empty()) first = p;
+  }
+  return first;
+}
+
+Problem Workspace::CloseIdle() {
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   ++generation_;
   if (!own_is_open_ && !is_open()) return {};

@@ -76,7 +76,11 @@ class Workspace {
   // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other processes, and
   // clears a failure. The next use opens the workspace again, after the other processes have closed it too. If the wait
   // times out, nothing has changed. The caller launches nothing of the topology during this call.
-  Problem Close(int64_t timeout_ns);
+  Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
+
+  // Closes all of these workspaces or, if a wait times out, none: processes that have not closed each workspace equally
+  // often could never open it again. Every caller lists them in the same order.
+  static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
   // Returns the kernels for this topology.
   const Kernels& kernels() const;
@@ -161,6 +165,9 @@ class Workspace {
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The caller holds mutex_. The body of Wait(), and its problem after a timeout.
   Problem WaitUntilIdle(int64_t timeout_ns);
+
+  // The second half of Close(). The caller holds mutex_, and the devices are idle.
+  Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
   // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record, side stream.
   Problem OpenRest(Device& device);

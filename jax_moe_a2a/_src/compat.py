@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -265,16 +266,18 @@ def per_job(make: Callable[[], T]) -> Callable[[], T]:
     """Return a function that calls ``make`` once in a job of ``jax.distributed`` and keeps the
     result.
 
-    A job lasts until ``jax.distributed.shutdown()`` and ``initialize()``. The function's attribute
-    ``forget`` drops the result.
+    A job lasts until ``jax.distributed.shutdown()`` and ``initialize()``. While a thread calls
+    ``make``, others wait for the result. The function's attribute ``forget`` drops the result.
     """
     kept: list[tuple[Any, T]] = []
+    lock = threading.Lock()
 
     def of_this_job() -> T:
         client = distributed.global_state.client
-        if not kept or kept[0][0] is not client:
-            kept[:] = [(client, make())]
-        return kept[0][1]
+        with lock:
+            if not kept or kept[0][0] is not client:
+                kept[:] = [(client, make())]
+            return kept[0][1]
 
     of_this_job.forget = kept.clear  # type: ignore[attr-defined]
     return of_this_job

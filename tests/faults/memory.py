@@ -14,9 +14,12 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.parse
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -27,7 +30,8 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
 
-from .workers import Wrong
+from . import leaks
+from .workers import Inside, Wrong
 
 MIB = 1 << 20
 ROOM = 1 << 40
@@ -38,7 +42,7 @@ CYCLES = 24
 MEMORY = "device memory"  # the name of the files that stand for it
 
 
-class Member:
+class Member(Inside):
     """A process of a job, with pretended GPUs and a group over the GPUs of all processes."""
 
     def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None, notice=None):
@@ -64,7 +68,8 @@ class Member:
         self.second = ma.Group(reverse, "ep", **options)
         self.closes = 0
         self.children = []
-        self.before = num_descriptors()
+        self.mark()
+        self.before["socket:"] += 1  # the one that answers
 
     # JAX's coordination service.
 
@@ -131,17 +136,12 @@ class Member:
                 time.sleep(0.001)
 
     def close(self, timeout=CLOSE, times=1):
+        """Close both groups, so that the processes have closed each equally often in the end."""
         for _ in range(times):
-            self.group.close(timeout=timeout)
+            for group in (self.second, self.group):
+                group.close(timeout=timeout)
             self.closes += 1
         return self.closes
-
-    def close_second(self):
-        self.second.close(timeout=CLOSE)
-
-    def close_both(self):
-        self.close_second()
-        return self.close()
 
     def check(self):
         self.group.check()
@@ -152,19 +152,12 @@ class Member:
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 
     def left(self):
-        """Return the descriptors, the mappings of device memory, and the bytes that are left after
-        the group was closed."""
-        allowed = self.before + 1  # the socket that answers
-        end = time.monotonic() + 3.0  # the thread that answers may still hold a connection
-        while num_descriptors() > allowed and time.monotonic() < end:
-            time.sleep(0.02)
-        extra = sorted(descriptors())[allowed:] if num_descriptors() > allowed else []
-        used = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
-        return dict(
-            descriptors=[os.readlink(f"/proc/self/fd/{n}") for n in extra],
-            mappings=len(self.mapped()),
-            bytes=used,
-        )
+        """Also return what is left of device memory after the group was closed."""
+        left = super().left()
+        left["mapped files"] = len(self.mapped())
+        left["allocations"] = self.driver.fake_allocations()
+        left["bytes"] = sum(self.driver.fake_used_bytes(gpu.id) for gpu in jax.local_devices())
+        return left
 
     # Faults of this process.
 
@@ -176,6 +169,9 @@ class Member:
 
     def fail(self):
         raise ValueError("an error of the program")
+
+    def open_file(self):
+        self.file = open("/dev/zero")
 
     def fork(self, times=1):
         for _ in range(times):
@@ -198,56 +194,64 @@ class Member:
     def limit_descriptors(self, more):
         """Let this process open so many descriptors more; None: as many as before."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        most = min(hard, 1024) if more is None else max(descriptors()) + more
+        most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def be_busy(self, is_busy):
         self.driver.fake_be_busy(is_busy)
 
     def close_socket(self):
-        """Close the socket at which this process answers, behind the package's back."""
+        """Shut down the socket at which this process answers, behind the package's back."""
         name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
-        lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
-        inodes = {line.split()[6] for line in lines if line.endswith(f"@{name}")}
-        for n in descriptors():
-            if os.readlink(f"/proc/self/fd/{n}").removeprefix("socket:[").rstrip("]") in inodes:
-                listening = socket.socket(fileno=n)
+        target = leaks.sockets()[f"@{name}"]
+        for number in [n for n, each in leaks.descriptors().items() if each == target]:
+            with socket.socket(fileno=os.dup(number)) as listening:
                 listening.shutdown(socket.SHUT_RDWR)
-                listening.close()
 
     def interrupt(self, seconds):
         """Let a signal interrupt this process every millisecond; 0: no more."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
-    def open_in_a_thread(self):
-        self.opening = threading.Thread(target=self.try_reserve)
+    def open_in_a_thread(self, split=False):
+        self.opening_error = ""
+        self.opening = threading.Thread(target=self.try_reserve, args=[split])
         self.opening.start()
 
-    def try_reserve(self):
+    def try_reserve(self, split):
         try:
-            self.reserve()
+            self.reserve(split=split)
         except RuntimeError as error:
             self.opening_error = str(error)
+
+    def close_without_a_look(self, timeout):
+        """Close as if the thread had begun to open just after the look at all workspaces."""
+        native.wait = lambda *_: None
+        self.group.close(timeout=timeout)
 
     def join_thread(self):
         self.opening.join()
         return self.opening_error
 
+    def reserve_in_threads(self, sizes):
+        """Open and grow the workspace in several threads at once."""
+        with futures.ThreadPoolExecutor(len(sizes)) as pool:
+            for done in [pool.submit(self.reserve, tokens, split) for tokens, split in sizes]:
+                done.result()
+
+    def interrupt_once(self, seconds):
+        """Raise KeyboardInterrupt after so many seconds, wherever this process then is."""
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def turn_around(self):
+        """From now on use the group over the devices in the other order."""
+        self.group, self.second = self.second, self.group
+
     def use_second(self, close):
         self.reserve(96, second=True)
         if close:
-            self.close_second()
-
-
-def descriptors():
-    """Return the open descriptors of this process, without the one that lists them."""
-    listed = [int(name) for name in os.listdir("/proc/self/fd")]
-    return sorted(n for n in listed if os.path.lexists(f"/proc/self/fd/{n}"))
-
-
-def num_descriptors():
-    return len(descriptors())
+            self.second.close(timeout=CLOSE)
 
 
 DAMAGES = {
@@ -297,11 +301,12 @@ def plan_of(rng, cycles=CYCLES):
     ]
 
 
-def churn(run, at=None, act=None, given=(), pause=0.005):
-    """Let all members churn; in the victim, call `act` in cycle `at`."""
+def churn(run, at=None, act=None, given=(), pause=0.005, plan=None):
+    """Let all members churn; in the victim, call `act` in cycle `at`, or follow another plan."""
     for worker in run.alive():
-        mine = (at, act, given) if worker.index == run.victim else ()
-        worker.say("churn", run.plan, pause, *mine)
+        is_victim = worker.index == run.victim
+        mine = (at, act, given) if is_victim else ()
+        worker.say("churn", is_victim and plan or run.plan, pause, *mine)
 
 
 def settle(run, bound, but=()):
@@ -321,11 +326,11 @@ def bound_of(run):
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
-def judge(run, replies, start, *patterns, must_fail=False):
-    """Require that every error names a process or the cause, and one of them the victim. Return the
-    outcome."""
+def judge(run, replies, start, *patterns, must_fail=False, also=()):
+    """Require that every error names a process or the cause, and one of them the victim (or another
+    one). Return the outcome."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
-    victim = rf"process {run.victim}\b"
+    victim = rf"process ({'|'.join(map(str, (run.victim, *also)))})\b"
     for index, error in errors.items():
         if not any(re.search(pattern, error) for pattern in (r"process \d+\b", *patterns)):
             raise Wrong(f"unclear error in process {index}: {error}")
@@ -345,7 +350,7 @@ def judge(run, replies, start, *patterns, must_fail=False):
 def close_all(run):
     """Close in all living members until all have closed equally often. No close may last longer
     than its bound."""
-    closed = run.replies("close_both")
+    closed = run.replies("close")
     counts = [reply.value for reply in closed]
     for worker, reply in zip(run.alive(), closed):
         if reply.error:
@@ -362,6 +367,7 @@ def close_all(run):
 def go_on(run):
     """Open again in all members, which must then map the same memory."""
     close_all(run)
+    run.all("reserve", 1000, True)
     sizes = run.all("reserve", 1000)  # more than before: all members then have the same
     mapped = run.all("mapped")
     if len(set(sizes)) != 1 or any(each != mapped[0] for each in mapped):
@@ -369,13 +375,10 @@ def go_on(run):
 
 
 def end(run, *, together=True):
-    """Check that the members go on together, and that they leave nothing after the last close."""
+    """Check that the members go on together, and close. Afterwards nothing may be left."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
-    for worker, left in zip(run.alive(), run.all("left")):
-        if any(left.values()):
-            raise Wrong(f"leak in process {worker.index}: {left}")
 
 
 def at_random(run):
@@ -406,6 +409,22 @@ def die(run, kill):
 
 def killed(run):
     return die(run, lambda victim: victim.kill())
+
+
+def two_killed(run):
+    """Two of four processes are killed, one after the other."""
+    victim = begin(run, count=4)
+    run.all("reserve")
+    churn(run)
+    time.sleep(at_random(run))
+    start = time.monotonic()
+    victim.kill()
+    time.sleep(run.rng.uniform(0, 0.5) if run.rng.random() < 0.5 else 0)
+    other = run.rng.choice(run.alive())
+    other.kill()
+    outcome = judge(run, settle(run, bound_of(run)), start, also=[other.index])
+    end(run)
+    return outcome
 
 
 def exits_normally(run):
@@ -569,9 +588,6 @@ def connected(notice, flood, rng):
 
 def another_users_socket(run):
     """The victim dies, and a process of another user takes the name of its socket."""
-    import subprocess
-    import sys
-
     from test_handoff import IMPOSTOR, NOBODY  # starts a Python process of its own
 
     victim = begin(run)
@@ -766,8 +782,97 @@ def signals(run):
     return outcome
 
 
+def another_program(run):
+    """The victim opens other workspaces than the others: other sizes, or those of whole exchanges
+    instead of split ones."""
+    begin(run)
+    start = time.monotonic()
+    churn(run, plan=plan_of(run.rng))
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    end(run)
+    return outcome
+
+
+def another_order_of_devices(run):
+    """The mesh of the victim's group has the devices in the other order. The others give memory for
+    it when they are asked, so only an exchange would miss them."""
+    victim = begin(run)
+    victim.ask("turn_around")
+    start = time.monotonic()
+    churn(run)
+    outcome = judge(run, settle(run, bound_of(run)), start)
+    victim.ask("turn_around")
+    end(run)
+    return outcome
+
+
+def threads(run):
+    """Threads of each process open and grow the workspaces at once."""
+    begin(run)
+    for _ in range(4):
+        sizes = [(run.rng.choice((16, 256, 700)), run.rng.random() < 0.3) for _ in range(4)]
+        run.all("reserve_in_threads", sizes)
+        if run.rng.random() < 0.5:
+            close_all(run)
+    end(run)
+    return "right"
+
+
+def keyboard(run):
+    """Ctrl-C interrupts the victim, wherever it then is."""
+    victim = begin(run)
+    start = time.monotonic()
+    at = cycle_of(run)
+    churn(run, at, "interrupt_once", (run.rng.uniform(0, 0.05),))
+    outcome = judge(run, settle(run, bound_of(run)), start, "KeyboardInterrupt")
+    victim.ask("interrupt", 0)
+    end(run)
+    return outcome
+
+
+# Connects as another user, and stays connected. Prints when it is done.
+STRANGER = r"""
+import os, socket, sys, time
+name, number, user = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if user:
+    os.setgroups([]), os.setgid(user), os.setuid(user)
+kept = []
+for _ in range(number):
+    kept.append(socket.socket(socket.AF_UNIX))
+    kept[-1].settimeout(5)
+    kept[-1].connect("\0" + name)
+print("connected", flush=True)
+time.sleep(60)
+"""
+
+
+def another_users_connections(run):
+    """A process of another user connects to the victim's socket again and again, and says
+    nothing. The victim hangs up at once."""
+    from test_handoff import NOBODY
+
+    if os.geteuid() != 0:
+        return "right"  # only root can become another user
+    begin(run)
+    run.all("reserve")
+    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
+    start = time.monotonic()
+    churn(run)
+    number = run.rng.choice((1, 30, 300))
+    command = [sys.executable, "-S", "-c", STRANGER, notice["socket"], str(number), str(NOBODY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        told = stranger.stdout.readline()
+        outcome = judge(run, settle(run, bound_of(run)), start)
+        stranger.kill()
+    if told != "connected\n" or outcome != "right":
+        raise Wrong(f"connections of another user are no fault: {told} {run.error}")
+    end(run)
+    return outcome
+
+
 KINDS = {
     "a killed process": killed,
+    "two killed processes": two_killed,
     "a process that exits normally": exits_normally,
     "a process that stops and continues": stopped_and_continued,
     "a delay": delayed,
@@ -790,4 +895,9 @@ KINDS = {
     "a busy device": a_busy_device,
     "close() during an opening": closes_while_it_opens,
     "interrupting signals": signals,
+    "an interrupt from the keyboard": keyboard,
+    "another program": another_program,
+    "another order of devices": another_order_of_devices,
+    "threads that open at once": threads,
+    "another user's connections": another_users_connections,
 }

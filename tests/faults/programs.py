@@ -6,9 +6,14 @@ MOE_A2A_TEST_RANKS_ON_ONE_GPU.
 Every result is compared with the sum that the process computes alone.
 """
 
+import contextlib
+import json
 import os
+import pathlib
 import re
+import resource
 import signal
+import socket
 import time
 
 import jax
@@ -16,35 +21,41 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from processes import free_address
 
 import jax_moe_a2a as ma
 
-from .workers import COLLECTIVE_SECONDS, Wrong
+from . import leaks
+from .workers import FLAGS, Ended, Inside, Reply, Wrong
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0")) > 0
 TIMEOUT = 5.0
 CLOSE = 5.0
+START_TIMEOUT = 5  # seconds until JAX misses a process that does not start
+COLLECTIVE = 6.0  # seconds that gloo waits for another process in a collective
 BOUND = 60.0  # seconds until gloo or a kernel tells that a process is missing
 TOKENS, HIDDEN, TOP_K = 6, 8, 2
 STEPS = 60
+# A process may be late. Kernels wait for `TIMEOUT`; gloo may wait for longer than these runs do.
+LONG = TIMEOUT if ON_GPU else 0
 AXIS = "ep"
 
 
-class Rank:
+class Rank(Inside):
     """A process with one device, and a group over all of them, in two levels over several hosts."""
 
-    def __init__(self, index, count, address, hosts):
-        options = {}
+    def __init__(self, index, count, address, folder, hosts=1, start_timeout=120):
+        options = dict(initialization_timeout=start_timeout, heartbeat_timeout_seconds=100)
         if ON_GPU:
             os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-            options = dict(local_device_ids=[0 if ON_ONE_GPU else index])
+            options["local_device_ids"] = [0 if ON_ONE_GPU else index]
         else:
+            os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_recoverability", True)  # this process outlives the others
-        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=100, **options)
-        self.index, self.count = index, count
+        jax.distributed.initialize(address, count, index, **options)
+        self.index, self.count, self.coordinator = index, count, address
+        self.folder = pathlib.Path(folder)
         self.use(range(count), hosts)
 
     def use(self, ranks, hosts=1):
@@ -57,44 +68,68 @@ class Rank:
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
         self.programs = {}
 
-    def program(self, name):
-        if name not in self.programs:
+    def compile(self, *names):
+        """Compile programs before any of them runs: a process that compiles is late."""
+        for name in names:
+            self.program(name, TOKENS)
+
+    def compile_shapes(self, *names):
+        for name in names:
+            self.program(name, 2 * TOKENS)
+
+    def program(self, name, tokens):
+        if (name, tokens) not in self.programs:
             spec = PartitionSpec(self.group.axis_name)
             body = globals()[name](self.group)
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=spec, out_specs=spec)
-            self.programs[name] = jax.jit(mapped)
-        return self.programs[name]
+            lowered = jax.jit(mapped).lower(*self.operands(0, tokens)[1])
+            self.programs[name, tokens] = lowered.compile()
+        return self.programs[name, tokens]
+
+    def operands(self, step, tokens, damage=False):
+        """Return the operands of this rank (with the weights of all experts), and of the program.
+        The weights depend on the step, so that rows of another step are wrong."""
+        rng = np.random.default_rng([step, self.index])
+        experts = 2 * len(self.ranks)
+        x = rng.standard_normal((tokens, HIDDEN), np.float32)
+        ids = rng.integers(0, experts, (tokens, TOP_K), np.int32)
+        if damage:  # ids that no expert has count as no choice
+            ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
+        weights = 1 + np.arange(experts, dtype=np.float32) + step % 7
+        first = 2 * self.ranks.index(self.index)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.group.axis_name))
+        shards = x, ids, weights[first : first + 2]
+        arrays = [jax.make_array_from_process_local_data(sharding, each) for each in shards]
+        return (x, ids, weights), arrays
 
     def prepare(self, *names):
         for name in names:
             self.call(name, 0)
 
-    def call(self, name, step, damage=False):
+    def call(self, name, step, damage=False, tokens=TOKENS):
         """Call a program, and compare this rank's result."""
-        rng = np.random.default_rng([step, self.index])
-        experts = 2 * len(self.ranks)
-        x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
-        ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
-        if damage:  # ids that no expert has count as no choice
-            ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.group.axis_name))
-        shards = [np.asarray(each) for each in (x, ids)]
-        arrays = [jax.make_array_from_process_local_data(sharding, each) for each in shards]
-        (shard,) = self.program(name)(*arrays).addressable_shards
+        (x, ids, weights), arrays = self.operands(step, tokens, damage)
+        experts = len(weights)
+        (shard,) = self.program(name, tokens)(*arrays).addressable_shards
         y = np.asarray(shard.data)
         valid = (ids >= 0) & (ids < experts)
-        scale = np.where(valid, 1 + np.clip(ids, 0, experts), 0).sum(1, keepdims=True)
+        scale = np.where(valid, weights[np.where(valid, ids, 0)], 0).sum(1, keepdims=True)
         if np.isnan(y).all():
             self.group.check()
             raise AssertionError("wrong: NaN without an error")
         assert np.allclose(y, x * scale, rtol=1e-5), f"wrong: {y} instead of {x * scale}"
 
     def churn(self, names, steps, at=None, act=None, given=()):
-        """Call programs in turn; in step `at` call a method of this object first."""
-        for step in range(steps):
-            if step == at and getattr(self, act)(*given):
+        """Call programs in turn. In step `at` call a method of this object first, which returns how
+        many steps it has made."""
+        step = 0
+        while step < steps:
+            made = getattr(self, act)(*given) if step == at else None
+            if made:
+                step, at = step + made, None
                 continue
             self.call(names[step % len(names)], step)
+            step += 1
 
     def close(self):
         self.group.close(timeout=CLOSE)
@@ -107,30 +142,118 @@ class Rank:
     def exit(self):
         os._exit(0)
 
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def damaged(self, name, step):
         self.call(name, step, damage=True)
-        return True
+        return 1
 
     def fails_in_trace(self):
         """Trace a program whose Python raises between a start and its done."""
         try:
-            self.program("raises_between")
-            self.call("raises_between", 0)
+            self.program("raises_between", TOKENS)
         except ValueError as error:
             assert "between start and done" in str(error)
         else:
             raise AssertionError("wrong: it has not raised")
 
-    def fails_in_callback(self, name, step):
-        """Call a program whose host callback raises next to an exchange; the exchange ends."""
+    def act_on_host(self, act, name, step):
+        """Call a program whose host callback acts in this process. If it raises, so does the
+        program, after its exchange."""
+        global act_on_host
+        act_on_host = act
         try:
             self.call(name, step)
         except Exception as error:
             if "the callback has failed" not in str(error):
                 raise
         else:
-            raise AssertionError("wrong: the callback has not failed")
-        return True
+            assert act is None, "wrong: the callback has not failed"
+        finally:
+            act_on_host = None
+        return 1
+
+    def fail(self):
+        raise ValueError("an error of the program")
+
+    # Other calls than those of the others; each returns how many steps it has made.
+
+    def another_program(self, name, following, step):
+        self.call("exchange" if name == "layer" else "layer", step)
+        return 1
+
+    def another_shape(self, name, following, step):
+        self.call(name, step, tokens=2 * TOKENS)
+        return 1
+
+    def another_order(self, name, following, step):
+        self.call(following, step + 1)
+        self.call(name, step)
+        return 2
+
+    def fewer_calls(self, name, following, step):
+        return 1
+
+    def fork(self, times):
+        children = []
+        for _ in range(times):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+        told = self.folder / "children.new"
+        told.write_text(json.dumps(children))
+        told.rename(self.folder / "children")
+
+    def limit_descriptors(self, more):
+        """Let this process open so many descriptors more; None: as many as before."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def sockets(self):
+        """Return this process's TCP sockets: those that listen, and those that are connected to
+        other processes of the job."""
+        listening, connected = [], []
+        for number, target in leaks.descriptors().items():
+            if not target.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(number)) as each:
+                if each.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.append(each.getsockname()[:2])
+                else:
+                    connected.append((number, each.getsockname(), each.getpeername()))
+        return listening, connected
+
+    def close_sockets(self):
+        """Shut the connections to other ranks down, behind the back of gloo."""
+        port = int(self.coordinator.rpartition(":")[2])
+        for number, mine, other in self.sockets()[1]:
+            if port not in (mine[1], other[1]):
+                with socket.socket(fileno=os.dup(number)) as each:
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def listening(self):
+        return self.sockets()[0]
+
+    def reserve(self, tokens):
+        experts = 2 * self.group.size
+        self.group.reserve(num_tokens=tokens, hidden=1 << 13, top_k=1, num_experts=experts)
+
+    def fill_memory(self):
+        """Take the memory of the GPU that is left, behind JAX's back."""
+        from gpu.test_processes_failures import fill_gpu
+
+        fill_gpu(but=2)
+
+    def interrupt(self, seconds):
+        """Let a signal interrupt this process again and again; 0: no more."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
     def second_group(self, steps):
         other = ma.Group(self.mesh, AXIS, timeout=TIMEOUT)
@@ -141,18 +264,17 @@ class Rank:
         self.group, self.programs = first, {}
 
 
-def experts_of(recv, group):
-    """Multiply the rows of expert e by 1 + e."""
+def experts_of(recv, weights):
+    """Multiply the rows of each expert by its weight."""
     row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
     local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
-    expert = 1 + local + 2 * lax.axis_index(group.axis_name).astype(jnp.int32)
-    return recv.rows * expert[:, None].astype(jnp.float32)
+    return recv.rows * jnp.take(weights, local, mode="clip")[:, None]
 
 
 def exchange(group):
-    def on_rank(x, ids):
+    def on_rank(x, ids, weights):
         recv = ma.dispatch(x, ids, group=group, num_experts=2 * group.size)
-        return ma.combine(experts_of(recv, group), recv)
+        return ma.combine(experts_of(recv, weights), recv)
 
     return on_rank
 
@@ -160,35 +282,59 @@ def exchange(group):
 def layer(group):
     """The same in two halves, with a product in between, and a psum."""
 
-    def on_rank(x, ids):
+    def on_rank(x, ids, weights):
         inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
         inflight, product = ma.overlap(inflight, lambda x: x @ x.T, x)
         recv = ma.dispatch_done(inflight)
-        y = ma.combine(experts_of(recv, group), recv)
-        total = lax.psum(jnp.sum(product), group.axis_name)
+        y = ma.combine(experts_of(recv, weights), recv)
+        total = jnp.sum(product)
+        if not ON_ONE_GPU:  # NCCL refuses two processes on one GPU
+            total = lax.psum(total, group.axis_name)
         return y + 0 * total
 
     return on_rank
 
 
 def raises_between(group):
-    def on_rank(x, ids):
+    def on_rank(x, ids, weights):
         ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
         raise ValueError("between start and done")
 
     return on_rank
 
 
-def with_callback(group):
-    """An exchange, next to a host callback that raises."""
+act_on_host = None  # what host callbacks do in this process: None, "fail" or "exit"
 
-    def fail(x):
+
+def on_host(x):
+    if act_on_host == "exit":
+        os._exit(0)
+    if act_on_host == "fail":
         raise RuntimeError("the callback has failed")
+    return x
 
-    def on_rank(x, ids):
-        y = exchange(group)(x, ids)
-        told = jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        return y + 0 * told
+
+def call_host(x):
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def callback_alongside(group):
+    """An exchange alongside a host callback."""
+
+    def on_rank(x, ids, weights):
+        return exchange(group)(x, ids, weights) + 0 * call_host(x)
+
+    return on_rank
+
+
+def callback_between(group):
+    """An exchange with a host callback between its start and its done."""
+
+    def on_rank(x, ids, weights):
+        inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
+        inflight, told = ma.overlap(inflight, call_host, x)
+        recv = ma.dispatch_done(inflight)
+        return ma.combine(experts_of(recv, weights), recv) + 0 * told
 
     return on_rank
 
@@ -196,45 +342,81 @@ def with_callback(group):
 # ---------------------------------------------------------------------------------- the campaign
 
 
-def begin(run, *names, count=None, hosts=1):
+def reserved_port(run):
+    """Return a port that no other program is given during the run. The coordinator's server shares
+    it: gRPC sets SO_REUSEPORT, and a socket that does not listen takes no connection."""
+    keeper = run.kept.enter_context(socket.socket())
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    keeper.bind(("127.0.0.1", 0))
+    return keeper.getsockname()[1]
+
+
+def start(run, count=None, but=None, **options):
+    """Start processes, and choose the victim."""
     # Process 0 holds the coordination service. JAX ends all processes if it dies.
     count = count or (2 if ON_ONE_GPU else run.rng.randint(2, 3))
     run.victim = run.rng.randrange(1, count)
-    address = free_address()
+    address = f"127.0.0.1:{reserved_port(run)}"
+    run.options = dict(options, count=count, address=address, folder=str(run.folder))
     for index in range(count):
-        run.workers.append(run.start_one(Rank, index, count=count, address=address, hosts=hosts))
+        if index != but:
+            run.workers.append(run.start_one(Rank, index, **run.options))
+
+
+def begin(run, *names, count=None, hosts=1):
+    start(run, count, hosts=hosts)
     for worker in run.workers:
         run.begin(worker)
-    run.all("prepare", *names, seconds=120.0)
+    run.all("compile", *names, seconds=120.0)
+    run.all("prepare", *names, seconds=60.0)
+    run.all("mark")
     run.names = names
     return run.workers[run.victim]
 
 
-def churn(run, at=None, act=None, given=(), everywhere=False, victims=()):
+def churn(run, at=None, act=None, given=(), of_others=None, victims=()):
+    """Let all processes call the programs; in step `at`, the victims call `act` first. The others
+    call it, too, if there is something to give them."""
     for worker in run.alive():
-        is_victim = worker.index in (victims or [run.victim])
-        mine = (at, act, given) if everywhere or is_victim else ()
-        worker.say("churn", run.names, STEPS, *mine)
+        own = given if worker.index in (victims or [run.victim]) else of_others
+        worker.say("churn", run.names, STEPS, *([] if own is None else [at, act, own]))
 
 
-def settle(run, *patterns, start=None):
-    """Return the outcome. An error must name a cause."""
-    outcome = "right"
+def settle(run, *patterns, start=None, may_be_undetected=False, may_end=False):
+    """Return the outcome, and close. An error must name a cause. Where JAX or gloo may end a
+    process, the process must have told why."""
+    outcome, num_alive = "right", len(run.alive())
     for worker in run.alive():
-        reply = worker.hear(BOUND + run.slack)
+        try:
+            reply = worker.hear(BOUND + run.slack)
+        except Ended as ended:
+            told = re.search(ABORTS, str(ended))
+            if not may_end or not told:
+                raise
+            reply = Reply(error=told[0], end=time.monotonic())
         if not reply.error:
             continue
-        outcome = "error"
-        if "wrong" in reply.error or not re.search("|".join(patterns or ["^$"]), reply.error, re.I):
+        if may_be_undetected and reply.error.startswith("AssertionError: wrong"):
+            outcome, run.error, run.seconds = "undetected", reply.error, None
+            continue
+        known = "|".join((*patterns, *([ABORTS] if may_end else []))) or "^$"
+        if "wrong" in reply.error or not re.search(known, reply.error, re.I):
             raise Wrong(f"unclear error in process {worker.index}: {reply.error}")
-        run.error = reply.error
-        if start is not None:
-            run.seconds = max(0.0, reply.end - start)
+        if outcome != "undetected":
+            outcome, run.error = "error", reply.error
+            if start is not None:
+                run.seconds = max(0.0, reply.end - start)
+    if len(run.alive()) < num_alive and may_end:
+        run.kill_workers()  # JAX ends them at any time now
+    close(run)
+    return outcome
+
+
+def close(run):
     for worker in run.alive():
         closed = worker.ask("close", seconds=3 * CLOSE + run.slack)
         if closed.error:
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
-    return outcome
 
 
 # How gloo and a kernel tell that a process is missing.
@@ -244,37 +426,54 @@ MISSING = (
     "gloo.*(timed? ?out|failed)",
     r"(rank|process) \d+",
 )
+LATE = MISSING if ON_GPU else ()
+# The last words of a process that gloo or JAX ends.
+ABORTS = (
+    r"(Is there a distributed collective mismatch in your code|"
+    r"Terminating process because the JAX distributed service detected fatal errors)"
+)
 
 
 def survivors_go_on(run):
     """Make a group over the remaining devices, and go on in it."""
     ranks = [worker.index for worker in run.alive()]
     run.all("use", ranks)
+    run.all("compile", "exchange", seconds=60.0)
     run.all("prepare", "exchange", seconds=60.0)
     run.all("churn", ["exchange"], 5)
 
 
-def die(run, kill):
-    victim = begin(run, "exchange", "layer")
-    churn(run)
-    time.sleep(run.rng.uniform(0, 0.3))
-    start = time.monotonic()
-    kill(victim)
-    victim.is_dead = True
-    outcome = settle(run, *MISSING, start=start)
-    survivors_go_on(run)
+def die(run, kill, start=None):
+    """Let the victim end; the others end with an error, or were through before, and go on."""
+    kill(run.workers[run.victim])
+    run.workers[run.victim].is_dead = True
+    outcome = settle(run, *MISSING, start=start or time.monotonic())
+    try:
+        survivors_go_on(run)
+    except Wrong as wrong:
+        if not ON_GPU:  # where survivors have not been tried
+            raise
+        run.error += f" (survivors: {wrong})"
+        run.kill_workers()
     return outcome
 
 
+def at_random(run):
+    time.sleep(run.rng.uniform(0, 0.3))
+
+
 def killed(run):
-    return die(run, lambda victim: victim.kill())
+    begin(run, "exchange", "layer")
+    churn(run)
+    at_random(run)
+    return die(run, lambda victim: victim.kill(), time.monotonic())
 
 
 def a_killed_host(run):
     """Kill the second of two hosts with two processes each."""
     begin(run, "exchange", "layer", count=4, hosts=2)
     churn(run)
-    time.sleep(run.rng.uniform(0, 0.3))
+    at_random(run)
     start = time.monotonic()
     for victim in run.workers[2:]:
         victim.signal(signal.SIGKILL)
@@ -289,49 +488,160 @@ def a_late_host(run):
     """Let the second of two hosts be later than the collectives of XLA wait."""
     begin(run, "exchange", "layer", count=4, hosts=2)
     start = time.monotonic()
-    churn(run, 1, "sleep", (COLLECTIVE_SECONDS + 3,), victims=(2, 3))
+    churn(run, 1, "sleep", (COLLECTIVE + 3,), victims=(2, 3))
     return settle(run, *MISSING, start=start)
 
 
 def exits_normally(run):
-    victim = begin(run, "exchange", "layer")
+    begin(run, "exchange", "layer")
     churn(run, run.rng.randrange(1, STEPS), "exit")
-    victim.process.join(60)
+    return die(run, lambda victim: victim.process.join(60))
+
+
+def exits_between_start_and_done(run):
+    """The victim ends in a host callback between the start and the done of an exchange."""
+    begin(run, "exchange", "layer", "callback_between")
+    at = run.rng.randrange(1, STEPS)
+    name = "callback_between"
+    churn(run, at, "act_on_host", ("exit", name, at), of_others=(None, name, at))
+    return die(run, lambda victim: victim.process.join(60))
+
+
+def killed_coordinator(run):
+    """The process that holds JAX's coordination service dies. JAX ends the others."""
+    begin(run, "exchange", "layer")
+    churn(run)
+    at_random(run)
     start = time.monotonic()
-    victim.is_dead = True
+    run.workers[0].kill()
+    for worker in run.alive():
+        last_words(run, worker)
+    run.seconds = time.monotonic() - start
+    return "error"
+
+
+def last_words(run, worker):
+    """Wait until JAX ends a process, and keep what it has told."""
+    worker.process.join(BOUND + run.slack)
+    if worker.process.is_alive():
+        raise Wrong(f"hang: JAX has not ended process {worker.index}")
+    worker.is_dead = True
+    told = re.search(ABORTS, worker.tail(10_000))
+    if not told:
+        raise Wrong(f"process {worker.index} ended without a cause: {worker.tail()}")
+    run.error = told[0]
+
+
+def restarted_peer(run):
+    """The victim is killed and started again, while the others live. JAX admits it, but gloo does
+    not connect it to the others, which go on without it."""
+    victim = begin(run, "exchange", "layer")
+    churn(run)
+    at_random(run)
+    start = time.monotonic()
+    victim.kill()
     outcome = settle(run, *MISSING, start=start)
+    new = run.start_one(Rank, run.victim, **run.options)
+    run.begin(new)
+    run.workers[run.victim] = new
+    run.all("use", list(range(len(run.workers))))
+    run.all("compile", "exchange")
+    for worker, reply in zip(run.alive(), run.replies("prepare", "exchange")):
+        if not re.search("|".join((*MISSING, "Gloo.*already exists")), reply.error, re.I):
+            raise Wrong(f"process {worker.index}, after a restart: {reply}")
+    new.kill()
     survivors_go_on(run)
     return outcome
+
+
+def never_comes(run):
+    """A process does not start. JAX ends the others."""
+    begun = time.monotonic()
+    start(run, start_timeout=START_TIMEOUT, but=run.rng.randrange(2))
+    for worker in run.alive():
+        last_words(run, worker)
+    run.seconds = time.monotonic() - begun
+    return "error"
 
 
 def stopped_and_continued(run):
     victim = begin(run, "exchange", "layer")
     churn(run)
-    time.sleep(run.rng.uniform(0, 0.3))
+    at_random(run)
     victim.signal(signal.SIGSTOP)
-    time.sleep(run.rng.uniform(0.1, 1.5))
+    time.sleep(run.rng.uniform(0.1, 1.5) + LONG * run.rng.choice((0, 1)))
     victim.signal(signal.SIGCONT)
-    return settle(run)
+    return settle(run, *LATE)
 
 
 def delayed(run):
     begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "sleep", (run.rng.uniform(0, 2.0),))
-    return settle(run)
+    seconds = run.rng.uniform(0, 2.0) + LONG * run.rng.choice((0, 1))
+    churn(run, run.rng.randrange(STEPS), "sleep", (seconds,))
+    return settle(run, *LATE)
+
+
+def out_of_memory(run):
+    """The GPU has no room for the memory that the workspace needs to grow."""
+    victim = begin(run, "exchange", "layer")
+    victim.ask("fill_memory")
+    start = time.monotonic()
+    for worker in run.alive():
+        worker.say("reserve", 1 << 17)  # ring halves of 4 GiB
+    outcome = settle(run, "RESOURCE_EXHAUSTED", *MISSING, start=start)
+    if outcome != "error":
+        raise Wrong("no process has noticed that device memory is used up")
+    run.all("prepare", *run.names)
+    close(run)
+    return outcome
+
+
+def raises(run):
+    """The victim's program raises, and calls nothing more. The others wait for it."""
+    begin(run, "exchange", "layer")
+    start = time.monotonic()
+    churn(run, run.rng.randrange(STEPS), "fail")
+    outcome = settle(run, "an error of the program", *MISSING, start=start)
+    return outcome
+
+
+def different_call(act):
+    """Return a kind in which the victim makes another call. On CPUs gloo carries the bytes; it
+    knows nothing of calls."""
+
+    def kind(run):
+        begin(run, "exchange", "layer")
+        # Where all calls are equal, a call too few is found at the end only.
+        run.names = run.rng.choice((("exchange", "layer"), ("exchange", "exchange")))
+        run.all("compile_shapes", *run.names)
+        at = run.rng.randrange(STEPS - 1)
+        start = time.monotonic()
+        churn(run, at, act, (run.names[at % 2], run.names[(at + 1) % 2], at))
+        on_cpu = dict(may_be_undetected=not ON_GPU, may_end=not ON_GPU)
+        return settle(run, *MISSING, start=start, **on_cpu)
+
+    return kind
 
 
 def an_exception_between_start_and_done(run):
     begin(run, "exchange", "layer")
-    everywhere = run.rng.random() < 0.5
-    churn(run, run.rng.randrange(STEPS), "fails_in_trace", everywhere=everywhere)
+    of_others = () if run.rng.random() < 0.5 else None
+    churn(run, run.rng.randrange(STEPS), "fails_in_trace", of_others=of_others)
     return settle(run)
 
 
-def a_failing_callback(run):
-    begin(run, "exchange", "layer")
-    at = run.rng.randrange(STEPS)
-    churn(run, at, "fails_in_callback", ("with_callback", at), everywhere=True)
-    return settle(run)
+def a_failing_callback(name):
+    """Return a kind in which a host callback raises, in one process or in all. XLA may then leave
+    collectives of the program out. On CPUs gloo gives their rows to the next call."""
+
+    def kind(run):
+        begin(run, "exchange", "layer", name)
+        at = run.rng.randrange(STEPS)
+        act = "fail" if run.rng.random() < 0.5 else None
+        churn(run, at, "act_on_host", ("fail", name, at), of_others=(act, name, at))
+        return settle(run, *MISSING, may_be_undetected=not ON_GPU)
+
+    return kind
 
 
 def damaged_routing(run):
@@ -343,7 +653,7 @@ def damaged_routing(run):
 
 def a_second_group(run):
     begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "second_group", (3,), everywhere=True)
+    churn(run, run.rng.randrange(STEPS), "second_group", (3,), of_others=(3,))
     return settle(run)
 
 
@@ -353,16 +663,107 @@ def closes_alone(run):
     return settle(run, *([r"closed the group \d+ times"] if ON_GPU else []))
 
 
+def full_descriptor_table(run):
+    """The victim can open few descriptors more, or none. Connected processes need none. (While gloo
+    connects, a full table ends the process, and another process was seen to wait for it for more
+    than a minute.)"""
+    victim = begin(run, "exchange", "layer")
+    churn(run, run.rng.randrange(STEPS), "limit_descriptors", (run.rng.randrange(4),))
+    outcome = settle(run)
+    victim.ask("limit_descriptors", None)
+    return outcome
+
+
+def forked_children(run):
+    """The victim forks, and is killed in half of the runs; its children live on, and have its
+    sockets."""
+    begin(run, "exchange", "layer")
+    dies = run.rng.random() < 0.5
+    churn(run, run.rng.randrange(1, STEPS // 2), "fork", (run.rng.randint(1, 2),))
+    told = run.folder / "children"
+    end = time.monotonic() + 30
+    while not told.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    run.helpers += json.loads(told.read_text())
+    if dies:
+        return die(run, lambda victim: victim.kill(), time.monotonic())
+    return settle(run)
+
+
+def closed_sockets(run):
+    begin(run, "exchange", "layer")
+    start = time.monotonic()
+    churn(run, run.rng.randrange(STEPS), "close_sockets")
+    return settle(run, *MISSING, start=start)
+
+
+def flooded_sockets(run):
+    """Connections from outside that send nothing, garbage, or hang up, to every port at which the
+    victim listens."""
+    victim = begin(run, "exchange", "layer")
+    addresses = victim.ask("listening").value
+    churn(run)
+    flood, number = run.rng.choice(("silent", "garbage", "hangs up")), run.rng.choice((1, 3, 200))
+    kept = contextlib.ExitStack()
+    for _ in range(number):
+        for address in addresses:
+            client = kept.enter_context(socket.socket())
+            client.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                client.connect(("127.0.0.1", address[1]))
+                if flood == "garbage":
+                    client.send(run.rng.randbytes(run.rng.randrange(1, 4000)))
+                elif flood == "hangs up":
+                    client.close()
+    outcome = settle(run)
+    kept.close()
+    # gloo keeps a connection that has said nothing, also after its end.
+    left = victim.ask("left").value
+    if left.keys() - {"socket:"} or left.get("socket:", 0) > number * len(addresses):
+        raise Wrong(f"leak in process {run.victim}: {left}")
+    victim.ask("mark")
+    return outcome
+
+
+def signals(run):
+    """A signal interrupts a process every few milliseconds."""
+    victim = begin(run, "exchange", "layer")
+    churn(run, run.rng.randrange(STEPS), "interrupt", (0.002,))
+    outcome = settle(run)
+    victim.ask("interrupt", 0)
+    return outcome
+
+
 KINDS = {
     "a killed process": killed,
     "a killed host": a_killed_host,
     "a host later than the bound": a_late_host,
     "a process that exits normally": exits_normally,
+    "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
     "a delay": delayed,
+    "a program that raises": raises,
+    "another program": different_call("another_program"),
+    "another shape": different_call("another_shape"),
+    "another order of calls": different_call("another_order"),
+    "fewer calls": different_call("fewer_calls"),
     "an exception between start and done": an_exception_between_start_and_done,
-    "a failing host callback": a_failing_callback,
+    "a failing host callback": a_failing_callback("callback_alongside"),
+    "a failing host callback between start and done": a_failing_callback("callback_between"),
     "a damaged routing": damaged_routing,
     "a second group": a_second_group,
     "close() in one process only": closes_alone,
+    "interrupting signals": signals,
 }
+if ON_GPU:
+    KINDS["too little device memory"] = out_of_memory
+else:  # of gloo and of JAX's coordination service
+    KINDS |= {
+        "a killed coordinator": killed_coordinator,
+        "a restarted peer": restarted_peer,
+        "a process that never comes": never_comes,
+        "a full descriptor table": full_descriptor_table,
+        "forked children": forked_children,
+        "a closed socket": closed_sockets,
+        "a flooded socket": flooded_sockets,
+    }

@@ -1,6 +1,7 @@
 """Start, command and end the processes of a run. All are forked from one process that has imported
 JAX and this package, so that a run takes a second or two."""
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -14,16 +15,22 @@ import traceback
 from multiprocessing import forkserver
 from unittest import mock
 
+from . import leaks
+
 LIMIT = 240.0  # seconds that a worker lives at most
-COLLECTIVE_SECONDS = 15  # that XLA's collectives on CPUs wait
-FLAGS = (
-    f"--xla_backend_optimization_level=0 --xla_cpu_collective_timeout_seconds={COLLECTIVE_SECONDS}"
-)
+FLAGS = "--xla_backend_optimization_level=0"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Wrong(Exception):
     """A run whose outcome is a failure: a wrong result, a hang, a leak or an unclear error."""
+
+
+class Ended(Wrong):
+    """A process that has ended on its own."""
+
+    def __init__(self, index, status, told):
+        super().__init__(f"process {index} ended with {status}: {told}")
 
 
 @dataclasses.dataclass
@@ -39,6 +46,7 @@ class Reply:
 @functools.cache
 def forks():
     """Return the context whose server process has imported all that workers need."""
+    leaks.mark()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -48,13 +56,33 @@ def forks():
         environment["JAX_PLATFORMS"] = "cpu"
     with mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
+        first = context.Process(target=os.getpid)  # starts when the server has imported all
+        first.start()
+        first.join()
+        first.close()
     return context
+
+
+class Inside:
+    """What every worker says about itself."""
+
+    def mark(self):
+        """Remember the descriptors of this process."""
+        self.before = leaks.by_sort(leaks.descriptors())
+
+    def left(self):
+        """Return the descriptors that were not there at the last `mark`, by sort."""
+        end = time.monotonic() + 3.0  # a thread may still hold a connection
+        while True:
+            more = leaks.by_sort(leaks.descriptors()) - self.before
+            if not more or time.monotonic() > end:
+                return dict(more)
+            time.sleep(0.02)
 
 
 def work(make, connection, log, arguments):
     """Answer commands until the connection ends. `make` returns the object that has them as
     methods."""
-    os.setsid()  # so that all of its descendants are found
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -73,7 +101,7 @@ def work(make, connection, log, arguments):
         start, reply = time.monotonic(), Reply()
         try:
             reply.value = getattr(worker, name)(*given)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             traceback.print_exc()
             reply.error = f"{type(error).__name__}: {error}"
         reply.end = time.monotonic()
@@ -105,9 +133,8 @@ class Worker:
                 return self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join(10)
-            raise Wrong(
-                f"process {self.index} ended with {self.process.exitcode}: {self.tail()}"
-            ) from None
+            self.is_dead = True
+            raise Ended(self.index, self.process.exitcode, self.tail(10_000)) from None
         raise Wrong(f"hang: process {self.index} was silent for {seconds:g} s: {self.tail()}")
 
     def ask(self, name, *given, seconds=60.0):
@@ -126,6 +153,11 @@ class Worker:
             self.signal(signal.SIGKILL)
         self.process.join(30)
 
+    def release(self):
+        """Give the descriptors of a process that has ended back."""
+        self.connection.close()
+        self.process.close()
+
     def end(self):
         """Let the worker end by itself, and kill it if it does not."""
         self.connection.close()
@@ -133,26 +165,6 @@ class Worker:
         if self.process.is_alive():
             self.kill()
             raise Wrong(f"process {self.index} did not end: {self.tail()}")
-
-
-def descendants(leaders):
-    """Return the ids of all processes in the sessions of these processes."""
-    found = []
-    for folder in pathlib.Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) in leaders and fields[0] != "Z":
-                found.append(int(folder.name))
-    return found
-
-
-def sockets():
-    """Return the names of this package's sockets on this host."""
-    lines = pathlib.Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "@jax_moe_a2a-" in line}
 
 
 class Run:
@@ -165,6 +177,7 @@ class Run:
         self.workers = []
         self.started = []
         self.helpers = []  # ids of processes that a fault started on purpose
+        self.kept = contextlib.ExitStack()  # what this process holds for the run
         self.error, self.seconds = "", None  # the clearest error, and how long it took
 
     def start_one(self, make, index, **arguments):
@@ -194,19 +207,27 @@ class Run:
             worker.say(name, *given)
         return [worker.hear(seconds) for worker in self.alive()]
 
-    def kill(self):
-        """Kill all processes, and those that they started; return the ids of the latter."""
-        for worker in self.started:
-            worker.kill()
-        time.sleep(0.02)
-        found = descendants({worker.pid for worker in self.started})
+    def kill(self, but=()):
+        """Kill all processes except these, also those that workers started; return the ids of the
+        latter."""
+        self.kill_workers()
+        found = leaks.processes() - set(but)
         for pid in found:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return found
 
-    def close(self):
-        """Let all processes end; one that they leave is a failure."""
+    def kill_workers(self):
+        for worker in self.started:
+            worker.kill()
+
+    def close(self, but=()):
+        """Let all processes end except these. A process or a descriptor that is left is a
+        failure."""
+        for worker, left in zip(self.alive(), self.all("left")):
+            if any(left.values()):
+                raise Wrong(f"leak in process {worker.index}: {left}")
         for worker in self.alive():
             worker.end()
-        if leaked := set(self.kill()) - set(self.helpers):
+        if leaked := self.kill(but) - set(self.helpers):
             raise Wrong(f"leaked processes: {leaked}")

@@ -376,16 +376,13 @@ def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KI
 
 def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
-    again. If the wait fails, nothing changes.
+    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between.
 
     Raises:
       RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
-        wait(topology, timeout, kinds)  # Wait for all before closing the first.
-        problems = [_native.close(*topology, kind, int(timeout * 1e9)) for kind in kinds]
-        for problem in problems:
-            _raise(problem)
+        _raise(_native.close(*topology, sorted(kinds), int(timeout * 1e9)))
 
 
 def set_hooks(

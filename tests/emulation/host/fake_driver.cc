@@ -263,6 +263,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 #define MOE_A2A_CONTROL extern "C" __attribute__((visibility("default")))
 MOE_A2A_CONTROL void fake_set_room(int device, int64_t bytes) { room[device] = bytes; }
 MOE_A2A_CONTROL int64_t fake_used_bytes(int device) { return used[device]; }
+MOE_A2A_CONTROL int fake_allocations() { return handles + mappings; }
 MOE_A2A_CONTROL void fake_fail_after(long calls) { calls_until_failure = calls; }
 MOE_A2A_CONTROL void fake_be_busy(bool busy) { are_busy = busy; }
 #undef MOE_A2A_CONTROL

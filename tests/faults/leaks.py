@@ -1,0 +1,107 @@
+"""Find what a run has left: processes, descriptors, sockets, files in shared memory, and on GPUs
+device memory."""
+
+import collections
+import contextlib
+import os
+import pathlib
+import subprocess
+
+MARK = "MOE_A2A_FAULTS"  # in the environment of every process that a campaign starts
+PROC = pathlib.Path("/proc")
+SHARED = pathlib.Path("/dev/shm")
+SOCKET = "@jax_moe_a2a-"  # how the names of this package's sockets begin
+
+
+def mark():
+    """Mark the processes that this process starts from now on, and their descendants."""
+    os.environ[MARK] = str(os.getpid())
+
+
+def processes():
+    """Return the ids of the processes that this process or one of its descendants has started, also
+    of those whose parent has ended. A process that has ended and was not waited for does not
+    count."""
+    mine = f"{MARK}={os.getpid()}".encode()
+    found = set()
+    for folder in PROC.iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and mine in (folder / "environ").read_bytes().split(b"\0"):
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z":  # a zombie has no environment either; it may just have ended
+                    found.add(int(folder.name))
+    return found
+
+
+def descriptors(process="self"):
+    """Return the targets of the open descriptors of a process by number, without the descriptor
+    that lists them."""
+    found = {}
+    for link in (PROC / str(process) / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[int(link.name)] = os.readlink(link)
+    return found
+
+
+def by_sort(targets):
+    """Count descriptors by sort. Sockets and pipes are equal, files are not."""
+    return collections.Counter(target.partition("[")[0] for target in targets.values())
+
+
+class Before:
+    """The state of the host before a run."""
+
+    def __init__(self):
+        self.processes = processes()
+        self.sockets = sockets()
+        self.files = files()
+        self.descriptors = by_sort(descriptors())
+        self.used = used_mib()
+
+    def left(self):
+        """Return what is there now and was not there before, as a text for each sort."""
+        found = {
+            "processes": processes() - self.processes,
+            "sockets": of_campaign(sockets().items() - self.sockets.items()),
+            "files in shared memory": of_campaign(files().items() - self.files.items()),
+            "descriptors of the campaign": by_sort(descriptors()) - self.descriptors,
+            "MiB of device memory": [now for now, then in zip(used_mib(), self.used) if now > then],
+        }
+        return [f"{sort}: {sorted(left)}" for sort, left in found.items() if left]
+
+
+def sockets():
+    """Return the names of this package's listening sockets, each with what a descriptor of it
+    leads to."""
+    lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
+    named = (line for line in lines if line[-1].startswith(SOCKET))
+    listens = "00010000"  # the flag of a socket that listens; its connections have its name, too
+    return {name: f"socket:[{inode}]" for *_, flags, _, _, inode, name in named if flags == listens}
+
+
+def files():
+    """Return the names of the files in shared memory."""
+    return {path.name: str(path) for path in SHARED.iterdir()} if SHARED.exists() else {}
+
+
+def used_mib():
+    """Return the used memory of each GPU in MiB; [] without GPUs."""
+    if os.environ.get("MOE_A2A_TEST_GPU") != "1":
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(line) for line in told.stdout.split()]
+
+
+def of_campaign(found):
+    """Return the names, without those that only processes outside of this campaign have open. Other
+    campaigns and tests may run on this host."""
+    if not found:
+        return []
+    mine, held = processes() | {os.getpid()}, collections.defaultdict(set)
+    for folder in PROC.iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit():
+                for target in descriptors(folder.name).values():
+                    held[target].add(int(folder.name))
+    return [name for name, target in found if not held[target] or held[target] & mine]
