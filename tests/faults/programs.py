@@ -479,9 +479,8 @@ def a_killed_host(run):
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
         victim.kill()
-    outcome = settle(run, *MISSING, start=start)
-    survivors_go_on(run)
-    return outcome
+    # The other host cannot go on: a group over it has the communicator that broke within it.
+    return settle(run, *MISSING, start=start)
 
 
 def a_late_host(run):
