@@ -2,15 +2,17 @@
 
 ``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row is
 multiplied by the weights of its group. Its derivatives need more primitives. Let
-``pre = rows w_in + b_in`` and ``h = weights * act(pre)``.
+``pre = rows w_in + b_in`` and ``h = weights * act(pre)``. With ``sums``, its last operands are the
+totals of w_in and w_out (``grouped/totals.py``), which are its last results, too.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
-  ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``.
+  ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``. With ``passes``,
+  d_w_out is the tangent of a total, which is its second result.
 - ``act_dot_grad_p`` has all that its transpose needs of one product, ``ct_h = ct_y w_out^T``:
   ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``.
-  The transpose in w_out is then the outer product of h and ct_y.
+  The transpose in w_out is then the outer product of h and ct_y, or its sum with a total.
 
 So a forward pass with its gradients makes no pass over rows of its own. It keeps rows and pre; y is
 not needed. Further derivatives are those of the compositions below, which consist of grouped
@@ -35,10 +37,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
 from ..grouped.primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p
+from ..grouped.totals import bind_add_outer, bind_passing, without_batch
+from ..grouped.totals import sum_of as _sum
 from . import lowering as lowered
 from .activations import FusedActivation
 
@@ -47,7 +52,8 @@ dot_act_p = compat.Primitive("moe_a2a_dot_act")
 dot_bias_p = compat.Primitive("moe_a2a_dot_bias")
 act_dot_tangent_p = compat.Primitive("moe_a2a_act_dot_tangent")
 act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
-dot_act_p.multiple_results = act_dot_grad_p.multiple_results = True
+for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
+    _primitive.multiple_results = True
 
 # A bias is computed as a grouped product whose weights have this many rows, all zero except the
 # first. The kernel of ``grouped_dot`` needs a multiple of 8.
@@ -63,15 +69,20 @@ def bind_experts(
     b_out: Any,
     sizes: Any,
     *,
+    totals: Sequence[Any] = (),
     activation: FusedActivation,
     num_sms: int | None = None,
-) -> jax.Array:
-    """Bind ``experts_p``. ``b_in`` and ``b_out`` may be None."""
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Bind ``experts_p``. Return its results, and the totals of w_in and w_out if they are given.
+
+    ``b_in`` and ``b_out`` may be None. With totals, the tangents of w_in and w_out are ignored.
+    """
     given = lambda bias: [] if bias is None else [bias]
-    operands = [rows, w_in, *given(b_in), weights, w_out, *given(b_out), sizes]
-    params = dict(activation=activation, num_sms=num_sms)
+    operands = [rows, w_in, *given(b_in), weights, w_out, *given(b_out), sizes, *totals]
+    params = dict(activation=activation, num_sms=num_sms, sums=bool(totals))
     has_biases = dict(has_bias=b_in is not None, has_b_out=b_out is not None)
-    return _bind(experts_p, *operands, **has_biases, **params)
+    y, *found = _bind(experts_p, *operands, **has_biases, **params)
+    return y, found
 
 
 def _bind_dot_bias(
@@ -152,18 +163,25 @@ def _experts(
     activation: FusedActivation,
     has_bias: bool,
     has_b_out: bool,
+    sums: bool,
     num_sms: int | None,
-) -> jax.Array:
-    first, w_out, b_out, sizes = _split_experts(operands, has_b_out)
+) -> list[jax.Array]:
+    first, w_out, b_out, sizes, totals = _split_experts(operands, has_b_out, sums)
     params = dict(activation=activation, has_bias=has_bias, num_sms=num_sms)
     (h,) = _bind(dot_act_p, *first, sizes, keep=False, **params)
-    return _bind_dot_bias(h, w_out, b_out, first[-1], sizes, num_sms)
+    return [_bind_dot_bias(h, w_out, b_out, first[-1], sizes, num_sms), *totals]
 
 
-def _split_experts(operands: Sequence[Any], has_b_out: bool) -> tuple[Any, Any, Any, Any]:
-    """Return the operands of the first product, w_out, b_out or None, and sizes."""
-    *first, w_out, b_out, sizes = operands if has_b_out else [*operands[:-1], None, operands[-1]]
-    return first, w_out, b_out, sizes
+def _split_experts(
+    operands: Sequence[Any], has_b_out: bool, sums: bool
+) -> tuple[Any, Any, Any, Any, list[Any]]:
+    """Return the operands of the first product, w_out, b_out or None, sizes, and the totals."""
+    given = list(operands)
+    totals = [given.pop() for _ in range(2 * sums)][::-1]
+    sizes = given.pop()
+    b_out = given.pop() if has_b_out else None
+    *first, w_out = given
+    return first, w_out, b_out, sizes, totals
 
 
 def _dot_bias(
@@ -176,9 +194,10 @@ def _act_dot_tangent(
     *operands: Any,
     activation: FusedActivation,
     linear: tuple[bool, bool, bool],
+    passes: bool,
     num_sms: int | None,
     selects: bool = True,
-) -> jax.Array:
+) -> list[jax.Array]:
     (d_pre, d_weights, d_w_out), (pre, weights, w_out, sizes) = _split(operands, linear)
     act, terms = None, []
     if d_pre is not None:
@@ -193,8 +212,8 @@ def _act_dot_tangent(
         out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
     if d_w_out is not None:
         h = _scaled(act, weights, selects).astype(pre.dtype)
-        out.append(_dot(h, d_w_out, sizes, num_sms))
-    return sum(out[1:], out[0])
+        out.append(_dot(h, d_w_out.astype(h.dtype), sizes, num_sms))
+    return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
 def _act_dot_grad(
@@ -240,10 +259,10 @@ def _dot_act_abstract(
     return [h, pre] if keep else [h]
 
 
-def _experts_abstract(*avals: Any, has_b_out: bool, **_: Any) -> Any:
-    (rows, *_others), w_out, _, _ = _split_experts(avals, has_b_out)
+def _experts_abstract(*avals: Any, has_b_out: bool, sums: bool, **_: Any) -> list[Any]:
+    (rows, *_others), w_out, _, _, totals = _split_experts(avals, has_b_out, sums)
     check_unsharded(*avals)
-    return compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype)
+    return [compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype), *totals]
 
 
 def _dot_bias_abstract(h: Any, w_out: Any, *others: Any, **_: Any) -> Any:
@@ -251,10 +270,11 @@ def _dot_bias_abstract(h: Any, w_out: Any, *others: Any, **_: Any) -> Any:
     return compat.result_aval(h, (*h.shape[:-1], w_out.shape[-1]), h.dtype)
 
 
-def _tangent_abstract(*avals: Any, **_: Any) -> Any:
+def _tangent_abstract(*avals: Any, passes: bool, **_: Any) -> list[Any]:
     pre, _, w_out, _ = avals[-4:]
     check_unsharded(*avals)
-    return compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-1]), pre.dtype)
+    d_y = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-1]), pre.dtype)
+    return [d_y, *avals[-5:-4]] if passes else [d_y]
 
 
 def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> list[Any]:
@@ -273,11 +293,15 @@ def _experts_jvp(
     activation: FusedActivation,
     has_bias: bool,
     has_b_out: bool,
+    sums: bool,
     num_sms: Any,
 ) -> Any:
-    (rows, w_in, *bias, weights), w_out, b_out, sizes = _split_experts(primals, has_b_out)
-    first, d_w_out, d_b_out, _ = _split_experts(tangents, has_b_out)
+    first, w_out, b_out, sizes, totals = _split_experts(primals, has_b_out, sums)
+    rows, w_in, *bias, weights = first
+    first, d_w_out, d_b_out, _, d_totals = _split_experts(tangents, has_b_out, sums)
     d_rows, d_w_in, *d_bias, d_weights = first
+    if sums:
+        d_w_in, d_w_out = d_totals
     params = dict(activation=activation, num_sms=num_sms)
     h, pre = _bind(
         dot_act_p, rows, w_in, *bias, weights, sizes, keep=True, has_bias=has_bias, **params
@@ -287,7 +311,8 @@ def _experts_jvp(
     if not _is_zero(d_rows):
         terms.append(_dot(d_rows, w_in, sizes, num_sms))
     if not _is_zero(d_w_in):
-        terms.append(_dot(rows, d_w_in, sizes, num_sms))
+        term, d_w_in = _dot_of(rows, d_w_in, sizes, num_sms, sums)
+        terms.append(term)
     if has_bias and not _is_zero(d_bias[0]):
         ones = jnp.ones(rows.shape[:-1], rows.dtype)
         terms.append(bias_of_rows(d_bias[0], ones, sizes, num_sms))
@@ -295,12 +320,23 @@ def _experts_jvp(
     if terms or not _is_zero(d_weights):
         d_pre = sum(terms[1:], terms[0]) if terms else None
         others = [None if _is_zero(d) else d for d in (d_weights, d_w_out)]
-        d_y.append(_bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params))
+        params["passes"] = sums and others[1] is not None
+        term, *passed = _bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params)
+        (d_w_out,) = passed or [d_w_out]
+        d_y.append(term)
     elif not _is_zero(d_w_out):
-        d_y.append(_dot(h, d_w_out, sizes, num_sms))
+        term, d_w_out = _dot_of(h, d_w_out, sizes, num_sms, sums)
+        d_y.append(term)
     if has_b_out:
         d_y += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
-    return y, _sum(y, d_y)
+    return [y, *totals], [_sum(y, d_y), *([d_w_in, d_w_out] if sums else [])]
+
+
+def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: Any, passes: bool) -> Sequence[Any]:
+    """Return the product of rows by a tangent of weights, and the tangent for the next product."""
+    if passes:
+        return bind_passing(rows, d_w, sizes, num_sms)
+    return _dot(rows, d_w, sizes, num_sms), d_w
 
 
 def _bias_terms(
@@ -325,7 +361,7 @@ def _is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero
 
 
-def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -> jax.Array:
+def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -> list[Any]:
     """Bind ``act_dot_tangent_p`` of linear operands, of which some may be None, and the others."""
     given = [d for d in linear if d is not None]
     params["linear"] = tuple(d is not None for d in linear)
@@ -333,12 +369,20 @@ def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -
 
 
 def _tangent_transpose(
-    ct: Any, *operands: Any, activation: FusedActivation, linear: Any, num_sms: int | None
+    cts: Any,
+    *operands: Any,
+    activation: FusedActivation,
+    linear: Any,
+    passes: bool,
+    num_sms: int | None,
 ) -> list[Any]:
+    ct, *passed = cts
     wanted, (pre, weights, w_out, sizes) = _split(operands, linear)
     wanted = [d if ad.is_undefined_primal(d) else None for d in wanted]
     d_pre, d_weights, d_w_out = wanted
     found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in wanted]
+    if passes:
+        (found[2],) = passed
     if not _is_zero(ct):
         params = dict(activation=activation, num_sms=num_sms)
         if d_pre is None and d_weights is None:
@@ -347,13 +391,17 @@ def _tangent_transpose(
             ct_pre, h, ct_weights = _bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
             found[0] = None if d_pre is None else ct_pre
             found[1] = None if d_weights is None else ct_weights
-        if d_w_out is not None:
-            shape = d_w_out.aval.shape
+        if passes:
+            found[2] = bind_add_outer(found[2], h, ct, sizes, num_sms)
+            if d_pre is not None:
+                # The product by w_in comes next, when h and ct are no longer needed.
+                found[0], found[2] = lax.optimization_barrier((ct_pre, found[2]))
+        elif d_w_out is not None:
             found[2] = bind_outer(
                 h,
                 ct,
                 sizes,
-                lead=shape[:-3],
+                lead=d_w_out.aval.shape[:-3],
                 dtype=d_w_out.aval.dtype,
                 tail="unspecified",
                 num_sms=num_sms,
@@ -361,20 +409,24 @@ def _tangent_transpose(
     return [d for d, is_given in zip(found, linear, strict=True) if is_given] + [None] * 4
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, **params: Any) -> Any:
+def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, passes: bool, **params: Any) -> Any:
     """Compute the jvp: linear operands have the same primitive, the others the composition."""
     given, others = _split(primals, linear)
     d_given, d_others = _split(tangents, linear)
-    out = _bind_tangent(given, others, **params)
+    outs = _bind_tangent(given, others, passes=passes, **params)
     terms = []
+    passed = [d_given[2]] if passes else []
     moving = [None if d is None or _is_zero(d) else d for d in d_given]
     if any(d is not None for d in moving):
-        terms.append(_bind_tangent(moving, others, **params))
+        moves = passes and moving[2] is not None
+        term, *found = _bind_tangent(moving, others, passes=moves, **params)
+        passed = found or passed
+        terms.append(term)
     if not all(map(_is_zero, d_others)):
         fixed = [d for d in given if d is not None]
-        fn = partial(_act_dot_tangent, *fixed, linear=linear, selects=False, **params)
-        terms.append(_jvp_of(fn, others, d_others)[1])
-    return out, _sum(out, terms)
+        fn = partial(_act_dot_tangent, *fixed, linear=linear, passes=False, selects=False, **params)
+        terms += _jvp_of(fn, others, d_others)[1]
+    return outs, [_sum(outs[0], terms), *passed]
 
 
 def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -412,17 +464,12 @@ def _jvp_of(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[A
     return jax.jvp(of_moving, pick(primals), pick(tangents))
 
 
-def _sum(out: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of the terms of a tangent of ``out``."""
-    return sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
-
-
 def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if _is_zero(c) else c for c in cts)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        found = _bind_tangent([ct_pre, ct_weights, None], others, **params)
+        (found,) = _bind_tangent([ct_pre, ct_weights, None], others, passes=False, **params)
     return [found] + [None] * len(others)
 
 
@@ -478,15 +525,26 @@ def _batch(
 
     args = [with_axis(*each) for each in zip(args, dims, shared(**params), strict=True)]
     outs = _bind(primitive, *args, **params)
-    return outs, [0] * len(outs) if primitive.multiple_results else 0
+    if not primitive.multiple_results:
+        return outs, 0
+    if params.get("sums"):
+        passed = dims[-2:]
+    elif params.get("passes"):
+        passed = dims[-5:-4]
+    else:
+        return outs, [0] * len(outs)
+    y, *outs = outs
+    found = [without_batch(out, dim is not None) for out, dim in zip(outs, passed, strict=True)]
+    return [y, *(out for out, _ in found)], [0, *(dim for _, dim in found)]
 
 
 def _shared_by_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
     return [False, True, *[True] * has_bias, False, True]
 
 
-def _shared_by_experts(*, has_bias: bool, has_b_out: bool, **_: Any) -> list[bool]:
-    return [False, True, *[True] * has_bias, False, True, *[True] * has_b_out, True]
+def _shared_by_experts(*, has_bias: bool, has_b_out: bool, sums: bool, **_: Any) -> list[bool]:
+    of_out = [True] * (has_b_out + 1 + 2 * sums)
+    return [False, True, *[True] * has_bias, False, True, *of_out]
 
 
 def _shared_by_dot_bias(**_: Any) -> list[bool]:

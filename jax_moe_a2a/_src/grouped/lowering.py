@@ -33,6 +33,8 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"
+# Gradients of weights that are computed before they are added to a total.
+ADDED_BYTES = 2**28
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
@@ -113,6 +115,23 @@ def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _lower(ctx, operands, params, shape, *paths)
 
 
+def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower ``add_outer_p``.
+
+    Args:
+      by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
+        does not apply, or if the batch shares the total.
+    """
+    total, x, y, sizes = ctx.avals_in
+    batch, num_rows, num_groups = math.prod(lead_of(x)), x.shape[-2], sizes.shape[-1]
+    shape = batch * num_rows, batch * num_groups, x.shape[-1], y.shape[-1]
+    if total.shape[:-3] != lead_of(x) or why_no_kernel(x.dtype, *shape):
+        return lower_fun(ctx, by_product, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return lower_fun(ctx, _add_outer_kernel, operands, params)
+
+
 def _lower(
     ctx: Any,
     operands: Sequence[Any],
@@ -182,6 +201,27 @@ def _outer_kernel(
     shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
     out = call(TARGET, WEIGHT_GRADIENT, shape, (flat(x, 2), flat(y, 2), groups), num_sms)
     return sum_lead(out.reshape(*batch, *own), lead)
+
+
+def _add_outer_kernel(
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
+) -> jax.Array:
+    """Compute the gradients of some experts after those of others, because each of them needs
+    memory until it is added to the total."""
+    batch = lead_of(x)
+    groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
+    x2, y2, sums = flat(x, 2), flat(y, 2), flat(total, 3)
+    bytes_of_group = math.prod(sums.shape[1:]) * x.dtype.itemsize
+    step = max(1, ADDED_BYTES // bytes_of_group)
+    for first in range(0, groups.shape[1], step):
+        part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
+        num = part.shape[1]
+        shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
+        own = _call(WEIGHT_GRADIENT, shape, x2, y2, part, num_sms).astype(sums.dtype)
+        own += lax.dynamic_slice_in_dim(sums, first, num)
+        sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)
+        sums, x2, y2 = lax.optimization_barrier((sums, x2, y2))
+    return sums.reshape(total.shape)
 
 
 def flat(x: jax.Array, num_axes: int) -> jax.Array:

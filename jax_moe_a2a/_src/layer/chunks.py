@@ -1,8 +1,13 @@
-"""Run a layer for chunks of tokens, one after the other, to save memory."""
+"""Run a layer for chunks of tokens, one after the other, to save memory.
+
+The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. So the
+loop of the backward pass carries the sums of the gradients of weights in float32, and products add
+to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +16,8 @@ from jax import lax
 
 from .. import compat
 from ..checks import as_array, short
-from ..exchange.reference import accumulation_dtype
 from ..formats.weights import QuantizedExperts
+from ..grouped.totals import total_of, with_total
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 
@@ -22,16 +27,20 @@ def in_chunks(
     num_chunks: int,
     per_token: Mapping[str, Any],
     weights: Mapping[str, Any],
+    *,
+    summed: Sequence[str],
 ) -> Any:
     """Return the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
-      layer: maps keyword arguments of both kinds to a pytree of arrays. It runs under
+      layer: maps keyword arguments of both kinds, and the totals of some weights as ``totals``, to
+        a pytree of arrays, and to the totals that its products returned. It runs under
         ``jax.checkpoint``.
       num_chunks: number of chunks of equal size.
       per_token: arguments [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: arrays or None. Their gradients are summed over the chunks in float32. Quantized
         weights have no gradient.
+      summed: names of the weights whose totals the layer passes to its products.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.
@@ -55,44 +64,37 @@ def in_chunks(
             )
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
-    others |= {name: w for name, w in weights.items() if isinstance(w, QuantizedExperts)}
-    weights = {name: w for name, w in weights.items() if name not in others}
-    arrays = {name: None if w is None else as_array(w) for name, w in weights.items()}
-    sums = {name: None if w is None else _gradient_sum(w) for name, w in arrays.items()}
+    arrays = {}
+    for name, w in weights.items():
+        if w is None or isinstance(w, QuantizedExperts):
+            others[name] = w
+        else:
+            arrays[name] = jnp.asarray(as_array(w))
+    first = {name: total_of(w) for name, w in arrays.items()}
+    totals = {name: total for name, total in first.items() if name in summed}
+    # Gradients take the way of the totals.
+    arrays = {name: lax.stop_gradient(w) for name, w in arrays.items()}
 
-    def step(_: None, chunk: dict[str, jax.Array]) -> tuple[None, Any]:
-        own = {name: w if w is None else _with_sum(w, sums[name]) for name, w in arrays.items()}
-        return None, layer(**chunk, **others, **own)
+    def step(totals: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> Any:
+        own = {name: with_total(w, first[name]) for name, w in arrays.items()}
+        result, found = layer(**chunk, **others, **own, totals=totals)
+        axes = {name: compat.varying_axes(total) for name, total in found.items()}
+        if any(axes[name] != compat.varying_axes(total) for name, total in totals.items()):
+            raise _MoreAxes(axes)
+        return found, result
 
-    # The loop already keeps XLA from merging both computations of a chunk.
-    return lax.scan(jax.checkpoint(step, prevent_cse=False), None, divided)[1]
-
-
-# A scan sums the gradients of an array that its steps read, in the dtype of the array. So the
-# gradient of weights in 16 bits is the gradient of zeros in float32, which are never computed with.
-
-
-@jax.custom_jvp
-def _gradient_sum(w: jax.Array) -> jax.Array:
-    """Return zeros in the dtype of sums, whose tangent is that of ``w``."""
-    zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype))
-    return compat.align_varying([zeros, w], ())[0]
-
-
-@_gradient_sum.defjvp
-def _gradient_sum_jvp(primals: Any, tangents: Any) -> Any:
-    zeros = _gradient_sum(*primals)
-    return zeros, tangents[0].astype(zeros.dtype)
+    while True:
+        try:
+            # The loop already keeps XLA from merging both computations of a chunk.
+            return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]
+        except _MoreAxes as more:
+            for name, axes in more.axes.items():
+                (totals[name],) = compat.align_varying([totals[name]], axes)
 
 
-@jax.custom_jvp
-def _with_sum(w: jax.Array, gradient_sum: jax.Array) -> jax.Array:
-    """Return ``w``, whose tangent is that of its ``_gradient_sum``."""
-    del gradient_sum
-    return w
+class _MoreAxes(Exception):
+    """The mesh axes over which totals vary after a chunk, which are more than before it."""
 
-
-@_with_sum.defjvp
-def _with_sum_jvp(primals: Any, tangents: Any) -> Any:
-    w, gradient_sum = primals
-    return _with_sum(w, gradient_sum), tangents[1].astype(w.dtype)
+    def __init__(self, axes: dict[str, frozenset[str]]) -> None:
+        super().__init__(axes)
+        self.axes = axes

@@ -34,6 +34,7 @@ from ..formats.weights import QuantizedExperts
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
 from ..grouped.straight_through import dot_in_fp8
+from ..grouped.totals import summing_dot
 from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments
 from ..routing.two_level import AnyRouting
@@ -50,6 +51,10 @@ from .fp8 import (
 from .placed import Rows, Weights, apply_to_both, num_fetched, to_slots
 
 Activation = Callable[[jax.Array], jax.Array]
+Totals = dict[str, jax.Array]
+"""The totals of weights by their names (``grouped/totals.py``)."""
+SUMMED = ("w_in", "w_out")
+"""The weights whose totals a layer passes to its products."""
 
 
 def moe_mlp(
@@ -188,47 +193,37 @@ def moe_mlp(
       [[15.0, 20.0], [15.0, 60.0]]
       ```
     """
-    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
-        check_no_chunks(placement)
-        y = in_chunks(
-            partial(
-                moe_mlp,
-                activation=activation,
-                group=group,
-                num_experts=num_experts,
-                capacity=capacity,
-                capacity_factor=capacity_factor,
-                alignment=alignment,
-                shared_expert=shared_expert,
-                replicated=replicated,
-                wire_dtype=wire_dtype,
-                format=format,
-                overlap_backward=overlap_backward,
-                experts_format=experts_format,
-            ),
-            num_chunks,
-            dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights),
-            dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out),
-        )
-        return y.reshape(-1, y.shape[-1])
-    y, _ = mlp_and_routing(
-        x,
-        topk_ids,
-        topk_weights,
-        w_in,
-        w_out,
-        taken_from(locals(), RouteArguments),
+    layer = partial(
+        mlp_and_routing,
+        route_arguments=taken_from(locals(), RouteArguments),
         activation=activation,
-        b_in=b_in,
-        b_out=b_out,
-        shared_weights=shared_weights,
         wire_dtype=wire_dtype,
         format=format,
         overlap_backward=overlap_backward,
         experts_format=experts_format,
         placement=placement,
     )
-    return y
+
+    per_token: dict[str, Any] = dict(
+        x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
+    )
+    weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+
+    def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
+        y, _, totals = layer(**arrays)
+        return y, totals
+
+    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
+        check_no_chunks(placement)
+        y = in_chunks(
+            apply,
+            num_chunks,
+            per_token,
+            weights,
+            summed=SUMMED,
+        )
+        return y.reshape(-1, y.shape[-1])
+    return apply(**per_token, **weights)[0]
 
 
 def check_no_chunks(placement: Placement | None) -> None:
@@ -253,8 +248,8 @@ def mlp_and_routing(
     topk_weights: ArrayLike | None,
     w_in: ArrayLike | QuantizedExperts,
     w_out: ArrayLike | QuantizedExperts,
-    route_arguments: RouteArguments,
     *,
+    route_arguments: RouteArguments,
     activation: Activation,
     b_in: ArrayLike | None,
     b_out: ArrayLike | None,
@@ -264,11 +259,16 @@ def mlp_and_routing(
     overlap_backward: bool = False,
     experts_format: TokenFormat | None = None,
     placement: Placement | None = None,
-) -> tuple[jax.Array, AnyRouting]:
-    """Return what ``moe_mlp`` returns, and the routing of its tokens.
+    totals: Totals | None = None,
+) -> tuple[jax.Array, AnyRouting, Totals]:
+    """Return what ``moe_mlp`` returns, the routing of its tokens, and totals.
 
     With a placement, the routing is one of slots.
+
+    Args:
+      totals: of the weights that the call has in common with other calls, or None.
     """
+    totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
     if in_fp8:
         format = format_of_fp8(format)
@@ -351,27 +351,45 @@ def mlp_and_routing(
         if spare:
             assert placement is not None
             first, group = int(routing.shared_expert), routing.group
-            y = apply_to_both(apply, rows, weights, recv.group_sizes, placement, group, first=first)
+            of_one = lambda *args: apply(*args, totals={})[0]
+            y = apply_to_both(
+                of_one, rows, weights, recv.group_sizes, placement, group, first=first
+            )
         else:
-            y = apply(rows, weights, recv.group_sizes)
+            y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
-        multiply: Callable[..., jax.Array] = product_of
-        if experts_format is None:
-            recv, product = dispatch_dot(arguments, weights_in, overlap_backward=overlap_backward)
+        multiply = _product_in_fp8 if experts_format is not None else _product
+        if overlap_backward:
+            recv, product = dispatch_dot(arguments, weights_in, overlap_backward=True)
         else:
-            recv, multiply = dispatch_rows(arguments), dot_in_fp8
-            product = multiply(recv.rows, weights_in, recv.group_sizes)
+            recv = dispatch_rows(arguments)
+            product, totals = multiply(recv.rows, weights_in, recv.group_sizes, totals, "w_in")
         routing = recv.routing
         is_row = routing.row_rank >= 0
         ones = jnp.ones(is_row.shape, jnp.float32)
         row_weights = ones if recv.weights is None else recv.weights
         weights = Weights(weights_in, bias_in, weights_out, bias_out)
         rows = Rows(recv.rows, row_weights, is_row)
-        y = _after_first_product(product, rows, weights, recv.group_sizes, activation, multiply)
+        y, totals = _after_first_product(
+            product, rows, weights, recv.group_sizes, totals, activation, multiply
+        )
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
     y = back.sums(bind(COMBINE, back.payload, routing, tail=arguments.options.tail, **back.params))
-    return y, routing
+    return y, routing, totals
+
+
+def _product(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, totals: Totals, name: str, in_fp8: bool = False
+) -> tuple[jax.Array, Totals]:
+    """Return the products of rows, and totals. The total of ``name`` is that of the weights."""
+    if name in totals:
+        product, total = summing_dot(rows, w, totals[name], sizes, in_fp8=in_fp8)
+        return product, {**totals, name: total}
+    return (dot_in_fp8 if in_fp8 else product_of)(rows, w, sizes), totals
+
+
+_product_in_fp8 = partial(_product, in_fp8=True)
 
 
 def _apply(
@@ -379,14 +397,16 @@ def _apply(
     weights: Weights,
     sizes: jax.Array,
     *,
+    totals: Totals,
     activation: Activation,
     fused: FusedActivation | None,
-) -> jax.Array:
-    """Return the outputs of the experts [C, H]; unspecified after the last group."""
+) -> tuple[jax.Array, Totals]:
+    """Return the outputs of the experts [C, H], unspecified after the last group, and totals."""
     if fused is None:
-        product = product_of(rows.rows, weights.w_in, sizes)
-        return _after_first_product(product, rows, weights, sizes, activation)
-    return bind_experts(
+        product, totals = _product(rows.rows, weights.w_in, sizes, totals, "w_in")
+        return _after_first_product(product, rows, weights, sizes, totals, activation)
+    names = [name for name in ("w_in", "w_out") if name in totals]
+    y, found = bind_experts(
         rows.rows,
         weights.w_in,
         weights.b_in,
@@ -394,8 +414,10 @@ def _apply(
         weights.w_out,
         weights.b_out,
         sizes,
+        totals=[totals[name] for name in names],
         activation=fused,
     )
+    return y, {**totals, **dict(zip(names, found, strict=True))}
 
 
 def _after_first_product(
@@ -403,19 +425,21 @@ def _after_first_product(
     rows: Rows,
     weights: Weights,
     sizes: jax.Array,
+    totals: Totals,
     activation: Activation,
-    multiply: Callable[..., jax.Array] = product_of,
-) -> jax.Array:
-    """Return the outputs of the experts from their first products without bias."""
+    multiply: Callable[..., tuple[jax.Array, Totals]] = _product,
+) -> tuple[jax.Array, Totals]:
+    """Return the outputs of the experts from their first products without bias, and totals."""
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
     # Keep only the operands of the activation. The backward pass computes it again.
     activate = jax.checkpoint(partial(_activate, activation, weights.w_out.shape[1]))
-    y = multiply(activate(product, rows.weights, rows.has_token), weights.w_out, sizes)
+    h = activate(product, rows.weights, rows.has_token)
+    y, totals = multiply(h, weights.w_out, sizes, totals, "w_out")
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)
-    return y
+    return y, totals
 
 
 def why_not_fused(

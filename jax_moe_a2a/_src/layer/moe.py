@@ -27,7 +27,7 @@ from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import in_chunks
 from .load import ExpertLoad, expert_load
-from .mlp import Activation, check_no_chunks, mlp_and_routing
+from .mlp import SUMMED, Activation, check_no_chunks, mlp_and_routing
 from .parameters import names_of, place, quantized_spec, spec_of
 from .router import RouterChoices, Score, top_k_router
 
@@ -344,7 +344,7 @@ def moe(
 
 
 def _experts(
-    tokens: Mapping[str, jax.Array],
+    tokens: Mapping[str, Any],
     weights: Mapping[str, Any],
     num_chunks: int,
     route_arguments: RouteArguments,
@@ -357,16 +357,18 @@ def _experts(
         topk_ids: jax.Array,
         topk_weights: jax.Array,
         shared_weights: jax.Array | None = None,
+        totals: dict[str, jax.Array] | None = None,
         **weights: Any,
-    ) -> tuple[jax.Array, ExpertLoad]:
+    ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
         shared_in, shared_out = weights.pop("shared_in", None), weights.pop("shared_out", None)
-        y, routing = mlp_and_routing(
+        y, routing, totals = mlp_and_routing(
             x,
             topk_ids,
             topk_weights,
             weights.pop("w_in"),
             weights.pop("w_out"),
-            route_arguments,
+            route_arguments=route_arguments,
+            totals=totals,
             **weights,
             **options,
         )
@@ -375,10 +377,10 @@ def _experts(
             act_dtype = accumulation_dtype(act.dtype)
             weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
             y += jnp.dot(weighted.astype(x.dtype), shared_out)
-        return y, expert_load(routing, placement=options["placement"])
+        return (y, expert_load(routing, placement=options["placement"])), totals
 
     if num_chunks == 1:
-        return layer(**tokens, **weights)
+        return layer(**tokens, **weights)[0]
     num_tokens = tokens["x"].shape[0]
     more = -num_tokens % num_chunks
     padded = {
@@ -389,7 +391,7 @@ def _experts(
         )
         for name, array in tokens.items()
     }
-    y, loads = in_chunks(layer, num_chunks, padded, weights)
+    y, loads = in_chunks(layer, num_chunks, padded, weights, summed=SUMMED)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return y.reshape(-1, y.shape[-1])[:num_tokens], load
 

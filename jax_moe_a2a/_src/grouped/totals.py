@@ -1,0 +1,286 @@
+"""Multiply rows by weights that are used several times, and sum the gradients of the weights in
+order.
+
+A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
+of the weights. A product takes the total and returns it, for the next product with these weights.
+The transpose of such a chain starts at the last product: each product adds the gradient of its
+weights to the total that it receives, and passes the total on. So one array in float32 holds the
+sum at all times, and no gradient of a single use outlives its addition.
+
+- ``total_of_p``: the total of weights.
+- ``summing_dot_p``: ``(r w, total)``. Its tangent is that of ``r w`` in r, and
+  ``passing_dot_p`` in the total. The tangent of w is ignored: it is the tangent of the total.
+- ``passing_dot_p``, linear in d: ``(r d, d)``.
+- ``add_outer_p``, its transpose: ``total + outer(r, ct)``, linear in the total, and in r and ct.
+
+Operands are as in ``primitives.py``. A total has the leading axes of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from ..exchange.reference import accumulation_dtype
+from . import lowering as lowered
+from . import reference
+from .primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p, with_batch
+from .straight_through import quantizing_dot_p, turning_dot_p
+
+total_of_p = compat.Primitive("moe_a2a_total_of")
+summing_dot_p = compat.Primitive("moe_a2a_summing_dot")
+passing_dot_p = compat.Primitive("moe_a2a_passing_dot")
+add_outer_p = compat.Primitive("moe_a2a_add_outer")
+summing_dot_p.multiple_results = passing_dot_p.multiple_results = True
+
+
+def total_of(w: jax.Array) -> jax.Array:
+    """Return the total of weights of any shape."""
+    return total_of_p.bind(w)
+
+
+def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
+    """Return weights unchanged, whose tangent is that of their total."""
+    return _with_total(*compat.align_varying([w, total], ()))
+
+
+@jax.custom_jvp
+def _with_total(w: jax.Array, total: jax.Array) -> jax.Array:
+    del total
+    return w
+
+
+@_with_total.defjvp
+def _with_total_jvp(primals: Any, tangents: Any) -> Any:
+    w, total = primals
+    return _with_total(w, total), tangents[1].astype(w.dtype)
+
+
+def summing_dot(
+    rows: jax.Array, w: jax.Array, total: jax.Array, sizes: jax.Array, *, in_fp8: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return the products of rows, unspecified after the last group, and the total.
+
+    Args:
+      in_fp8: True to multiply as ``dot_in_fp8`` does.
+    """
+    params = dict(in_fp8=in_fp8, num_sms=None)
+    product, total = _bind(summing_dot_p, rows, w, total, sizes, **params)
+    return product, total
+
+
+def bind_passing(rows: Any, d: Any, sizes: Any, num_sms: int | None) -> list[jax.Array]:
+    """Bind ``passing_dot_p``."""
+    return _bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
+
+
+def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+    """Bind ``add_outer_p``. ``total`` may be an ``ad.Zero``."""
+    if isinstance(total, ad.Zero):
+        aval: Any = total.aval
+        total = jnp.zeros(aval.shape, aval.dtype)
+    return _bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
+
+
+def _bind(primitive: Any, *operands: Any, **params: Any) -> Any:
+    return primitive.bind(*compat.align_varying(operands, ()), **params)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
+    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    return bind_dot(rows, w.astype(rows.dtype), sizes, **params)
+
+
+def sum_of(like: Any, terms: Sequence[Any]) -> Any:
+    """Return the sum of the terms of a tangent of ``like``."""
+    return sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(like).to_tangent_aval())
+
+
+# The total of weights
+
+
+def _total_of(w: jax.Array) -> jax.Array:
+    return jnp.zeros(w.shape, accumulation_dtype(w.dtype))
+
+
+def _total_of_jvp(primals: Any, tangents: Any) -> Any:
+    total = total_of(*primals)
+    (tangent,) = tangents
+    if _is_zero(tangent):
+        return total, sum_of(total, [])
+    return total, tangent.astype(total.dtype)
+
+
+# Products
+
+
+def _summing_dot(
+    rows: Any, w: Any, total: Any, sizes: Any, *, in_fp8: bool, num_sms: int | None
+) -> list[Any]:
+    primitive = quantizing_dot_p if in_fp8 else grouped_dot_p
+    return [_product(primitive, rows, w, sizes, num_sms), total]
+
+
+def _product(primitive: Any, rows: Any, w: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+    params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    return _bind(primitive, rows, w, sizes, **params)
+
+
+def _summing_dot_abstract(rows: Any, w: Any, total: Any, sizes: Any, **_: Any) -> list[Any]:
+    check_unsharded(rows, w, total, sizes)
+    return [compat.result_aval(rows, (*rows.shape[:-1], w.shape[-1]), rows.dtype), total]
+
+
+def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
+    rows, w, total, sizes = primals
+    d_rows, _, d_total, _ = tangents
+    outs = _bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
+    terms = []
+    if not _is_zero(d_rows):
+        primitive = turning_dot_p if in_fp8 else grouped_dot_p
+        terms.append(_product(primitive, d_rows, w, sizes, num_sms))
+    if not _is_zero(d_total):
+        term, d_total = bind_passing(rows, d_total, sizes, num_sms)
+        terms.append(term)
+    return outs, [sum_of(outs[0], terms), d_total]
+
+
+def _passing_dot(rows: Any, d: Any, sizes: Any, *, num_sms: int | None) -> list[Any]:
+    return [_dot(rows, d, sizes, num_sms), d]
+
+
+def _passing_dot_abstract(rows: Any, d: Any, sizes: Any, **_: Any) -> list[Any]:
+    check_unsharded(rows, d, sizes)
+    return [compat.result_aval(rows, (*rows.shape[:-1], d.shape[-1]), rows.dtype), d]
+
+
+def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
+    (rows, d, sizes), (d_rows, d_d, _) = primals, tangents
+    outs = bind_passing(rows, d, sizes, num_sms)
+    terms = []
+    if not _is_zero(d_rows):
+        terms.append(_dot(d_rows, d, sizes, num_sms))
+    if not _is_zero(d_d):
+        term, d_d = bind_passing(rows, d_d, sizes, num_sms)
+        terms.append(term)
+    return outs, [sum_of(outs[0], terms), d_d]
+
+
+def _passing_dot_transpose(
+    cts: Any, rows: Any, d: Any, sizes: Any, *, num_sms: int | None
+) -> list[Any]:
+    ct, total = cts
+    if not _is_zero(ct):
+        total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes, num_sms)
+    return [None, total, None]
+
+
+# Their transpose
+
+
+def _add_outer(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+    lead = total.shape[:-3]
+    return total + reference.outer(x, y, sizes, lead=lead, dtype=total.dtype, **params)
+
+
+def _add_outer_by_product(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+    lead, dtype = total.shape[:-3], x.dtype
+    outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
+    return total + outer.astype(total.dtype)
+
+
+def _add_outer_abstract(total: Any, x: Any, y: Any, sizes: Any, **_: Any) -> Any:
+    check_unsharded(total, x, y, sizes)
+    return total
+
+
+def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
+    total, x, y, sizes = primals
+    tangent, d_x, d_y, _ = tangents
+    for pair in ((d_x, y), (x, d_y)):
+        if not any(map(_is_zero, pair)):
+            tangent = bind_add_outer(tangent, *pair, sizes, num_sms)
+    return bind_add_outer(total, x, y, sizes, num_sms), tangent
+
+
+def _add_outer_transpose(
+    ct: Any, total: Any, x: Any, y: Any, sizes: Any, *, num_sms: int | None
+) -> list[Any]:
+    found: list[Any] = [None] * 4
+    if ad.is_undefined_primal(total):
+        found[0] = ct
+    for i, (wanted, other) in enumerate(((x, y), (y, x))):
+        if ad.is_undefined_primal(wanted):
+            found[1 + i] = ad.Zero(wanted.aval)
+            if not _is_zero(ct):
+                of_other = other.astype(wanted.aval.dtype)
+                found[1 + i] = _dot(of_other, ct, sizes, num_sms, transposed=i == 0)
+    return found
+
+
+# Batching
+
+
+def without_batch(x: jax.Array, is_batched: bool) -> tuple[jax.Array, int | None]:
+    """Return an operand that a primitive returned, and its batch axis: it has none if the operand
+    is not batched."""
+    return (x, 0) if is_batched else (jnp.squeeze(x, 0), None)
+
+
+def _total_of_batch(args: Any, dims: Any) -> Any:
+    return total_of(*args), dims[0]
+
+
+def _products_batch(
+    primitive: Any, place: int, has_all: Sequence[bool], args: Any, dims: Any, **params: Any
+) -> Any:
+    """Batch products that return their operand at ``place``."""
+    moved, _ = with_batch(args, dims, has_all)
+    product, passed = _bind(primitive, *moved, **params)
+    passed, dim = without_batch(passed, dims[place] is not None)
+    return [product, passed], [0, dim]
+
+
+def _add_outer_batch(args: Any, dims: Any, **params: Any) -> Any:
+    moved, _ = with_batch(args, dims, (True, True, True, False))
+    return _bind(add_outer_p, *moved, **params), 0
+
+
+# Registration
+
+_dot_batch = partial(_products_batch, summing_dot_p, 2, (True, False, False, False))
+_passing_batch = partial(_products_batch, passing_dot_p, 1, (True, False, False))
+for _primitive, _abstract, _composition, _jvp, _batch in (
+    (
+        total_of_p,
+        lambda w: compat.result_aval(w, w.shape, accumulation_dtype(w.dtype)),
+        _total_of,
+        _total_of_jvp,
+        _total_of_batch,
+    ),
+    (summing_dot_p, _summing_dot_abstract, _summing_dot, _summing_dot_jvp, _dot_batch),
+    (passing_dot_p, _passing_dot_abstract, _passing_dot, _passing_dot_jvp, _passing_batch),
+    (add_outer_p, _add_outer_abstract, _add_outer, _add_outer_jvp, _add_outer_batch),
+):
+    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(_abstract)
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.primitive_batchers[_primitive] = _batch
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_composition, multiple_results=_primitive.multiple_results)
+    )
+
+ad.primitive_transposes[passing_dot_p] = _passing_dot_transpose
+ad.primitive_transposes[add_outer_p] = _add_outer_transpose
+_cuda = partial(lowered.add_outer_cuda, _add_outer_by_product)
+mlir.register_lowering(add_outer_p, _cuda, platform="cuda")

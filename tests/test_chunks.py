@@ -1,0 +1,201 @@
+"""Layers that run chunks of tokens: they save memory, and their derivatives are those of the layer
+that does not. Drops and the sums of gradients of weights are in test_layer."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.grouped import totals
+
+pytestmark = pytest.mark.exchanges(0)
+
+RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 2, 4, 2, 8, 4, 2
+SWIGLU = ma.gated(jax.nn.silu)
+ACTIVATIONS = dict(fused=SWIGLU, unfused=lambda h: jnp.tanh(h[:, :WIDTH]) * h[:, WIDTH:])
+quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
+
+
+def drawn(seed, *lead, dtype="float32", biases=True):
+    """Return ids and floats: x, router weights, weights and biases of all ranks."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, RANKS * LOCAL, (*lead, TOKENS, TOP_K))
+    shapes = (
+        (TOKENS, HIDDEN),
+        (TOKENS, TOP_K),
+        (LOCAL, HIDDEN, 2 * WIDTH),
+        (LOCAL, WIDTH, HIDDEN),
+        (LOCAL, 2 * WIDTH),
+        (LOCAL, HIDDEN),
+    )[: 6 if biases else 4]
+    floats = tuple(jnp.asarray(0.5 * rng.normal(size=(*lead, *s)), dtype) for s in shapes)
+    return jnp.asarray(ids, jnp.int32), floats
+
+
+def layer(ids, floats, *, group=None, num_experts=RANKS * LOCAL, **options):
+    x, topk_weights, w_in, w_out, *biases = floats
+    options |= dict(zip(("b_in", "b_out"), biases))
+    group = group or harness.emulated_group(RANKS)
+    weights = topk_weights, w_in, w_out
+    return ma.moe_mlp(x, ids, *weights, group=group, num_experts=num_experts, **options)
+
+
+def of_ranks(**options):
+    return jax.vmap(functools.partial(layer, **options), axis_name=harness.AXIS)
+
+
+def gradient(fn, ids):
+    return jax.grad(lambda floats: jnp.sin(fn(ids, floats)).sum())
+
+
+def assert_close(actual, expected, tolerance=1e-4):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activation):
+    ids, floats = drawn(0, RANKS)
+    directions = drawn(1, RANKS)[1]
+
+    @functools.partial(quickly, static_argnums=2)
+    def derivatives(floats, directions, num_chunks):
+        fn = of_ranks(activation=ACTIVATIONS[activation], num_chunks=num_chunks)
+        of_floats = lambda floats: fn(ids, floats)
+        grad = gradient(fn, ids)
+        dot = lambda floats: sum(map(jnp.vdot, grad(floats), directions))
+        return (
+            jax.jvp(of_floats, (floats,), (directions,)),
+            jax.jvp(grad, (floats,), (directions,)),
+            jax.grad(dot)(floats),
+        )
+
+    found, expected = (derivatives(floats, directions, n) for n in (2, None))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("of_weights", (None, 0), ids=("shared weights", "batched weights"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_gradient_of_a_batch_of_scans_of_layers(activation, of_weights):
+    """The batch is inside the derivative, where its transpose adds over the batch."""
+    batch, depth = 3, 2
+    ids, (x, topk_weights, *_) = drawn(0, batch, RANKS)
+    lead = (RANKS,) if of_weights is None else (batch, RANKS)
+    floats = x, topk_weights, *drawn(1, *lead, biases=False)[1][2:]
+
+    @functools.partial(quickly, static_argnums=1)
+    def grads(floats, num_chunks):
+        fn = of_ranks(activation=ACTIVATIONS[activation], num_chunks=num_chunks)
+
+        def layers(ids, floats):
+            x, *others = floats
+            body = lambda x, _: (x + fn(ids, (x, *others)), None)
+            return jax.lax.scan(body, x, None, length=depth)[0]
+
+        in_axes = 0, (0, 0, of_weights, of_weights)
+        return gradient(jax.vmap(layers, in_axes=in_axes), ids)(floats)
+
+    assert_close(grads(floats, 2), grads(floats, None))
+
+
+@pytest.mark.several_devices("a mesh of two axes")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients(activation):
+    """One sum over the other axis follows the loop, instead of one for each chunk."""
+    axis_types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
+    group = ma.Group(mesh, harness.AXIS)
+    ids, (x, topk_weights, *_) = drawn(0, 2 * RANKS)
+    weights = drawn(1, RANKS)[1][2:]
+    floats = [v.reshape(-1, *v.shape[2:]) for v in (x, topk_weights, *weights)]
+    ids = ids.reshape(-1, TOP_K)
+    of_tokens, of_experts = P(("data", harness.AXIS)), P(harness.AXIS)
+    specs = of_tokens, [of_tokens, of_tokens, *[of_experts] * len(weights)]
+
+    def grads(num_chunks):
+        options = dict(activation=ACTIVATIONS[activation], num_chunks=num_chunks, group=group)
+        fn = functools.partial(layer, **options)
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=of_tokens)
+        return gradient(mapped, ids)
+
+    jaxpr = jax.make_jaxpr(grads(2))(floats)
+    scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
+    inner = [str(eqn.params["jaxpr"]) for eqn in scans if eqn.params["reverse"]]
+    assert inner and not any("moe_a2a_add_outer" not in text for text in inner)
+    assert_close(quickly(grads(2))(floats), quickly(grads(None))(floats))
+
+
+# Totals
+
+
+@pytest.mark.parametrize("in_fp8", (False, True))
+def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
+    rng = np.random.default_rng(2)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    size = 128 if in_fp8 else 5
+    rows, w, sizes = draw(7, size), draw(2, size, size), jnp.array([3, 2], jnp.int32)
+    ct, d_rows, d_w = draw(7, size), draw(7, size), draw(2, size, size)
+
+    def twice(rows, w, sums):
+        """Multiply by w twice."""
+        cut = lambda y: jnp.where(jnp.arange(7)[:, None] < 5, y, 0)
+        total = totals.total_of(w)
+        for _ in range(2):
+            if sums:
+                own = totals.with_total(jax.lax.stop_gradient(w), total)
+                rows, total = totals.summing_dot(rows, own, total, sizes, in_fp8=in_fp8)
+            else:
+                rows = totals._summing_dot(rows, w, total, sizes, in_fp8=in_fp8, num_sms=None)[0]
+            rows = jnp.sin(cut(rows))
+        return rows
+
+    @functools.partial(quickly, static_argnums=0)
+    def derivatives(sums):
+        fn = functools.partial(twice, sums=sums)
+        grad = jax.grad(lambda rows, w: (ct * fn(rows, w)).sum(), (0, 1))
+        jvp = jax.jvp(fn, (rows, w), (d_rows, d_w))
+        return jvp, grad(rows, w), jax.jvp(grad, (rows, w), (d_rows, d_w))
+
+    assert_close(derivatives(True), derivatives(False), 1e-3)
+
+
+# Memory
+
+
+def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dtype="bfloat16"):
+    """Return the bytes of temporary arrays of a layer, on the CPU."""
+
+    def run(ids, floats, ct):
+        fn = functools.partial(layer, activation=SWIGLU, num_chunks=num_chunks)
+        if not gradients:
+            return fn(ids, floats)
+        return jax.vjp(functools.partial(fn, ids), floats)[1](ct)
+
+    aval = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((RANKS, *shape), dtype)
+    x, ids = aval(tokens, hidden), aval(tokens, top_k, dtype="int32")
+    weights = aval(LOCAL, hidden, 2 * width), aval(LOCAL, width, hidden)
+    floats = x, aval(tokens, top_k, dtype="float32"), *weights
+    program = jax.jit(jax.vmap(run, axis_name=harness.AXIS))
+    return program.lower(ids, floats, x).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.skipif(harness.ON_GPU, reason="it reads what the compiler for CPUs allocates")
+def test_memory_for_rows_is_that_of_one_chunk():
+    sizes = dict(tokens=256, hidden=128, width=64)
+    assert temporary(8, **sizes) <= 0.25 * temporary(None, **sizes)
+
+
+@pytest.mark.skipif(harness.ON_GPU, reason="it reads what the compiler for CPUs allocates")
+def test_memory_for_gradients_of_weights_does_not_grow_with_the_number_of_chunks():
+    sizes = dict(tokens=16, hidden=256, width=256, top_k=2)
+    weights = 4 * RANKS * LOCAL * 3 * sizes["hidden"] * sizes["width"]
+    few, many = (temporary(n, **sizes) for n in (2, 8))
+    assert many <= few and weights <= few <= 3.5 * weights
+    # Without gradients, no array holds their sums.
+    assert temporary(8, gradients=False, **sizes) <= temporary(None, gradients=False, **sizes)
