@@ -137,8 +137,11 @@ def value_and_gradients(ids, floats, placement, **options):
         (2, 3, dict(shared_expert=True, alignment=4)),
         (8, 2, {}),
         (8, 4, dict(replicated=True)),
+        (2, 2, dict(num_chunks=TOKENS)),
+        (2, 1, dict(num_chunks=TOKENS, shared_expert=True, overlap_backward=True)),
+        (2, 2, dict(overlap_backward=True)),
     ),
-    ids=("unfused", "shared", "fused", "replicated"),
+    ids=("unfused", "shared", "fused", "replicated", "chunks", "all three", "overlap"),
 )
 def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
     rng = np.random.default_rng(spare)
@@ -167,6 +170,44 @@ def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
     assert placed._cache_size() == 1
 
 
+@pytest.mark.parametrize(
+    "kind", ("quantized", "quantized, chunks", "experts_format", "experts_format, chunks")
+)
+def test_replicas_compute_in_fp8(kind):
+    """Fetched weights are the same numbers, so only sums differ."""
+    ranks, size, rng = 2, 128, np.random.default_rng(5)
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    placement, _ = placement_of(rng, ranks, LOCAL, 2)
+    ids, (_, topk_weights, *_) = layer_arguments(rng, ranks, False)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(ranks, *shape)), jnp.float32)
+    x, biases = draw(TOKENS, size), [draw(LOCAL, 2 * size), draw(LOCAL, size)]
+    weights = [draw(LOCAL, size, 2 * size) / 10, draw(LOCAL, size, size) / 10]
+    options = dict(group=group, num_chunks=TOKENS if "chunks" in kind else None)
+    if "quantized" in kind:
+        weights = [jax.vmap(ma.quantize_experts)(w) for w in weights]
+        run = functools.partial(layer, **options)
+    else:
+        run = functools.partial(value_and_gradients, experts_format=ma.BlockwiseFp8(), **options)
+    run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
+    floats = [x, topk_weights, *weights, *biases]
+    actual, expected = run(ids, floats, placement), run(ids, floats, None)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+def test_chunks_fetch_once():
+    ranks, rng = 2, np.random.default_rng(0)
+    placement, _ = placement_of(rng, ranks, LOCAL, 1)
+    ids, floats = layer_arguments(rng, ranks, False)
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    run = functools.partial(value_and_gradients, group=group, num_chunks=TOKENS)
+    both = jax.vmap(run, axis_name="ep", in_axes=(0, 0, None))
+    found = primitives_of(jax.make_jaxpr(both)(ids, floats, placement).jaxpr)
+    # A fetch and its transpose, and the exchanges of a chunk: two, and three in the backward pass.
+    of_chunk = ["combine", "combine", "dispatch", "routed_dispatch", "routed_dispatch"]
+    assert found == sorted(["combine", "dispatch", *of_chunk])
+
+
 @pytest.mark.several_devices("a mesh of two devices")
 def test_moe_with_replicas_equals_moe_without():
     mesh = jax.make_mesh((2,), ("ep",))
@@ -176,15 +217,18 @@ def test_moe_with_replicas_equals_moe_without():
         params = ma.init_moe(jax.random.key(0), **sizes, specs=ma.moe_partition_specs("ep"))
         x = jax.random.normal(jax.random.key(1), (12, 8))
 
-        @jax.jit
-        def run(params, x, placement):
+        @functools.partial(jax.jit, static_argnums=3)
+        def run(params, x, placement, num_chunks=None):
+            options = dict(placement=placement, num_chunks=num_chunks)
+
             def loss(params):
-                y, stats = ma.moe(x, **params, top_k=2, group="ep", placement=placement)
+                y, stats = ma.moe(x, **params, top_k=2, group="ep", **options)
                 return (y**2).sum(), stats
 
             return jax.value_and_grad(loss, has_aux=True)(params)
 
         actual, expected = run(params, x, placement), run(params, x, None)
+        chunked = run(params, x, placement, 3)
         slots = np.maximum(placement.slot_experts, 0)
         names = "w_gate_up", "w_down", "b_gate_up", "b_down"
         placed = params | {name: jnp.asarray(np.asarray(params[name])[slots]) for name in names}
@@ -193,8 +237,9 @@ def test_moe_with_replicas_equals_moe_without():
         np.testing.assert_array_equal(a.load.wanted_per_expert, b.load.wanted_per_expert)
         np.testing.assert_array_equal(a.load.rows_per_expert, b.load.rows_per_expert)
     np.testing.assert_allclose(served, expected[0][0], rtol=1e-4)
-    for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    for found in (actual, chunked):
+        for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def primitives_of(jaxpr):

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..checks import short
+from ..checks import Tail, short
 from ..exchange.arguments import DispatchArguments
+from ..exchange.recv import Recv
 from ..experts.primitives import bias_of_rows
 from ..formats.formats import BlockwiseFp8, TokenFormat
 from ..formats.weights import BLOCK, QuantizedExperts
@@ -20,9 +21,8 @@ from ..grouped.quantized import (
     encode_rows,
     without_gradient,
 )
-from ..routing.two_level import AnyRouting
-from ..routing.types import RouteOptions
 from .dispatch_dot import dispatch_rows
+from .placed import Rows, Weights
 
 
 def format_of_fp8(format: TokenFormat | None) -> BlockwiseFp8:
@@ -61,14 +61,14 @@ def check_training(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> None:
 
 
 def check_weights(
-    w_in: Any, w_out: Any, x: jax.Array, options: RouteOptions
+    w_in: Any, w_out: Any, x: jax.Array, experts: int
 ) -> tuple[QuantizedExperts, QuantizedExperts]:
-    """Return the quantized weights of a layer, or raise an error."""
+    """Return the quantized weights of a layer, of this many experts, or raise an error."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with quantized weights; got {short(x)}. Cast it"
         )
-    experts, hidden = options.num_local_experts, x.shape[1]
+    hidden = x.shape[1]
     found = check_experts("w_in", w_in), check_experts("w_out", w_out)
     expected = (experts, found[0].values.shape[1], hidden), (experts, hidden, found[1].k)
     for name, w, shape, axes in zip(("w_in", "w_out"), found, expected, ("I', H", "H, I")):
@@ -81,36 +81,45 @@ def check_weights(
     return found
 
 
-def experts_in_fp8(
-    arguments: DispatchArguments,
-    w_in: QuantizedExperts,
-    w_out: QuantizedExperts,
-    b_in: jax.Array | None,
-    b_out: jax.Array | None,
-    activate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-) -> tuple[jax.Array, AnyRouting]:
-    """Dispatch tokens in FP8 and apply the experts. Return rows [C, H] to combine, and the routing.
+def dispatch_in_fp8(arguments: DispatchArguments) -> tuple[Recv, Rows]:
+    """Dispatch tokens in FP8. Return the ``Recv``, and the rows, which stay quantized.
 
     Args:
-      arguments: of a dispatch of one array [T, H] in ``BlockwiseFp8``, which stays quantized.
-      w_in: first weights.
-      w_out: second weights.
-      b_in: biases of the first product, or None.
-      b_out: biases of the second product, or None.
-      activate: maps products, weights of rows, and whether rows have a token, to activations times
-        weights. Rows without a token are zeros in the result.
+      arguments: of a dispatch of one array [T, H] in ``BlockwiseFp8``.
     """
     (x,) = arguments.leaves
     recv = dispatch_rows(arguments._replace(leaves=[without_gradient(x)]))
-    sizes, is_row = recv.group_sizes, recv.routing.row_rank >= 0
-    ones = jnp.ones(is_row.shape, jnp.float32)
-    row_weights = ones if recv.weights is None else recv.weights
-    params: dict[str, Any] = dict(dtype=x.dtype, tail=arguments.options.tail, num_sms=None)
-    product = bind_dot_fp8(recv.rows, w_in, sizes, **params)
-    if b_in is not None:
-        product += bias_of_rows(b_in, ones, sizes)
-    h = encode_rows(activate(product, row_weights, is_row), "the result of activation")
-    y = bind_dot_fp8(h, w_out, sizes, **params)
-    if b_out is not None:
-        y += bias_of_rows(b_out, row_weights, sizes)
-    return y, recv.routing
+    is_row = recv.routing.row_rank >= 0
+    weights = jnp.ones(is_row.shape, jnp.float32) if recv.weights is None else recv.weights
+    return recv, Rows(recv.rows, weights, is_row)
+
+
+def experts_in_fp8(
+    rows: Rows,
+    weights: Weights,
+    sizes: jax.Array,
+    *,
+    activate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    dtype: Any,
+    tail: Tail,
+    totals: dict[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Apply experts in FP8, and return rows [C, H] to combine, and the totals, which it ignores.
+
+    Args:
+      activate: maps products, weights of rows, and whether rows have a token, to activations times
+        weights. Rows without a token are zeros in the result.
+      dtype: of the results.
+      tail: of the products, as in ``grouped_dot``.
+    """
+    params: dict[str, Any] = dict(dtype=dtype, tail=tail, num_sms=None)
+    product = bind_dot_fp8(rows.rows, weights.w_in, sizes, **params)
+    if weights.b_in is not None:
+        ones = jnp.ones(rows.has_token.shape, jnp.float32)
+        product += bias_of_rows(weights.b_in, ones, sizes)
+    activated = activate(product, rows.weights, rows.has_token)
+    h = encode_rows(activated, "the result of activation")
+    y = bind_dot_fp8(h, weights.w_out, sizes, **params)
+    if weights.b_out is not None:
+        y += bias_of_rows(weights.b_out, rows.weights, sizes)
+    return y, totals

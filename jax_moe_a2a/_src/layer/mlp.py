@@ -36,7 +36,7 @@ from ..grouped.lowering import why_no_kernel
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..placement.types import Placement
-from ..routing.checks import GroupOrAxes, RouteArguments
+from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .chunks import in_chunks
@@ -45,14 +45,16 @@ from .fp8 import (
     check_experts_format,
     check_training,
     check_weights,
+    dispatch_in_fp8,
     experts_in_fp8,
     format_of_fp8,
 )
-from .placed import Rows, Weights, apply_to_both, num_fetched, to_slots
+from .placed import Rows, Weights, apply_to_both, fetch_all, num_fetched, to_slots
 
 Activation = Callable[[jax.Array], jax.Array]
 Totals = dict[str, jax.Array]
 """The totals of weights by their names (``grouped/totals.py``)."""
+FETCHED = "fetched_"  # starts the names of weights of spare slots
 SUMMED = ("w_in", "w_out")
 """The weights whose totals a layer passes to its products."""
 
@@ -156,9 +158,10 @@ def moe_mlp(
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If weights and biases are those of the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
-        (``fetch_experts``), and by default fetched again in the backward pass. If they are those of
-        all P / R slots of this rank, nothing is fetched. A ``Routing`` must be one of slots. Must
-        be None with ``num_chunks`` above 1 and with ``overlap_backward``.
+        (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
+        they are fetched once for all chunks, and kept. ``overlap_backward`` then has no effect. If
+        the weights are those of all P / R slots of this rank, nothing is fetched. A ``Routing``
+        must be one of slots.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -210,36 +213,43 @@ def moe_mlp(
     weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
 
     def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
-        y, _, totals = layer(**arrays)
+        y, _, totals = layer(**of_chunk(arrays))
         return y, totals
 
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
-        check_no_chunks(placement)
-        y = in_chunks(
-            apply,
-            num_chunks,
-            per_token,
-            weights,
-            summed=SUMMED,
-        )
+        given = with_fetched(weights, layer.keywords["route_arguments"], placement)
+        y = in_chunks(apply, num_chunks, per_token, given, summed=SUMMED)
         return y.reshape(-1, y.shape[-1])
     return apply(**per_token, **weights)[0]
 
 
-def check_no_chunks(placement: Placement | None) -> None:
-    """Raise an error if there is a placement with chunks."""
-    if placement is not None:
-        raise ValueError(
-            "placement must be None with num_chunks, because each chunk would fetch the weights; "
-            f"got {placement_text(placement)}. Omit num_chunks"
-        )
+def with_fetched(
+    weights: dict[str, Any], route_arguments: RouteArguments, placement: Placement | None
+) -> dict[str, Any]:
+    """Return the weights of a layer in chunks. They include the weights of spare slots, as
+    ``fetched_w_in`` and so on, if the layer would otherwise fetch them for each chunk.
+
+    Args:
+      weights: those of ``moe_mlp`` and others, by name.
+    """
+    if not isinstance(placement, Placement) or route_arguments.group is None:
+        return weights  # whose checks raise errors
+    group, shared = check_scope(route_arguments.group), bool(route_arguments.shared_expert)
+    given = Weights(*(weights[name] for name in Weights._fields))
+    given = jax.tree.map(as_array, given)
+    home = placement.num_experts // group.size + shared
+    leaves = jax.tree.leaves(given)
+    if placement.num_slots == placement.num_experts or any(x.shape[:1] != (home,) for x in leaves):
+        return weights
+    fetched = fetch_all(given, placement, group, int(shared))
+    return weights | {FETCHED + name: w for name, w in fetched._asdict().items()}
 
 
-def placement_text(placement: Any) -> str:
-    """Return a short text for error messages."""
-    if not isinstance(placement, Placement):
-        return repr(placement)
-    return f"a Placement of {placement.num_slots} slots"
+def of_chunk(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``mlp_and_routing``, from arrays and weights of ``with_fetched``."""
+    fetched = {name: arrays[FETCHED + name] for name in Weights._fields if FETCHED + name in arrays}
+    others = {name: x for name, x in arrays.items() if not name.startswith(FETCHED)}
+    return others | {"fetched": Weights(**fetched) if fetched else None}
 
 
 def mlp_and_routing(
@@ -260,6 +270,7 @@ def mlp_and_routing(
     experts_format: TokenFormat | None = None,
     placement: Placement | None = None,
     totals: Totals | None = None,
+    fetched: Weights | None = None,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
     """Return what ``moe_mlp`` returns, the routing of its tokens, and totals.
 
@@ -267,6 +278,7 @@ def mlp_and_routing(
 
     Args:
       totals: of the weights that the call has in common with other calls, or None.
+      fetched: the weights of spare slots, or None to fetch them.
     """
     totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
@@ -291,23 +303,13 @@ def mlp_and_routing(
     options = arguments.route_options
     hidden, experts = tokens.shape[1], options.num_local_experts
     spare = 0  # slots whose weights are not given
-    if placement is not None and overlap_backward:
-        raise ValueError(
-            "placement must be None with overlap_backward=True, which starts the dispatch within "
-            f"the first product; got {placement_text(placement)}"
-        )
     if placement is not None:
         given = w_in.values if isinstance(w_in, QuantizedExperts) else as_array(w_in)
         spare = num_fetched(given.shape, options, placement)
-    if spare and (in_fp8 or experts_format is not None):
-        raise ValueError(
-            "weights in FP8 and experts_format need the weights of all slots with a placement, "
-            f"because they are not fetched; got those of {experts - spare} of {experts} slots"
-        )
     weights_in: Any
     weights_out: Any
     if in_fp8:
-        weights_in, weights_out = check_weights(w_in, w_out, tokens, options)
+        weights_in, weights_out = check_weights(w_in, w_out, tokens, experts - spare)
     else:
         sizes_of = options, experts - spare
         weights_in = _check_weights("w_in", w_in, tokens, *sizes_of, "H={}, I'", hidden)
@@ -326,53 +328,55 @@ def mlp_and_routing(
     bias_in, bias_out = biases
     fused = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    unfused = overlap_backward or in_fp8 or experts_format is not None
+    unfused = (overlap_backward and not spare) or in_fp8 or experts_format is not None
     if not unfused and arguments.options.tail == "unspecified":
         products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
         fused = recognize(activation, products)
         if fused is not None and fused.width(intermediate) != width:
             fused = None
-    if in_fp8:
-        y, routing = experts_in_fp8(
-            arguments,
-            weights_in,
-            weights_out,
-            bias_in,
-            bias_out,
-            partial(_activate, activation, intermediate),
-        )
-    elif spare or fused is not None:
-        recv = dispatch_rows(arguments)
-        routing = recv.routing
-        apply = partial(_apply, activation=activation, fused=fused)
-        weights = Weights(weights_in, bias_in, weights_out, bias_out)
-        row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
-        rows = Rows(recv.rows, row_weights, routing.row_rank >= 0)
+    weights = Weights(weights_in, bias_in, weights_out, bias_out)
+    multiply = _product_in_fp8 if experts_format is not None else _product
+    if in_fp8 or spare or fused is not None:
+        if in_fp8:
+            recv, rows = dispatch_in_fp8(arguments)
+            apply = partial(
+                experts_in_fp8,
+                activate=partial(_activate, activation, intermediate),
+                dtype=tokens.dtype,
+                tail=arguments.options.tail,
+            )
+        else:
+            recv = dispatch_rows(arguments)
+            row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
+            rows = Rows(recv.rows, row_weights, recv.routing.row_rank >= 0)
+            apply = partial(_apply, activation=activation, fused=fused, multiply=multiply)
         if spare:
             assert placement is not None
-            first, group = int(routing.shared_expert), routing.group
-            of_one = lambda *args: apply(*args, totals={})[0]
             y = apply_to_both(
-                of_one, rows, weights, recv.group_sizes, placement, group, first=first
+                lambda *args: apply(*args, totals={})[0],
+                rows,
+                weights,
+                recv.group_sizes,
+                placement,
+                recv.routing.group,
+                first=int(recv.routing.shared_expert),
+                fetched=fetched,
             )
         else:
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
-        multiply = _product_in_fp8 if experts_format is not None else _product
-        if overlap_backward:
+        if overlap_backward and experts_format is None:
             recv, product = dispatch_dot(arguments, weights_in, overlap_backward=True)
         else:
             recv = dispatch_rows(arguments)
             product, totals = multiply(recv.rows, weights_in, recv.group_sizes, totals, "w_in")
-        routing = recv.routing
-        is_row = routing.row_rank >= 0
+        is_row = recv.routing.row_rank >= 0
         ones = jnp.ones(is_row.shape, jnp.float32)
-        row_weights = ones if recv.weights is None else recv.weights
-        weights = Weights(weights_in, bias_in, weights_out, bias_out)
-        rows = Rows(recv.rows, row_weights, is_row)
+        rows = Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
         y, totals = _after_first_product(
             product, rows, weights, recv.group_sizes, totals, activation, multiply
         )
+    routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
     y = back.sums(bind(COMBINE, back.payload, routing, tail=arguments.options.tail, **back.params))
@@ -400,11 +404,12 @@ def _apply(
     totals: Totals,
     activation: Activation,
     fused: FusedActivation | None,
+    multiply: Callable[..., tuple[jax.Array, Totals]],
 ) -> tuple[jax.Array, Totals]:
     """Return the outputs of the experts [C, H], unspecified after the last group, and totals."""
     if fused is None:
-        product, totals = _product(rows.rows, weights.w_in, sizes, totals, "w_in")
-        return _after_first_product(product, rows, weights, sizes, totals, activation)
+        product, totals = multiply(rows.rows, weights.w_in, sizes, totals, "w_in")
+        return _after_first_product(product, rows, weights, sizes, totals, activation, multiply)
     names = [name for name in ("w_in", "w_out") if name in totals]
     y, found = bind_experts(
         rows.rows,
@@ -427,7 +432,7 @@ def _after_first_product(
     sizes: jax.Array,
     totals: Totals,
     activation: Activation,
-    multiply: Callable[..., tuple[jax.Array, Totals]] = _product,
+    multiply: Callable[..., tuple[jax.Array, Totals]],
 ) -> tuple[jax.Array, Totals]:
     """Return the outputs of the experts from their first products without bias, and totals."""
     if weights.b_in is not None:

@@ -27,7 +27,7 @@ from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import in_chunks
 from .load import ExpertLoad, expert_load
-from .mlp import SUMMED, Activation, check_no_chunks, mlp_and_routing
+from .mlp import SUMMED, Activation, mlp_and_routing, of_chunk, with_fetched
 from .parameters import names_of, place, quantized_spec, spec_of
 from .router import RouterChoices, Score, top_k_router
 
@@ -228,8 +228,8 @@ def moe(
         activation,
         placement,
     )
-    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
-        check_no_chunks(placement)
+    if num_chunks is not None:
+        check_int("num_chunks", num_chunks, least=1)
     if replicated is not None:
         check_bool("replicated", replicated)
     check_bool("return_logits", return_logits)
@@ -365,11 +365,9 @@ def _experts(
             x,
             topk_ids,
             topk_weights,
-            weights.pop("w_in"),
-            weights.pop("w_out"),
             route_arguments=route_arguments,
             totals=totals,
-            **weights,
+            **of_chunk(weights),
             **options,
         )
         if shared_weights is not None:
@@ -391,6 +389,7 @@ def _experts(
         )
         for name, array in tokens.items()
     }
+    weights = with_fetched(dict(weights), route_arguments, options["placement"])
     y, loads = in_chunks(layer, num_chunks, padded, weights, summed=SUMMED)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return y.reshape(-1, y.shape[-1])[:num_tokens], load

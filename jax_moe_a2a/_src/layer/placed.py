@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from .. import compat
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.reference import own_rank
+from ..formats.formats import Quantized
 from ..group.group import Group
 from ..placement.choice import choose_slots
 from ..placement.types import Placement
@@ -31,8 +32,8 @@ from .fetch import fetch
 class Rows(NamedTuple):
     """The rows of a rank, and what the experts read for each row."""
 
-    rows: jax.Array
-    """[C, H]."""
+    rows: Any
+    """[C, H]: an array or a ``Quantized``."""
     weights: jax.Array
     """[C]: router weights."""
     has_token: jax.Array
@@ -42,9 +43,11 @@ class Rows(NamedTuple):
 class Weights(NamedTuple):
     """The weights of some experts of a rank."""
 
-    w_in: jax.Array
+    w_in: Any
+    """An array or ``QuantizedExperts``."""
     b_in: jax.Array | None
-    w_out: jax.Array
+    w_out: Any
+    """An array or ``QuantizedExperts``."""
     b_out: jax.Array | None
 
 
@@ -89,6 +92,7 @@ def apply_to_both(
     group: Group,
     *,
     first: int,
+    fetched: Weights | None = None,
 ) -> jax.Array:
     """Fetch the weights of spare slots, and return the outputs of all rows.
 
@@ -96,22 +100,34 @@ def apply_to_both(
       apply: maps rows, weights of groups and the sizes of these groups to outputs.
       sizes: of all groups, home experts first.
       first: number of shared experts, which are the first home experts.
+      fetched: the weights of spare slots if they are already here.
     """
 
-    # Without the checkpoint, the fetched weights would be kept for the backward pass.
-    @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
-    def of_both(rows: Rows, home: Weights, sizes: jax.Array, placement: Placement) -> jax.Array:
-        given, treedef = jax.tree.flatten(home)
-        spare = jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
+    def with_spare(rows: Rows, home: Weights, spare: Weights, sizes: jax.Array) -> jax.Array:
         num_home = home.w_in.shape[0]
         start = sizes[:num_home].sum(dtype=jnp.int32)
-        is_home = jnp.arange(rows.rows.shape[0], dtype=jnp.int32) < start
+        is_home = jnp.arange(rows.has_token.shape[0], dtype=jnp.int32) < start
         y_home = apply(_only(rows, is_home), home, sizes[:num_home])
         moved = jax.tree.map(lambda x: jnp.roll(x, -start, axis=0), _only(rows, ~is_home))
         y_spare = jnp.roll(apply(moved, spare, sizes[num_home:]), start, axis=0)
         return jnp.where(is_home[:, None], y_home, y_spare)
 
+    if fetched is not None:
+        return with_spare(rows, home, fetched, sizes)
+
+    # Without the checkpoint, the fetched weights would be kept for the backward pass.
+    @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
+    def of_both(rows: Rows, home: Weights, sizes: jax.Array, placement: Placement) -> jax.Array:
+        return with_spare(rows, home, fetch_all(home, placement, group, first), sizes)
+
     return of_both(rows, home, sizes, placement)
+
+
+def fetch_all(home: Any, placement: Placement, group: Group, first: int) -> Any:
+    """Return the weights of spare slots for a pytree of weights of home experts, of which the first
+    ``first`` are shared."""
+    given, treedef = jax.tree.flatten(home)
+    return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 
 # What is computed from an array of weights without arithmetic would keep the weights.
@@ -124,8 +140,9 @@ def _keeps_all_but_fetched(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
     """Return rows of which only some are used: the gradients of the others are zero."""
+    is_quantized = isinstance(rows.rows, Quantized)  # and has no gradients
     return Rows(
-        _with_gradients_of(rows.rows, is_kept),
+        rows.rows if is_quantized else _with_gradients_of(rows.rows, is_kept),
         jnp.where(is_kept, rows.weights, 0),
         rows.has_token & is_kept,
     )
