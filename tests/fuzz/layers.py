@@ -137,6 +137,8 @@ class Program(draw.Sizes):
     derivative: str | None
     is_outside: bool  # the derivative is that of the function of all ranks
     batched: tuple[str, ...]  # of "ids", "x", "weights", "experts"
+    num_chunks: int | None
+    spare: tuple[int, ...] | None  # the experts of spare slots, -1 for none; None: no placement
 
     @property
     def batch(self):
@@ -167,6 +169,16 @@ class Program(draw.Sizes):
         """Return True if the derivative of a float is the sum over the batch."""
         is_one = self.is_outside or self.place.has_domains
         return bool(self.batch) and is_one and not self.is_batched(name)
+
+    @property
+    def placement(self):
+        """Return a placement in the home form, or None."""
+        if self.spare is None:
+            return None
+        home = np.arange(self.num_experts).reshape(self.ranks, -1)
+        spare = np.reshape(self.spare, (self.ranks, -1))
+        slots = np.concatenate([home, spare], axis=1).ravel()
+        return ma.Placement.from_slots(slots, self.num_experts, num_ranks=self.ranks)
 
     def has_layers(self, name):
         """Return True if an input has an axis for the layers of a scan."""
@@ -225,7 +237,7 @@ def program(seed, number, *, has_mesh=True):
     batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
     if place.has_domains and "x" not in batched:
         batched = (*batched, "x")  # cotangents, and what a scan carries, vary like the result
-    return Program(
+    found = Program(
         **sizes,
         place=place,
         hidden=hidden,
@@ -248,7 +260,30 @@ def program(seed, number, *, has_mesh=True):
         derivative=derivative,
         is_outside=is_outside,
         batched=batched,
+        num_chunks=None,
+        spare=None,
     )
+    return with_parts(rng, found)
+
+
+def with_parts(rng, program):
+    """Draw chunks and a placement for a program in which they drop no choices.
+
+    They may move work between ranks, so with replicated tokens the partial sum of a rank is another.
+    """
+    p = program
+    has_routing = p.is_routed_first or p.has_load or p.place.hosts
+    has_capacity = p.capacity is not None or p.capacity_factor is not None
+    if has_routing or has_capacity or p.replicated or p.is_empty:
+        return p
+    changed = {}
+    if rng.random() < 0.3:
+        numbers = [n for n in range(2, p.tokens + 1) if p.tokens % n == 0]
+        changed["num_chunks"] = draw.one_of(rng, numbers) if numbers else None
+    if rng.random() < 0.4:
+        experts = rng.integers(-1, p.num_experts, p.ranks * draw.one_of(rng, (1, 2)))
+        changed["spare"] = tuple(map(int, experts))
+    return dataclasses.replace(p, **changed)
 
 
 # The package
@@ -279,6 +314,8 @@ def of_one_rank(program, group):
             wire_dtype=draw.FORMATS.get(p.wire, p.wire),
             format=fmt,
             overlap_backward=p.overlap_backward,
+            num_chunks=p.num_chunks,
+            placement=p.placement,
             **routed,
         )
         return y, ma.expert_load(source) if p.has_load else None
