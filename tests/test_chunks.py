@@ -2,6 +2,7 @@
 that does not. Drops and the sums of gradients of weights are in test_layer."""
 
 import functools
+import re
 
 import harness
 import jax
@@ -11,6 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import totals
 
 pytestmark = pytest.mark.exchanges(0)
@@ -163,6 +166,21 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
         return jvp, grad(rows, w), jax.jvp(grad, (rows, w), (d_rows, d_w))
 
     assert_close(derivatives(True), derivatives(False), 1e-3)
+
+
+def test_the_kernel_computes_a_part_of_the_experts_at_a_time(monkeypatch):
+    """The parts of 5 experts are 2, 2 and 1."""
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+    monkeypatch.setattr(native, "why_not_grouped_gemm", lambda *_: "")
+    monkeypatch.setattr(native, "register_targets", lambda: None)
+    monkeypatch.setattr(lowered, "ADDED_BYTES", 2 * 2 * 16 * 8)
+    aval = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    avals = aval(5, 16, 8, dtype="float32"), aval(24, 16), aval(24, 8), aval(5, dtype="int32")
+    fn = functools.partial(totals.bind_add_outer, num_sms=None)
+    text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@moe_a2a_grouped_gemm.*-> \(tensor<(\d+)x16x8xbf16>", text)
+    assert found == ["2", "2", "1"]
 
 
 # Memory

@@ -269,7 +269,7 @@ def program(seed, number, *, has_mesh=True):
 def with_parts(rng, program):
     """Draw chunks and a placement for a program in which they drop no choices.
 
-    They may move work between ranks, so with replicated tokens the partial sum of a rank is another.
+    Both may move work between ranks, which changes the partial sums of replicated tokens.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts

@@ -217,7 +217,7 @@ def _add_outer_kernel(
         part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
         num = part.shape[1]
         shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        own = _call(WEIGHT_GRADIENT, shape, x2, y2, part, num_sms).astype(sums.dtype)
+        own = call(TARGET, WEIGHT_GRADIENT, shape, (x2, y2, part), num_sms).astype(sums.dtype)
         own += lax.dynamic_slice_in_dim(sums, first, num)
         sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)
         sums, x2, y2 = lax.optimization_barrier((sums, x2, y2))
