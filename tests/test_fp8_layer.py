@@ -92,10 +92,10 @@ def test_the_layer_is_that_of_the_explicit_calls(dtype):
     found = compiled(of_all_ranks(), exchanges=2)(*args)
     expected = compiled(of_all_ranks(explicit), exchanges=2)(*args)
     assert found.dtype == jnp.dtype(dtype)
-    if dtype == "float32" and not harness.ON_GPU:
-        small_layer.assert_same(found, expected)
-    else:  # XLA may omit roundings or round otherwise, and a number then becomes the next FP8
-        assert relative_error(found, expected) < 0.02
+    # XLA may contract the last product and the sum of combine. It may also omit roundings to
+    # bfloat16, or round otherwise on a GPU, and a number then becomes the next FP8.
+    is_exact = dtype == "float32" and not harness.ON_GPU
+    assert relative_error(found, expected) < (1e-6 if is_exact else 0.02)
     counts = small_layer.counts(of_all_ranks(), *args)
     assert counts["grouped_dot_fp8"] == 2
     # The format of the tokens is the default. Chunks have the same results, because none drops.
@@ -225,7 +225,9 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     # The products with weights of two biases, and outer products of weights and biases.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, experts_format=FP8, num_chunks=2)
-    assert small_layer.counts(run, floats, ids, ct)["quantizing_dot"] >= 4
+    counts = small_layer.counts(run, floats, ids, ct)
+    # Products of the forward pass, which have a total, and those of the backward pass.
+    assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
 
 
 FP8 = ma.BlockwiseFp8()
