@@ -89,7 +89,7 @@ def activated(product, weights, activation):
     """Return weighted activations in float64, and what their absolute error is relative to."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
-    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    sigmoid = lambda x: 1 / (1 + np.exp(np.minimum(-x, 700)))
     erfc = np.vectorize(math.erfc, otypes=[float])
     if activation.kind == "clamped_swiglu":
         limit = np.float64(np.float32(activation.limit))
@@ -129,8 +129,11 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("activation", EXACT, ids=name_of)
+@pytest.mark.parametrize(
+    "activation, case",
+    [(act, case) for act in EXACT for case in CASES if act is EXACT[2] or case == "many"],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
 def test_exact_activations_are_those_of_the_definition(path, activation, case, dtype):
     product, weights, sizes = draw(case, activation, dtype, powers_of_two=True)
     x = product.astype(np.float32)

@@ -3,9 +3,9 @@
 //
 // Holds: the results of all rows of groups are written. Other rows are neither read nor written.
 // Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
-// numbers of a lane are not neighbours: vector v of lane l starts at element (8 v + l) * 16 bytes.
-// Launch: a block of 1024 threads on a multiprocessor. Each thread has 64 bytes of bfloat16 in flight, and the 64 KiB
-// of a multiprocessor are more than its share of the memory's latency times bandwidth.
+// numbers of a lane are not neighbours: vector v of lane l starts at byte 16 (8 v + l) of the group.
+// Launch: one block on a multiprocessor. A thread loads 64 or 128 bytes at a time, and the 64 KiB or more of a block are
+// above the share of a multiprocessor of the memory's latency times bandwidth.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -17,7 +17,9 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kActThreads = 1024;
+// As many as have the registers they need.
+template <typename T>
+constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
@@ -34,22 +36,35 @@ __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   return lane;
 }
 
-// Returns a number as T has it.
-template <typename T>
-__device__ __forceinline__ float rounded(float v) {
-  return to_float(from_float<T>(v));
+// Returns the weighted activations of the numbers of a word, rounded to T. Zeros for a weight of 0.
+template <Activation kFunction, typename T, bool kIsGated>
+__device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
+                                                  float weight, const ActEncode& p) {
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  float x[kPerWord], up[kPerWord];
+  unpack<T>(gate_word, x);
+  unpack<T>(up_word, up);
+#pragma unroll
+  for (int i = 0; i < kPerWord; ++i) {
+    if constexpr (kIsGated) {
+      x[i] = gemm::activate_gated<kFunction>(x[i], up[i], p.alpha, p.limit).value;
+    } else {
+      x[i] = gemm::activate<kFunction>(x[i], p.alpha).value;
+    }
+    x[i] = weight == 0.f ? 0.f : __fmul_rn(x[i], weight);
+  }
+  return pack<T>(x);
 }
 
 template <typename T, bool kIsGated>
-__global__ void __launch_bounds__(kActThreads, 1) act_encode(const ActEncode p) {
+__global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode p) {
   constexpr int kVectorNumbers = sizeof(uint4) / sizeof(T);
   constexpr int kVectors = kLaneElements / kVectorNumbers;
   const uint32_t lane = threadIdx.x % kWarpThreads, member = lane % kLanes;
   // Neighbouring warps of the grid are in different blocks, so that few rows occupy all blocks.
   const uint32_t warp = threadIdx.x / kWarpThreads * gridDim.x + blockIdx.x;
-  const uint32_t stride = gridDim.x * (kActThreads / kWarpThreads) * kGroupsOfWarp;
+  const uint32_t stride = gridDim.x * (kActThreads<T> / kWarpThreads) * kGroupsOfWarp;
   const uint32_t groups_of_row = p.columns / kGroup;
-  const int64_t width = int64_t{p.columns} * (kIsGated ? 2 : 1);
 #pragma unroll 1
   for (int32_t b = 0; b < p.batch; ++b) {
     const int32_t first_group = b * p.num_groups, last_group = first_group + p.num_groups - 1;
@@ -60,38 +75,32 @@ __global__ void __launch_bounds__(kActThreads, 1) act_encode(const ActEncode p) 
     for (uint32_t base = warp * kGroupsOfWarp; base < end; base += stride) {
       // All lanes shuffle. Those after the end write what others write.
       const uint32_t item = min(base + lane / kLanes, end - 1);
-      const int64_t row = first_row + item / groups_of_row;
+      const int32_t row = first_row + static_cast<int32_t>(item / groups_of_row);
       const uint32_t group = item % groups_of_row;
+      const uint32_t column = group * kGroup + member * kVectorNumbers;
       const T* from =
-          static_cast<const T*>(p.product) + row * width + group * kGroup + member * kVectorNumbers;
-      const LaneNumbers<T> gate_lane = load_lane(from);
-      LaneNumbers<T> up_lane = {};
-      if constexpr (kIsGated) up_lane = load_lane(from + p.columns);
+          static_cast<const T*>(p.product) + int64_t{row} * (kIsGated ? 2 : 1) * p.columns + column;
+      const LaneNumbers<T> gate = load_lane(from);
+      LaneNumbers<T> up = {}, h;
+      if constexpr (kIsGated) up = load_lane(from + p.columns);
       const float weight = __ldg(p.row_weights + row);
-
-      float x[kLaneElements], up[kLaneElements];
-      widen(gate_lane, x);
-      if constexpr (kIsGated) widen(up_lane, up);
       gemm::for_activation<kIsGated>(p.function, [&](auto function) {
-        constexpr Activation kFunction = decltype(function)::value;
+        const auto word = [&](uint32_t gate_word, uint32_t up_word) {
+          return activate_word<decltype(function)::value, T, kIsGated>(gate_word, up_word, weight,
+                                                                       p);
+        };
 #pragma unroll
-        for (int i = 0; i < kLaneElements; ++i) {
-          if constexpr (kIsGated) {
-            x[i] = gemm::activate_gated<kFunction>(x[i], up[i], p.alpha, p.limit).value;
-          } else {
-            x[i] = gemm::activate<kFunction>(x[i], p.alpha).value;
-          }
+        for (int v = 0; v < kVectors; ++v) {
+          __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill registers.
+          const uint4 a = gate.vectors[v], b = up.vectors[v];
+          h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
         }
       });
-#pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
-        x[i] = weight == 0.f ? 0.f : rounded<T>(__fmul_rn(x[i], weight));
-      }
 
       const GlobalScale none(1.f);
-      const GroupEncoding<kFormat> encoding(largest_of_lanes<kLanes>(largest_magnitude(x)), none);
-      const Values<kFormat> values = encode_numbers(x, encoding, none);
-      uint8_t* to = p.values + row * p.columns + group * kGroup + member * kVectorNumbers;
+      const GroupEncoding<kFormat> encoding(largest_of_lanes<kLanes>(largest_magnitude(h)), none);
+      const Values<kFormat> values = encode_lane(h, encoding, none);
+      uint8_t* to = p.values + int64_t{row} * p.columns + column;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (sizeof(T) == 2) {
@@ -101,18 +110,18 @@ __global__ void __launch_bounds__(kActThreads, 1) act_encode(const ActEncode p) 
           reinterpret_cast<uint32_t*>(to)[v * kLanes] = values.words[v];
         }
       }
-      if (member == 0) p.scales[row * groups_of_row + group] = encoding.scale;
+      if (member == 0) p.scales[int64_t{row} * groups_of_row + group] = encoding.scale;
     }
   }
 }
 
-// Calls body(element type, is gated, kernel) for every kernel.
+// Calls body(element type, is gated, kernel, threads) for every kernel.
 template <typename Body>
 void each_kernel(Body&& body) {
   for_each(Types<__nv_bfloat16, float>{}, [&](auto element) {
     using T = typename decltype(element)::type;
-    body(Element<T>::kType, false, act_encode<T, false>);
-    body(Element<T>::kType, true, act_encode<T, true>);
+    body(Element<T>::kType, false, act_encode<T, false>, kActThreads<T>);
+    body(Element<T>::kType, true, act_encode<T, true>, kActThreads<T>);
   });
 }
 
@@ -120,7 +129,7 @@ void each_kernel(Body&& body) {
 
 cudaError_t LoadActEncode() {
   cudaError_t error = cudaSuccess;
-  each_kernel([&](ElementType, bool, auto* kernel) {
+  each_kernel([&](ElementType, bool, auto* kernel, int) {
     cudaFuncAttributes attributes;
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
   });
@@ -133,9 +142,9 @@ Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream)
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_sms, warps));
   if (blocks == 0) return "";
   Problem problem = "no kernel applies an activation to this type";
-  each_kernel([&](ElementType type, bool is_gated, auto* kernel) {
+  each_kernel([&](ElementType type, bool is_gated, auto* kernel, int threads) {
     if (type != call.type || is_gated != call.is_gated) return;
-    kernel<<<blocks, kActThreads, 0, stream>>>(call);
+    kernel<<<blocks, threads, 0, stream>>>(call);
     const cudaError_t error = cudaGetLastError();
     problem = error == cudaSuccess ? "" : cudaGetErrorString(error);
   });
