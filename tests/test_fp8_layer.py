@@ -113,7 +113,23 @@ def test_both_products_are_calls_of_the_kernel(monkeypatch):
     traced = jax.jit(layers).trace(*quantized(arguments()))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count(f"@{TARGET}(") == 2
+    assert text.count("@moe_a2a_act_encode(") == 1
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_a_recognized_activation_and_quantization_are_one_pass(dtype):
+    args = quantized(arguments(dtype))
+    other = of_all_ranks(activation=lambda x: SWIGLU(x))
+    assert small_layer.counts(of_all_ranks(), *args)["act_encode"] == 1
+    assert "act_encode" not in small_layer.counts(other, *args)
+    with jax.debug_nans(True):  # it must not see rows that the kernel leaves
+        assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
+    # Where XLA or the kernel rounds otherwise, a number becomes the next FP8.
+    found, expected = (
+        small_layer.compiled(fn, exchanges=2)(*args) for fn in (of_all_ranks(), other)
+    )
+    assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 // The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h,
-// gemm/fp8_gemm.h).
+// gemm/fp8_gemm.h, gemm/act_encode.h).
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter, int32 [1].
 // moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows, weights, table, biases
@@ -10,6 +10,9 @@
 // moe_a2a_fp8_gemm: operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and
 // of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The kernel
 // reads the scales of rows where they are: a lane loads the scales of its own rows, so their order costs nothing.
+// moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or float32; the table
+// of B times L groups; router weights, float32 [B, C]; results values [B, C, I], float8_e4m3fn, and scales
+// [B, C, I / 128], float32. It needs no counter.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
 // checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
@@ -24,6 +27,7 @@
 #include <string>
 #include <utility>
 
+#include "gemm/act_encode.h"
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "runtime/driver.h"
@@ -66,6 +70,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
   error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = LoadGroupedGemm();
   if (error == cudaSuccess) error = LoadFp8Gemm();
+  if (error == cudaSuccess) error = LoadActEncode();
   if (error == cudaSuccess) loaded |= device;
   return ToError(error);
 }
@@ -112,6 +117,15 @@ ffi::Error CheckAxes(const Call& call) {
                  Describe(rows) + ", " + Describe(weights) + " and " + Describe(table));
 }
 
+// Sets the number of multiprocessors to use. 0 means all.
+ffi::Error ReadSms(int32_t ordinal, int64_t limit, int* num_sms) {
+  if (limit < 0) return Invalid("num_sms must be at least 0; got " + std::to_string(limit));
+  const cudaError_t error =
+      cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, ordinal);
+  if (limit > 0) *num_sms = static_cast<int>(std::min<int64_t>(limit, *num_sms));
+  return ToError(error);
+}
+
 // Sets the groups and the launch, after checks. The table has two axes.
 template <typename Gemm>
 ffi::Error ReadLaunch(const Call& call, Gemm* gemm) {
@@ -125,17 +139,7 @@ ffi::Error ReadLaunch(const Call& call, Gemm* gemm) {
   gemm->weights = gemm->sizes + num_groups;
   gemm->num_groups = static_cast<int32_t>(num_groups);
   gemm->counter = static_cast<int32_t*>(call.counter.untyped_data());
-  int sms = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, call.ordinal);
-      error != cudaSuccess) {
-    return ToError(error);
-  }
-  if (call.num_sms < 0) {
-    return Invalid("num_sms must be at least 0; got " + std::to_string(call.num_sms));
-  }
-  gemm->num_sms = call.num_sms == 0 ? sms : static_cast<int>(std::min<int64_t>(call.num_sms, sms));
-  return ffi::Error::Success();
+  return ReadSms(call.ordinal, call.num_sms, &gemm->num_sms);
 }
 
 // Sets what all products of 16-bit numbers have in common, after checks.
@@ -193,9 +197,10 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   return Launch(gemm, stream);
 }
 
-// Reads what describes an activation.
+// Reads what describes an activation of an ActivatedProduct or an ActEncode.
+template <typename Activated>
 ffi::Error ReadActivation(int64_t function, int64_t is_gated, float alpha, float limit,
-                          ActivatedProduct* activated) {
+                          Activated* activated) {
   const auto last = Activation::kScaledBias;
   activated->function = static_cast<Activation>(function);
   activated->is_gated = is_gated != 0;
@@ -336,6 +341,54 @@ ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
+ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, int64_t is_gated,
+                        float alpha, float limit, int64_t num_sms, ffi::AnyBuffer product,
+                        ffi::AnyBuffer table, ffi::AnyBuffer row_weights,
+                        ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> scales) {
+  const auto shape = product.dimensions(), groups = table.dimensions();
+  if (shape.size() != 3 || groups.size() != 2) {
+    return Invalid("act_encode needs a product of three axes and a table of two; got " +
+                   Describe(shape) + " and " + Describe(groups));
+  }
+  ActEncode call = {};
+  ffi::Error error = ReadActivation(function, is_gated, alpha, limit, &call);
+  if (error.failure()) return error;
+  if (call.function == Activation::kScaledBias) return Invalid("act_encode needs an activation");
+  const auto float32 = ffi::DataType::F32;
+  const bool is_float = product.element_type() == float32;
+  const int64_t batch = shape[0], rows = shape[1], halves = call.is_gated ? 2 : 1;
+  const int64_t columns = shape[2] / halves, num_groups = groups[1];
+  if (shape[2] % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
+      num_groups % batch != 0) {
+    return Invalid(
+        "act_encode needs columns in multiples of 128 and the same number of groups for each "
+        "element of the batch; got a product " +
+        Describe(shape) + " and a table " + Describe(groups));
+  }
+  int sms = 0;
+  error = First({CheckShape(product, "the product", is_float ? float32 : ffi::DataType::BF16,
+                            {batch, rows, shape[2]}),
+                 CheckShape(table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
+                 CheckShape(row_weights, "router weights", float32, {batch, rows}),
+                 CheckShape(*values, "the values", ffi::DataType::F8E4M3FN, {batch, rows, columns}),
+                 CheckShape(*scales, "the scales", float32, {batch, rows, columns / kFp8Block}),
+                 ReadSms(ordinal, num_sms, &sms)});
+  if (error.failure()) return error;
+  call.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+  call.product = product.untyped_data();
+  call.row_weights = static_cast<const float*>(row_weights.untyped_data());
+  call.starts = static_cast<const int32_t*>(table.untyped_data());
+  call.sizes = call.starts + num_groups;
+  call.values = static_cast<uint8_t*>(values->untyped_data());
+  call.scales = static_cast<uint32_t*>(scales->untyped_data());
+  call.num_rows = batch * rows;
+  call.batch = static_cast<int32_t>(batch);
+  call.num_groups = static_cast<int32_t>(num_groups / batch);
+  call.columns = static_cast<int32_t>(columns);
+  const Problem problem = LaunchActEncode(call, sms, stream);
+  return problem.empty() ? ffi::Error::Success() : Internal(problem);
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
@@ -401,6 +454,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_fp8_gemm, Fp8Dot,
                                   .Attr<int64_t>("num_sms")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_encode, RunActEncode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit")
+                                  .Attr<int64_t>("num_sms")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

@@ -116,7 +116,8 @@ std::vector<Target> MakeTargets() {
   for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
                                       {"moe_a2a_dot_act", moe_a2a_dot_act},
                                       {"moe_a2a_act_dot_grad", moe_a2a_act_dot_grad},
-                                      {"moe_a2a_fp8_gemm", moe_a2a_fp8_gemm}}) {
+                                      {"moe_a2a_fp8_gemm", moe_a2a_fp8_gemm},
+                                      {"moe_a2a_act_encode", moe_a2a_act_encode}}) {
     targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
   }
 #endif

@@ -95,7 +95,7 @@ def _dot_act(
 ) -> list[jax.Array]:
     *bias, weights, sizes = others
     columns = w.shape[-1] // activation.width(1)
-    attributes = _attributes_of(activation)
+    attributes = attributes_of(activation)
     return _product(
         rows, w, bias[0] if has_bias else None, weights, sizes, columns, keep, num_sms, attributes
     )
@@ -110,7 +110,7 @@ def _dot_bias(
     *,
     num_sms: int | None,
 ) -> jax.Array:
-    attributes = dict(_attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
+    attributes = dict(attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
     columns = w_out.shape[-1]
     return _product(h, w_out, b_out, weights, sizes, columns, False, num_sms, attributes)[0]
 
@@ -177,7 +177,7 @@ def _act_dot_grad(
         (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
         num_sms,
         input_output_aliases={3: 0},  # a warp reads its elements before it writes them
-        **_attributes_of(activation),
+        **attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_tiles)))
@@ -188,7 +188,7 @@ def _act_dot_grad(
     ]
 
 
-def _attributes_of(activation: FusedActivation) -> dict[str, Any]:
+def attributes_of(activation: FusedActivation) -> dict[str, Any]:
     return dict(
         activation=np.int64(activation.code),
         gated=np.int64(activation.gated),

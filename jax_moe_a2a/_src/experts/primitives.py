@@ -130,7 +130,7 @@ def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.A
     return pre + bias_of_rows(bias, jnp.ones(rows.shape[:-1], rows.dtype), sizes, num_sms)
 
 
-def _scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
+def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
     """Return rows times their weights, in the dtype of sums.
 
     Args:
@@ -154,7 +154,7 @@ def _dot_act(
 ) -> list[jax.Array]:
     *bias, weights, sizes = others
     pre = _pre(rows, w, bias[0] if has_bias else None, sizes, num_sms)
-    h = _scaled(activation(pre), weights, selects).astype(rows.dtype)
+    h = scaled(activation(pre), weights, selects).astype(rows.dtype)
     return [h, pre] if keep else [h]
 
 
@@ -202,16 +202,16 @@ def _act_dot_tangent(
     act, terms = None, []
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
-        terms.append(_scaled(d_act, weights, selects))
+        terms.append(scaled(d_act, weights, selects))
     if act is None:
         act = activation(pre)
     if d_weights is not None:
-        terms.append(_scaled(act, d_weights, False))
+        terms.append(scaled(act, d_weights, False))
     out = []
     if terms:
         out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
     if d_w_out is not None:
-        h = _scaled(act, weights, selects).astype(pre.dtype)
+        h = scaled(act, weights, selects).astype(pre.dtype)
         out.append(_dot(h, d_w_out.astype(h.dtype), sizes, num_sms))
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
@@ -229,10 +229,10 @@ def _act_dot_grad(
 ) -> list[jax.Array]:
     ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
     act, transpose = jax.vjp(activation, pre)
-    (ct_pre,) = transpose(_scaled(ct_h, weights, selects).astype(pre.dtype))
+    (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
     if selects:
         ct_pre = jnp.where(weights[..., None] != 0, ct_pre, 0)
-    h = _scaled(act, weights, selects).astype(pre.dtype)
+    h = scaled(act, weights, selects).astype(pre.dtype)
     ct_weights = jnp.sum(ct_h.astype(weights.dtype) * act.astype(weights.dtype), axis=-1)
     return [ct_pre, h, ct_weights]
 
@@ -386,7 +386,7 @@ def _tangent_transpose(
     if not _is_zero(ct):
         params = dict(activation=activation, num_sms=num_sms)
         if d_pre is None and d_weights is None:
-            h = _scaled(activation(pre), weights, True).astype(pre.dtype)
+            h = scaled(activation(pre), weights, True).astype(pre.dtype)
         else:
             ct_pre, h, ct_weights = _bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
             found[0] = None if d_pre is None else ct_pre

@@ -47,7 +47,7 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
     """Return why the kernel does not compute products of these sizes on the GPUs of this process;
     '' if it does. Weights of a group are [k, n]."""
     # The rows after the last group of each batch element may be one more group.
-    return _why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
+    return why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
         dtype, num_rows, 2 * num_groups, k, n
     )
 
@@ -55,12 +55,12 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
 def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why no kernel computes products in FP8 of these sizes on the GPUs of this process; ''
     if it does. Weights of a group are [n, k]."""
-    return _why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
+    return why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
         num_rows, 2 * num_groups, k, n
     )
 
 
-def _why_no_call(*sizes: int) -> str:
+def why_no_call(*sizes: int) -> str:
     """Return why no kernel of this package runs, whatever the dtype, or ''."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from ..checks import Tail, short
 from ..exchange.arguments import DispatchArguments
 from ..exchange.recv import Recv
+from ..experts.act_encode import bind_act_encode
+from ..experts.activations import FusedActivation
 from ..experts.primitives import bias_of_rows
 from ..formats.formats import BlockwiseFp8, TokenFormat
 from ..formats.weights import BLOCK, QuantizedExperts
@@ -100,6 +102,7 @@ def experts_in_fp8(
     sizes: jax.Array,
     *,
     activate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    fused: FusedActivation | None,
     dtype: Any,
     tail: Tail,
     totals: dict[str, jax.Array],
@@ -109,6 +112,7 @@ def experts_in_fp8(
     Args:
       activate: maps products, weights of rows, and whether rows have a token, to activations times
         weights. Rows without a token are zeros in the result.
+      fused: the same activation, to apply and quantize in one pass over the rows in use, or None.
       dtype: of the results.
       tail: of the products, as in ``grouped_dot``.
     """
@@ -117,8 +121,12 @@ def experts_in_fp8(
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
-    activated = activate(product, rows.weights, rows.has_token)
-    h = encode_rows(activated, "the result of activation")
+    if fused is None:
+        activated = activate(product, rows.weights, rows.has_token)
+        h = encode_rows(activated, "the result of activation")
+    else:
+        row_weights = jnp.where(rows.has_token, rows.weights.astype(jnp.float32), 0)
+        h = bind_act_encode(product, row_weights, sizes, activation=fused)
     y = bind_dot_fp8(h, weights.w_out, sizes, **params)
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)

@@ -26,6 +26,7 @@ from ..exchange.fixed import fixed
 from ..exchange.payload_checks import DispatchOptions
 from ..exchange.recv import Recv
 from ..exchange.reference import accumulation_dtype
+from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import bias_of_rows, bind_experts
@@ -328,7 +329,7 @@ def mlp_and_routing(
     bias_in, bias_out = biases
     fused = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    unfused = (overlap_backward and not spare) or in_fp8 or experts_format is not None
+    unfused = (overlap_backward and not (spare or in_fp8)) or experts_format is not None
     if not unfused and arguments.options.tail == "unspecified":
         products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
         fused = recognize(activation, products)
@@ -342,6 +343,7 @@ def mlp_and_routing(
             apply = partial(
                 experts_in_fp8,
                 activate=partial(_activate, activation, intermediate),
+                fused=fused,
                 dtype=tokens.dtype,
                 tail=arguments.options.tail,
             )
@@ -453,15 +455,18 @@ def why_not_fused(
     w_in: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
     w_out: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
 ) -> str:
-    """Return why ``moe_mlp`` does not compute an activation within its grouped products, or "".
+    """Return why ``moe_mlp`` makes more passes over the rows for an activation, or "".
 
     On Hopper GPUs (compute capability 9.0), with bfloat16 or float16, the kernel of the first
     product applies bias, activation and router weight, that of the second product adds its bias,
     and a product of the backward pass applies the derivative. No other pass over the rows is then
-    necessary. An activation is recognized by
-    what it computes, however it is written: ``jax.nn.silu``, ``jax.nn.gelu`` (both forms) and
-    ``jax.nn.relu``, each of them also in ``gated``; the square of ``jax.nn.relu``; and
-    ``clamped_swiglu``. With ``overlap_backward=True``, no activation is fused.
+    necessary. With ``QuantizedExperts``, for x of bfloat16 or float32, one kernel between the
+    products applies activation and router weight, and quantizes the result.
+
+    An activation is recognized by what it computes, however it is written: ``jax.nn.silu``,
+    ``jax.nn.gelu`` (both forms) and ``jax.nn.relu``, each of them also in ``gated``; the square of
+    ``jax.nn.relu``; and ``clamped_swiglu``. With ``overlap_backward=True`` and plain weights, or
+    with ``experts_format``, no activation is fused.
 
     The logger ``jax_moe_a2a`` logs the choice and the reason at level INFO when a program is
     lowered for GPUs.
@@ -479,8 +484,9 @@ def why_not_fused(
       TypeError: if the arrays do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
-    if isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts):
-        return "products in FP8 apply no activation: it is a pass of its own between them"
+    in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
+    if in_fp8:
+        w_in, w_out = (jax.ShapeDtypeStruct(w.shape, rows.dtype) for w in (w_in, w_out))
     check_arrays(rows, w_in, "w_in")
     num_rows, (num_groups, hidden, width) = rows.shape[0], w_in.shape
     dtype, intermediate = jnp.dtype(rows.dtype), w_out.shape[1]
@@ -499,6 +505,8 @@ def why_not_fused(
             f"{short(w_out)}; got {short(w_in)}"
         )
     sizes = num_rows, num_groups
+    if in_fp8:
+        return why_no_act_encode(*sizes, width)
     return why_not_dot_act(fused, dtype, *sizes, hidden, width) or why_no_kernel(
         dtype, *sizes, intermediate, w_out.shape[2]
     )

@@ -1,6 +1,7 @@
 // The grouped GEMM without its kernels, for programs that are lowered and not run.
 #include "gemm/grouped_gemm.h"
 
+#include "gemm/act_encode.h"
 #include "gemm/fp8_gemm.h"
 
 namespace moe_a2a {
@@ -12,5 +13,9 @@ Problem LaunchGroupedGemm(const GroupedGemm&, cudaStream_t) { return "there is n
 cudaError_t LoadFp8Gemm() { return cudaSuccess; }
 
 Problem LaunchFp8Gemm(const Fp8Gemm&, cudaStream_t) { return "there is no kernel"; }
+
+cudaError_t LoadActEncode() { return cudaSuccess; }
+
+Problem LaunchActEncode(const ActEncode&, int, cudaStream_t) { return "there is no kernel"; }
 
 }  // namespace moe_a2a

@@ -1,0 +1,40 @@
+// Launches the pass between two products in FP8: activation, router weight and quantization.
+#ifndef MOE_A2A_GEMM_ACT_ENCODE_H_
+#define MOE_A2A_GEMM_ACT_ENCODE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "element.h"
+#include "gemm/activation.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+// Arrays of B batch elements with C rows each. P = I, or P = 2 I for a gated activation: gate, then up.
+struct ActEncode {
+  ElementType type;          // of the product: kBFloat16 or kFloat32
+  const void* product;       // [B, C, P]
+  const float* row_weights;  // [B, C]; the results of a row of weight 0 are zeros
+  const int32_t *starts,
+      *sizes;  // [B, L] first row, and number of rows, of each group; adjacent within an element
+  uint8_t* values;            // [B, C, I], float8_e4m3fn
+  uint32_t* scales;           // [B, C, I / 128], bits of float32
+  int64_t num_rows;           // B * C
+  int32_t batch, num_groups;  // B, L: at least 1
+  int32_t columns;            // I, a multiple of 128
+  Activation function;
+  bool is_gated;
+  float alpha, limit;  // of kClampedSwiglu
+};
+
+// Loads the kernels on the current device, so that no later call does.
+cudaError_t LoadActEncode();
+
+// Launches at most `num_sms` blocks, one on each multiprocessor. No allocation, no synchronization.
+Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_GEMM_ACT_ENCODE_H_

@@ -1,0 +1,147 @@
+"""Activate the first product of experts in FP8 and quantize the result, as a primitive.
+
+``act_encode_p`` computes ``BlockwiseFp8().encode(h)`` of ``h = (weights * act(product))``, rounded
+to the dtype of the product. Its operands are product [*B, C, P], weights [*B, C] float32, and sizes
+[*B, L]; its results are values [*B, C, I] and scales [*B, C, I / 128]. As in ``primitives.py``, a
+leading axis of sizes is 1 if the batch shares the array, a row of weight 0 has exact zeros whatever
+the product holds, and rows after the last group are unspecified. The parameters are the
+``activation`` and ``num_sms``.
+
+The primitive has no derivatives, because a float8 array cannot hold a gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from ..formats.formats import BlockwiseFp8, Quantized
+from ..formats.weights import BLOCK
+from ..group import native
+from ..grouped import lowering as grouped
+from ..grouped.primitives import check_unsharded, with_batch
+from ..grouped.quantized import NO_GRADIENT
+from ..grouped.reference import lead_of
+from .activations import FusedActivation
+from .lowering import attributes_of
+from .primitives import scaled
+
+TARGET = "moe_a2a_act_encode"
+
+act_encode_p = compat.Primitive("moe_a2a_act_encode")
+act_encode_p.multiple_results = True
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+def bind_act_encode(
+    product: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None = None,
+) -> Quantized:
+    """Bind ``act_encode_p``.
+
+    Args:
+      product: bfloat16 or float32 [C, P]. I is a multiple of 128.
+      weights: float32 [C]; 0 for rows without a token.
+      sizes: int32 [L].
+      activation: maps P columns to I.
+      num_sms: the most multiprocessors that a kernel uses, or None.
+    """
+    operands = compat.align_varying((product, weights, sizes), ())
+    return Quantized(*act_encode_p.bind(*operands, activation=activation, num_sms=num_sms))
+
+
+def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
+    """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
+    process; '' if it does."""
+    return grouped.why_no_call(num_rows, num_groups, width)
+
+
+def _abstract(
+    product: Any, weights: Any, sizes: Any, *, activation: FusedActivation, **_: Any
+) -> list[Any]:
+    check_unsharded(product, weights, sizes)
+    *rows, width = product.shape
+    columns = width // activation.width(1)
+    values = compat.result_aval(product, (*rows, columns), jnp.float8_e4m3fn)
+    return [values, compat.result_aval(product, (*rows, columns // BLOCK), jnp.float32)]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    if any(type(tangent) is not ad.Zero for tangent in tangents):
+        raise TypeError(NO_GRADIENT)
+    outs = act_encode_p.bind(*primals, **params)
+    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, list[int]]:
+    """Add the batch as a leading axis, so that it can run in one launch."""
+    args, _ = with_batch(args, dims, (True, True, False))
+    return act_encode_p.bind(*compat.align_varying(args, ()), **params), [0, 0]
+
+
+def _composition(
+    product: jax.Array, weights: jax.Array, _: jax.Array, *, activation: FusedActivation, **__: Any
+) -> list[jax.Array]:
+    h = scaled(activation(product), weights, True).astype(product.dtype)
+    return list(BlockwiseFp8().encode(h))
+
+
+def _kernel(
+    product: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None,
+) -> list[jax.Array]:
+    lead, (num_rows, width) = lead_of(product), product.shape[-2:]
+    # The table is that of the product before, so XLA computes it once.
+    groups = grouped.table(sizes, lead, num_rows, (1,) * len(lead), has_tail=False)
+    rows, columns = (math.prod(lead), num_rows), width // activation.width(1)
+    results = [
+        jax.ShapeDtypeStruct((*rows, columns), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((*rows, columns // BLOCK), jnp.float32),
+    ]
+    found = jax.ffi.ffi_call(TARGET, results)(
+        product.reshape(*rows, width),
+        groups,
+        weights.reshape(rows),
+        num_sms=np.int64(num_sms or 0),
+        **attributes_of(activation),
+    )
+    # The barriers are those of grouped/lowering.py.
+    return [lax.optimization_barrier(x).reshape(*lead, num_rows, x.shape[-1]) for x in found]
+
+
+def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    product, _, sizes = ctx.avals_in
+    batch = math.prod(lead_of(product))
+    why = why_no_act_encode(batch * product.shape[-2], sizes.shape[-1], product.shape[-1])
+    if why:
+        logger.info("%s: not fused, because %s", ctx.primitive, why)
+        return grouped.lower_fun(ctx, _composition, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return grouped.lower_fun(ctx, _kernel, operands, params)
+
+
+act_encode_p.def_impl(partial(compat.apply_primitive, act_encode_p))
+act_encode_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[act_encode_p] = _jvp
+batching.primitive_batchers[act_encode_p] = _batch
+mlir.register_lowering(act_encode_p, mlir.lower_fun(_composition, multiple_results=True))
+mlir.register_lowering(act_encode_p, _cuda, platform="cuda")

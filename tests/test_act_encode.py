@@ -1,0 +1,294 @@
+"""The pass between two products in FP8 against numpy: the composition, and on GPUs also the kernel.
+
+With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
+a number next to the middle of two FP8 values may become the other value."""
+
+import functools
+import logging
+import math
+import re
+
+import format_oracle
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.experts import act_encode
+from jax_moe_a2a._src.experts.act_encode import bind_act_encode
+from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
+
+pytestmark = [
+    pytest.mark.one_process("each process would compute the same on its own devices"),
+    pytest.mark.exchanges(0),
+]
+BLOCK = 128
+FMT = ma.BlockwiseFp8()
+WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
+PLAIN = [FusedActivation(kind) for kind in KINDS if kind != "clamped_swiglu"]
+GATED = [FusedActivation(act.kind, True) for act in PLAIN]
+SWIGLU, CLAMPED = GATED[0], ma.clamped_swiglu(limit=0.7, alpha=1.3)
+EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
+# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, a block of the kernel 32 warps.
+CASES = dict(
+    tail=(40, 256, [7, 0, 20, 1]),
+    no_tail=(30, 128, [9, 21]),
+    one_row=(9, 128, [0, 1]),
+    no_row_in_use=(5, 384, [0, 0]),
+    no_rows=(0, 128, [0]),
+    no_groups=(6, 128, []),
+    many=(700, 640, [100, 0, 513, 60]),
+)
+
+
+def name_of(activation):
+    return "gated " * activation.gated + activation.kind
+
+
+def draw(case, activation, dtype, powers_of_two=False):
+    """Return a product, weights and sizes. Rows without a token have the weight 0 and NaN, within
+    groups, too."""
+    num_rows, columns, sizes = CASES[case]
+    rng = np.random.default_rng(num_rows)
+    product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
+    product *= 2.0 ** rng.integers(-30, 3, (num_rows, 1))
+    weights = np.abs(rng.normal(size=num_rows))
+    if powers_of_two:
+        weights = 2.0 ** rng.integers(-3, 4, num_rows)
+    product, weights = product.astype(jnp.dtype(dtype)), weights.astype(np.float32)
+    has_token = np.arange(num_rows) < sum(sizes)
+    has_token[3::7] = False
+    product[~has_token], weights[~has_token] = np.nan, 0
+    weights[sum(sizes) :] = np.nan  # not read
+    return product, weights, np.asarray(sizes, np.int32)
+
+
+def without_nan(x):
+    return np.where(np.isnan(x.astype(np.float32)), x.dtype.type(0.5), x)
+
+
+def run(product, weights, sizes, activation, **options):
+    fn = functools.partial(bind_act_encode, activation=activation, **options)
+    return harness.numpy_of(tuple(jax.jit(fn)(*map(jnp.asarray, (product, weights, sizes)))))
+
+
+@pytest.fixture(scope="module", params=("kernel", "composition")[not harness.ON_GPU :])
+def path(request):
+    """Lower the primitive for one path."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "composition":
+            patch.setattr(act_encode, "why_no_act_encode", lambda *sizes: "the test hides it")
+        elif why := act_encode.why_no_act_encode(8, 1, 128):
+            pytest.skip(why)
+        yield request.param
+    jax.clear_caches()
+
+
+def activated(product, weights, activation):
+    """Return weighted activations in float64, and what their absolute error is relative to."""
+    x = product.astype(np.float64)
+    gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
+    sigmoid = lambda x: 1 / (1 + np.exp(np.minimum(-x, 700)))
+    erfc = np.vectorize(math.erfc, otypes=[float])
+    if activation.kind == "clamped_swiglu":
+        limit = np.float64(np.float32(activation.limit))
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
+    act = {
+        "silu": lambda x: x * sigmoid(x),
+        "gelu": lambda x: x * erfc(-x / math.sqrt(2)) / 2,
+        "gelu_tanh": lambda x: x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
+        "relu": lambda x: np.maximum(x, 0),
+        "squared_relu": lambda x: np.maximum(x, 0) ** 2,
+        "clamped_swiglu": lambda x: x * sigmoid(np.float64(np.float32(activation.alpha)) * x),
+    }[activation.kind](gate)
+    is_zero, weights = weights[:, None] == 0, weights.astype(np.float64)[:, None]
+    return tuple(np.where(is_zero, 0, x * up * weights) for x in (act, np.abs(gate)))
+
+
+def assert_encodes(values, scales, h, magnitudes, dtype):
+    """Assert that values and scales encode numbers close to h."""
+    inexact = 2.0**-15 + (2.0**-7 if dtype == "bfloat16" else 0)  # bfloat16: rounded twice
+    groups = h.reshape(len(h), -1, BLOCK)
+    largest = np.abs(groups).max(axis=2)
+    low, high = (
+        2.0 ** np.maximum(format_oracle.smallest_exponents(largest * factor), -117.0)
+        for factor in (1 - inexact, 1 + inexact)
+    )
+    assert ((scales == np.where(largest > 0, low, 0)) | (scales == high)).all()
+    assert (scales[largest == 0] == 0).all()
+    decoded = values.astype(np.float64).reshape(groups.shape) * scales[..., None]
+    # The distance of FP8 values around h.
+    ratio = np.abs(groups) / np.where(scales > 0, scales, 1)[..., None]
+    exponents = np.floor(np.log2(np.maximum(ratio, 2.0**-6)))
+    spacing = 2.0 ** (exponents - 3) * scales[..., None]
+    bound = (
+        spacing / 2 + inexact * np.abs(groups) + 2.0**-21 * np.abs(magnitudes).reshape(groups.shape)
+    )
+    assert (np.abs(decoded - groups) <= bound).all(), (np.abs(decoded - groups) - bound).max()
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize(
+    "activation, case",
+    [(act, case) for act in EXACT for case in CASES if act is EXACT[2] or case == "many"],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
+def test_exact_activations_are_those_of_the_definition(path, activation, case, dtype):
+    product, weights, sizes = draw(case, activation, dtype, powers_of_two=True)
+    x = product.astype(np.float32)
+    gate, up = np.split(x, 2, axis=1) if activation.gated else (x, np.float32(1))
+    act = np.maximum(gate, np.float32(0))
+    act = act * act * up if activation.kind == "squared_relu" else act * up
+    h = np.where(weights[:, None] == 0, np.float32(0), act * weights[:, None]).astype(product.dtype)
+    values, scales = run(product, weights, sizes, activation)
+    end, expected = sum(sizes), format_oracle.encode(FMT, h)
+    assert values.shape == h.shape and scales.shape == (len(h), h.shape[1] // BLOCK)
+    np.testing.assert_array_equal(values.view(np.uint8)[:end], expected[0].view(np.uint8)[:end])
+    np.testing.assert_array_equal(scales[:end], expected[1][:end])
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("activation", (*PLAIN, *GATED, CLAMPED), ids=name_of)
+def test_activations_are_close(path, activation, dtype):
+    product, weights, sizes = draw("many", activation, dtype)
+    found, end = run(product, weights, sizes, activation), sum(sizes)
+    expected = activated(product, weights, activation)
+    assert_encodes(*(x[:end] for x in (*found, *expected)), dtype)
+
+
+@pytest.mark.parametrize("num_sms", (1, 3, 1000))
+def test_any_number_of_multiprocessors(path, num_sms):
+    args = draw("many", SWIGLU, "bfloat16")
+    end, found = sum(args[2]), run(*args, SWIGLU, num_sms=num_sms)
+    for one, other in zip(found, run(*args, SWIGLU), strict=True):
+        np.testing.assert_array_equal(one[:end].view(np.uint8), other[:end].view(np.uint8))
+
+
+@pytest.mark.parametrize("number", (np.nan, np.inf))
+def test_a_number_that_is_not_finite_stays_in_its_group(path, number):
+    product, weights, sizes = draw("no_tail", SWIGLU, "bfloat16")
+    product, weights = np.tile(product, (1, 2)), np.where(weights == 0, 1, weights)
+    product = without_nan(product)
+    changed = product.copy()
+    changed[5, 130] = number
+    right, found = (
+        [np.array(part) for part in run(x, weights, sizes, SWIGLU)] for x in (product, changed)
+    )
+    assert np.isnan(found[1][5, 1]) and not found[0][5, 128:].view(np.uint8).any()
+    found[1][5, 1], found[0][5, 128:] = right[1][5, 1], right[0][5, 128:]
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("shares_sizes", (False, True))
+def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
+    product, weights, sizes = draw("many", SWIGLU, "bfloat16")
+    products, weights = np.stack([product, product[::-1]]), np.stack([weights, weights[::-1]])
+    products, weights = without_nan(products), without_nan(weights)
+    sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
+    fn = functools.partial(bind_act_encode, activation=SWIGLU)
+    batched = jax.jit(jax.vmap(fn, (0, 0, None if shares_sizes else 0)))
+    found = harness.numpy_of(tuple(batched(products, weights, sizes)))
+    for i in range(2):
+        own = sizes if shares_sizes else sizes[i]
+        expected, end = run(products[i], weights[i], own, SWIGLU), sum(own)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one[i, :end].view(np.uint8), other[:end].view(np.uint8))
+
+
+def test_the_second_product_reads_no_other_row(path):
+    product, weights, sizes = draw("tail", SWIGLU, "bfloat16")
+    w = ma.quantize_experts(
+        np.random.default_rng(0).normal(size=(len(sizes), 256, 128)).astype("float32")
+    )
+
+    @jax.jit
+    def fn(product, weights):
+        h = bind_act_encode(product, weights, jnp.asarray(sizes), activation=SWIGLU)
+        return ma.grouped_dot(h, w, jnp.asarray(sizes))
+
+    out = np.asarray(fn(product, weights).astype(jnp.float32))
+    assert np.isfinite(out).all() and not out[sum(sizes) :].any() and out[: sum(sizes)].any()
+
+
+def test_derivatives_are_refused():
+    product, weights, sizes = map(jnp.asarray, draw("no_tail", SWIGLU, "float32"))
+    fn = lambda product, weights: bind_act_encode(product, weights, sizes, activation=SWIGLU).scales
+    for i in range(2):
+        with pytest.raises(TypeError, match="experts_format"):
+            jax.eval_shape(jax.grad(lambda *args: fn(*args).sum(), i), product, weights)
+
+
+# Programs for GPUs
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretend GPUs of compute capability 9.0, which need not exist."""
+    jax.clear_caches()
+    monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+    monkeypatch.setattr(native, "register_targets", lambda: None)
+    yield
+    jax.clear_caches()
+
+
+def avals(rows=512, groups=4, width=512, dtype="bfloat16", lead=()):
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+    return array(dtype, rows, width), array("float32", rows), array("int32", groups)
+
+
+def calls(fn, *args):
+    """Return attributes and types of the calls in a program for GPUs."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lines = [line for line in text.splitlines() if f"@{act_encode.TARGET}(" in line]
+    attributes = [dict(re.findall(r"(\w+) = ([-+.e\d]+) : \w\d+", line)) for line in lines]
+    return list(zip(attributes, (line.rsplit(" : ", 1)[1] for line in lines)))
+
+
+def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
+    fn = functools.partial(bind_act_encode, activation=CLAMPED, num_sms=7)
+    ((attributes, types),) = calls(fn, *avals())
+    numbers = {name: float(attributes.pop(name)) for name in ("alpha", "limit")}
+    assert numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
+    code = str(list(KINDS).index("clamped_swiglu"))
+    assert attributes == dict(activation=code, gated="1", num_sms="7")
+    assert types == (
+        "(tensor<1x512x512xbf16>, tensor<3x4xi32>, tensor<1x512xf32>) -> "
+        "(tensor<1x512x256xf8E4M3FN>, tensor<1x512x2xf32>)"
+    )
+    plain = functools.partial(bind_act_encode, activation=FusedActivation("relu"))
+    ((attributes, types),) = calls(jax.vmap(jax.vmap(plain)), *avals(dtype="float32", lead=(3, 2)))
+    assert attributes["gated"] == "0" and attributes["num_sms"] == "0"
+    assert types == (
+        "(tensor<6x512x512xf32>, tensor<3x24xi32>, tensor<6x512xf32>) -> "
+        "(tensor<6x512x512xf8E4M3FN>, tensor<6x512x4xf32>)"
+    )
+
+
+@pytest.mark.parametrize("options", (dict(rows=0), dict(groups=0)), ids=str)
+def test_nothing_to_do_is_no_call(hopper, caplog, options):
+    fn = functools.partial(bind_act_encode, activation=SWIGLU)
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        assert calls(fn, *avals(**options)) == []
+    assert any("act_encode: not fused, because there are no rows" in m for m in caplog.messages)
+
+
+def test_why_not_fused_names_the_reason(hopper, monkeypatch):
+    rows = jax.ShapeDtypeStruct((512, 256), "bfloat16")
+    w = lambda k, n: jax.eval_shape(
+        ma.quantize_experts, jax.ShapeDtypeStruct((4, k, n), "bfloat16")
+    )
+    why = functools.partial(ma.why_not_fused, rows=rows, w_in=w(256, 512), w_out=w(256, 128))
+    assert why(ma.gated(jax.nn.silu)) == ""
+    assert "the activation is not one of those" in why(ma.gated(jnp.tanh))
+    with pytest.raises(ValueError, match="w_in must have I'=256 columns"):
+        why(jax.nn.silu)
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "the kernel needs other GPUs")
+    assert why(ma.gated(jax.nn.silu)) == "the kernel needs other GPUs"
