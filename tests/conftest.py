@@ -164,6 +164,13 @@ def stated_by_marker(item):
     )
 
 
+@pytest.fixture
+def exact_products():
+    """Keep products in float32, because GPUs would round their operands to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")
 def ranks(request):
     """Return each number of ranks that the machine can run, one per test."""

@@ -16,7 +16,7 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import totals
 
-pytestmark = pytest.mark.exchanges(0)
+pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 2, 4, 2, 8, 4, 2
 SWIGLU = ma.gated(jax.nn.silu)

@@ -25,6 +25,7 @@ from jax_moe_a2a._src.layer import mlp
 pytestmark = [
     pytest.mark.one_process("each process would compute the same experts on its own devices"),
     pytest.mark.exchanges(0),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 ROWS, HIDDEN, INTERMEDIATE, SIZES = 11, 6, 5, (4, 0, 4)
@@ -36,12 +37,6 @@ ACTIVATIONS = [*PLAIN, *(FusedActivation(act.kind, True) for act in PLAIN), CLAM
 NAMES = ("rows", "w_in", "b_in", "weights", "w_out", "b_out")
 OF_ALL = tuple(range(len(NAMES)))
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def name_of(activation):

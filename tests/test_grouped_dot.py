@@ -28,6 +28,7 @@ from jax_moe_a2a._src.grouped import primitives
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),
     pytest.mark.exchanges(0),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 PRIMITIVES = {
@@ -208,12 +209,6 @@ def in_groups(x, sizes, zero_tail):
     """Return the rows of groups; with their tail if the tail must be zero."""
     x = np.asarray(x)
     return x if zero_tail else x[: sum(sizes)]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 # Results and derivatives

@@ -31,17 +31,11 @@ from benchmarks.reference_layers import dense, swiglu  # noqa: E402
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
     pytest.mark.several_devices("meshes of several axes"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
 POLICIES = jax.checkpoint_policies
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """Keep products in float32, because GPUs would round to TF32."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def mesh_of(axis_type=AxisType.Auto, **sizes):

@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 RANKS = harness.SEVERAL
 INTERMEDIATE = 3
 SWIGLU = ma.gated(jax.nn.silu)
@@ -35,12 +37,6 @@ CUT = cases.Layout(
 )  # drops
 MANY = cases.Layout("many", tokens=257, top_k=2, local_experts=2, capacity=520, hidden=3)
 FORMS = pytest.mark.parametrize("overlapped", (False, True), ids=("plain", "overlapped"))
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):  # GPUs would round to TF32
-        yield
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):

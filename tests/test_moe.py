@@ -18,17 +18,11 @@ from jax_moe_a2a._src.group import value as group_value
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
     pytest.mark.several_devices("meshes of several axes"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """Keep products in float32, because GPUs would round to TF32."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def mesh_of(axis_type=Auto, **sizes):

@@ -11,7 +11,7 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.layer import fetch
 
-pytestmark = pytest.mark.exchanges(0)
+pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 
 def placement_of(rng, ranks, local, spare, kind="random"):
