@@ -110,3 +110,45 @@ def decode(fmt, values, scales, dtype):
         out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
     bad = ~(np.isfinite(values) & np.isfinite(scales))
     return np.where(bad, np.array(np.nan, out.dtype), out)
+
+
+# A global scale of NvFp4 for each token. The scales [*lead] belong to tokens [*lead, ..., H].
+
+
+def of_each_token(fn, scales, *arrays):
+    """Return `fn(fmt, is_valid, *tokens)` of all tokens, stacked."""
+    lead, least = scales.shape, 2.0**-116
+    results = []
+    for index in np.ndindex(lead):
+        scale = scales[index]
+        is_valid = bool(np.isfinite(scale)) and not np.signbit(scale)
+        fmt = ma.NvFp4(global_scale=min(max(float(scale), least), 1 / least) if is_valid else 1.0)
+        results.append(fn(fmt, is_valid, *(array[index] for array in arrays)))
+    return lead, results
+
+
+def encode_tokens(x, scales):
+    """Return (values, scales) of tokens, each with its own global scale. A token whose scale is
+    invalid has zero bytes as values and NaN as scales."""
+
+    def of_token(fmt, is_valid, token):
+        return encode(fmt, token if is_valid else np.full_like(token, np.nan))
+
+    lead, parts = of_each_token(of_token, scales, x)
+    likes = encode(ma.NvFp4(), np.zeros((1, *x.shape[len(lead) :]), x.dtype))
+    return tuple(
+        np.array([part[i] for part in parts], like.dtype).reshape(*lead, *like.shape[1:])
+        for i, like in enumerate(likes)
+    )
+
+
+def decode_tokens(values, scales, global_scales, dtype):
+    """Return the numbers of tokens, each with its own global scale; NaN if it is invalid."""
+
+    def of_token(fmt, is_valid, values, scales):
+        numbers = decode(fmt, values, scales, dtype)
+        return numbers if is_valid else np.full_like(numbers, np.nan)
+
+    lead, tokens = of_each_token(of_token, global_scales, values, scales)
+    shape = (*lead, *values.shape[len(lead) : -1], 2 * values.shape[-1])
+    return np.array(tokens, cases.dtype(dtype)).reshape(shape)

@@ -1133,9 +1133,9 @@ def refusals():
             ["global_scale", "-1"],
         ),
         "global_scale_shape": (
-            lambda: ma.NvFp4(global_scale=array(3)),
+            lambda: ma.NvFp4(global_scale=array(3)).encode(array(4, 16)),
             ValueError,
-            ["global_scale", r"\[3\]"],
+            ["global_scale", r"\[T\]", r"float32\[4,16\]", r"float32\[3\]"],
         ),
         "global_scale_dtype": (
             lambda: ma.NvFp4(global_scale=array(dtype="bfloat16")),

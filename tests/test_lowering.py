@@ -176,21 +176,26 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 @pytest.mark.parametrize("given", ("ids", "routing"))
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-@pytest.mark.parametrize("scale", (None, "static", "traced"))
+@pytest.mark.parametrize("scale", (None, "static", "traced", "of_tokens"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens enter the call unquantized, and no narrow float is computed outside of it."""
+    """Tokens enter the call unquantized, and no narrow float is computed outside of it. Scales of
+    tokens that stay quantized arrive as a choice array."""
+    has_token_scales, is_returned = scale in ("traced", "of_tokens"), scale == "of_tokens"
+    is_returned = is_returned and not decode
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
     static = ma.NvFp4(global_scale=0.5) if scale else ma.MxFp8()
 
     def dispatch(x, ids, weights, scale_of_rank):
         fmt = ma.NvFp4(global_scale=scale_of_rank[0]) if scale == "traced" else static
+        if scale == "of_tokens":
+            fmt = ma.NvFp4(global_scale=jnp.broadcast_to(scale_of_rank, (len(weights),)))
         options = dict(format=fmt, decode=decode)
         if given == "ids":
             options |= dict(group=group_of(), num_experts=EXPERTS)
         else:
             ids = route(ids)
         recv = ma.dispatch(x, ids, weights, **options)
-        return recv.rows, recv.weights
+        return recv.rows, recv.weights, recv.global_scales
 
     x = {"a": aval(TOKENS, 32, dtype=dtype), "b": aval(TOKENS, 3, 64, dtype=dtype)}
     text = lower(dispatch, x, IDS, WEIGHTS, aval(1, dtype="float32"))
@@ -198,7 +203,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     operands, results = signature(text, name)
     mlir = dict(bfloat16="bf16", float16="f16", float32="f32")[dtype]
     leaves = [f"{TOKENS}x32x{mlir}", f"{TOKENS}x3x64x{mlir}", f"{TOKENS}x{TOP_K}xf32"]
-    leaves += [f"{TOKENS}xf32"] * (scale == "traced")
+    leaves += [f"{TOKENS}x{TOP_K}xui32"] * is_returned + [f"{TOKENS}xf32"] * has_token_scales
     if given == "ids":
         assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *leaves]
         results = results[NUM_RESULTS:]
@@ -216,21 +221,21 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
             f"{rows}x{each}"
             for each in ("32xf8E4M3FN", "1xf8E8M0FNU", "3x64xf8E4M3FN", "3x2xf8E8M0FNU")
         ]
-    assert results == [*expected, f"{rows}xf32"]
+    assert results == [*expected, f"{rows}xf32", *[f"{rows}xui32"] * is_returned]
     narrow = [line for line in text.splitlines() if re.search("f8E|f4E", line)]
     computed = [line for line in narrow if "stablehlo" in line and "barrier" not in line]
     assert all("custom_call" in line for line in computed)
     assert attribute(text, name, "format") == ('"NvFp4"' if scale else '"MxFp8"')
-    attributes = dict(num_leaves=2, num_choice_arrays=1)
+    attributes = dict(num_leaves=2, num_choice_arrays=1 + is_returned)
     for key, value in attributes.items():
         assert attribute(text, name, key) == f"{value} : i64"
     global_scale = 5.0e-01 if scale == "static" else 1.0
     assert float(attribute(text, name, "global_scale").split(" ")[0]) == global_scale
     assert attribute(text, name, "decode") == str(decode).lower()
-    assert attribute(text, name, "has_token_scales") == str(scale == "traced").lower()
+    assert attribute(text, name, "has_token_scales") == str(has_token_scales).lower()
     bits, group = (4, 16) if scale else (8, 32)
     landed = [part for width in (32, 192) for part in (width * bits // 8, width // group)]
-    landed += [4 * TOP_K] + [4] * (decode and scale == "traced")
+    landed += [4 * TOP_K] * (1 + is_returned) + [4] * (decode and has_token_scales)
     zone = sum(native.array_bytes(TOKENS, row_bytes) for row_bytes in landed)
     assert attribute(text, name, "half_bytes") == f"{RANKS * zone} : i64"
 

@@ -33,6 +33,8 @@ def exchange(program, group, a):
     fmt = draw.FORMATS.get(p.format)
     if p.has_traced_scale:
         fmt = ma.NvFp4(global_scale=a["scale"])
+    elif p.has_token_scales:
+        fmt = ma.NvFp4(global_scale=a["scales"])
     shared_weights = 0.5 if p.shared_weights == "number" else a.get("shared_weights")
     routed = draw.routed_by(p, group)
     options = dict(
@@ -131,7 +133,7 @@ def names_of(program):
     """Return the names of all inputs."""
     p = program
     names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
-    names += ["scale"] * p.has_traced_scale
+    names += ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
     names += ["topk_weights"] * (p.topk_weights is not None)
     names += ["shared_weights"] * (p.shared_weights not in (None, "number"))
     return names + ["y_weights"] * (p.y_weights == "own")
@@ -296,6 +298,11 @@ class Expected:
                 same(getattr(recv.routing, field), joined[field], field)
         for i, actual in enumerate(recv.rows):
             self.check_rows(actual, self.args[f"x{i}"], f"rows {i}")
+        if p.has_token_scales and not p.decode:
+            own = self.moved(self.args["scales"])
+            same(self.grouped(recv.global_scales), own, "global_scales")
+        else:
+            assert recv.global_scales is None
         if self.weights is None:
             assert recv.weights is None
         else:
@@ -311,9 +318,15 @@ class Expected:
             if p.has_traced_scale
             else draw.FORMATS[p.format]
         )
-        parts = [self.moved(part) for part in format_oracle.encode(fmt, x)]
-        if p.decode:
+        if p.has_token_scales:
+            scales = self.args["scales"]
+            parts = format_oracle.encode_tokens(x, scales)
+            decoded = self.moved(format_oracle.decode_tokens(*parts, scales, x.dtype.name))
+            parts = [self.moved(part) for part in parts]
+        else:
+            parts = [self.moved(part) for part in format_oracle.encode(fmt, x)]
             decoded = format_oracle.decode(fmt, *parts, x.dtype.name)
+        if p.decode:
             harness.assert_same_bytes(self.grouped(actual), decoded.reshape(actual.shape), what)
             return
         for part, of_oracle in zip(actual, parts, strict=True):

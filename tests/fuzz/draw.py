@@ -123,6 +123,7 @@ class Program(Sizes):
     batched: tuple[str, ...]  # of ids, x, weights, y
     derivative: str | None  # "jvp" or "vjp"
     tail: str  # "zero" or "unspecified"
+    has_token_scales: bool
 
     @property
     def hosts(self):
@@ -206,6 +207,7 @@ def program(seed, number, *, has_mesh=True):
 
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
     kind = one_of(rng, ("vmap", "vmap", "vmap", "auto", "explicit"))
+    scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
         # Gradients of empty arrays in shard_map may not compile (XLA of jax 0.12.0.1), without this
@@ -225,7 +227,7 @@ def program(seed, number, *, has_mesh=True):
         shared_weights=shared_weights,
         format=fmt,
         decode=decode,
-        has_traced_scale=fmt == "nv" and chance(0.5),
+        has_traced_scale=scale_of == "tensor",
         is_routed_first=chance(0.4),
         is_split=chance(0.25) and not numbers["replicated"],
         has_load=chance(0.2),
@@ -239,6 +241,7 @@ def program(seed, number, *, has_mesh=True):
         batched=batched,
         derivative=one_of(rng, (None, "jvp", "vjp", "vjp")),
         tail=one_of(rng, ("zero", "unspecified")),
+        has_token_scales=scale_of == "token",
     )
 
 
@@ -363,7 +366,7 @@ def axis_of(name):
     """Return the name in `batched` that includes an input."""
     if name == "ids":
         return "ids"
-    if name in ("topk_weights", "shared_weights", "y_weights"):
+    if name in ("topk_weights", "shared_weights", "y_weights", "scales"):
         return "weights"
     return name.rstrip("0123456789")
 
@@ -428,6 +431,10 @@ def inputs(program, seed, number, run):
     found = {"ids": all_ids}
     for i, leaf in enumerate(p.x):
         found[f"x{i}"] = drawn(f"x{i}", (p.tokens, *leaf.shape), tokens(rng, p, leaf), p.replicated)
+    if p.has_token_scales:
+        found["scales"] = drawn(
+            "scales", (p.tokens,), lambda shape: scales(rng, shape), p.replicated
+        )
     if p.topk_weights:
         shape = (p.tokens, p.top_k)
         arrays = drawn("topk_weights", shape, weights(p.topk_weights), p.replicated)
@@ -484,6 +491,13 @@ def tokens(rng, program, leaf):
     if program.format:
         return for_a_format
     return lambda shape: cases.any_bits(rng, shape, leaf.dtype)
+
+
+def scales(rng, shape):
+    """Draw global scales of tokens, some of which are invalid, or outside the range."""
+    special = np.float32([0, -0.0, -1, np.inf, np.nan, 1e-40, 2.0**-120, 3e38])
+    ordinary = (10.0 ** rng.uniform(-6, 3, shape)).astype(np.float32)
+    return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), ordinary)
 
 
 def outputs_of(program):

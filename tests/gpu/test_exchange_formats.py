@@ -3,6 +3,7 @@
 import cases
 import checked
 import harness
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -191,4 +192,43 @@ def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
         for actual, expected in zip(*outs):
             np.testing.assert_array_equal(actual, expected, err_msg=routing)
             assert np.isfinite(expected).any(), routing
+    checked.assert_counted(group)
+
+
+@pytest.mark.parametrize("decode", (False, True), ids=("quantized", "decoded"))
+def test_rows_with_scales_of_tokens_equal_those_of_the_portable_path(decode):
+    """Every byte of rows, and of the scales that travel with them, is equal, also if a scale is
+    invalid or outside its range."""
+    ranks = checked.RANKS
+    layout = cases.Layout("scaled", 300, top_k=4, local_experts=3, capacity=900, hidden=528)
+    rng = np.random.default_rng(0)
+    scales = (10.0 ** rng.uniform(-6, 3, (ranks, layout.tokens))).astype(np.float32)
+    x = rng.standard_normal((ranks, layout.tokens, layout.hidden), np.float32)
+    x *= (2688 * scales * 10.0 ** rng.uniform(-4, 1, scales.shape))[..., None].astype(np.float32)
+    x[:, 1::50] = 0
+    x[:, 2::50, 5], x[:, 3::50, -1] = np.inf, np.nan
+    special = np.float32([0, -0.0, -1, np.inf, np.nan, 1e-40, 2.0**-120, 3e38])
+    scales[:, 4::37] = np.resize(special, scales[:, 4::37].shape)
+    x, scales = jnp.asarray(x, jnp.bfloat16), jnp.asarray(scales)
+
+    def program(group, exchanges):
+        def dispatch(ids, x, scales):
+            route_args = dict(num_experts=layout.num_experts(ranks), capacity=layout.capacity)
+            routing = ma.route(ids, group=group, **route_args)
+            fmt = ma.NvFp4(global_scale=scales)
+            recv = ma.dispatch(x, routing, format=fmt, decode=decode)
+            return recv.rows, recv.global_scales
+
+        return checked.on_all_ranks(dispatch, group, exchanges)
+
+    group = checked.new_group(timeout=30.0, cuda_graphs=None)
+    programs = [
+        program(group, checked.Exchanges(whole=2)),
+        program(checked.new_group(implementation="portable"), checked.NONE),
+    ]
+    for routing in ("uniform", "skewed", "masked", "own_rank", "repeated"):
+        ids = jnp.asarray(cases.Case(layout, routing).ids(ranks))
+        outs = [jax.tree.leaves(harness.numpy_of(run(ids, x, scales))) for run in programs]
+        for actual, expected in zip(*outs, strict=True):
+            harness.assert_same_bytes(actual, expected, routing)
     checked.assert_counted(group)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import PyTree, short
@@ -47,12 +48,14 @@ class DispatchArguments(NamedTuple):
     @property
     def payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that quantizes, without the routing."""
-        return [*self.leaves, *self.choice_arrays, *self._token_scales]
+        choice_arrays = [*self.choice_arrays, *self._scales_of_choices]
+        return [*self.leaves, *choice_arrays, *self._token_scales]
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that quantizes."""
-        params = self.options.params(len(self.leaves), len(self.choice_arrays))
+        num_choice_arrays = len(self.choice_arrays) + len(self._scales_of_choices)
+        params = self.options.params(len(self.leaves), num_choice_arrays)
         if self.options.format is not None:
             # A traced global scale is an operand; the static format has the default in its place.
             has_token_scales = bool(self._token_scales)
@@ -69,11 +72,32 @@ class DispatchArguments(NamedTuple):
         return [jnp.broadcast_to(scale, self.leaves[0].shape[:1])]
 
     @property
+    def _travelling_scales(self) -> list[jax.Array]:
+        """Return the bits of the global scale of each token, uint32 [T], which travel with its row;
+        [] if the format has none. They are integers because they have no derivative."""
+        scales = None if self.options.format is None else self.options.format.token_scales
+        return [] if scales is None else [lax.bitcast_convert_type(scales, jnp.uint32)]
+
+    @property
+    def _scales_of_choices(self) -> list[jax.Array]:
+        """Return these bits as a choice array [T, K], as the kernels deliver them to quantized
+        rows; [] if the kernels decode rows."""
+        if self.options.decode:
+            return []
+        source = self.source
+        top_k = source.ids.shape[1] if isinstance(source, CheckedIds) else source.top_k
+        num_choices = top_k + self.route_options.shared_expert
+        return [
+            jnp.broadcast_to(bits[:, None], (bits.size, num_choices))
+            for bits in self._travelling_scales
+        ]
+
+    @property
     def encoded_payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that does not quantize, without the routing."""
         fmt = self.options.format
         leaves = self.leaves if fmt is None else encoded(self.leaves, fmt)
-        return [*leaves, *self.choice_arrays]
+        return [*leaves, *self._travelling_scales, *self.choice_arrays]
 
     @property
     def encoded_params(self) -> dict[str, Any]:
@@ -82,23 +106,51 @@ class DispatchArguments(NamedTuple):
             return self.options.params(len(self.leaves), len(self.choice_arrays))
         # The wire dtype is for the gradient, and values and scales have no gradient.
         options = self.options._replace(wire_dtype=None)
-        return options.params(2 * len(self.leaves), len(self.choice_arrays))
+        num_leaves = 2 * len(self.leaves) + len(self._travelling_scales)
+        return options.params(num_leaves, len(self.choice_arrays))
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that quantizes."""
-        rows: list[Any] = list(moved[: len(moved) - len(self.choice_arrays)])
-        if self.options.format is not None and not self.options.decode:
-            rows = [self.options.format.laid_out(pair) for pair in paired(rows)]
-        weights = moved[-1] if self.choice_arrays else None
-        return recv_of(routing, jax.tree.unflatten(self.treedef, rows), weights)
+        num_scales = len(self._scales_of_choices)
+        num_rows = len(moved) - len(self.choice_arrays) - num_scales
+        rows, weights = moved[:num_rows], moved[num_rows : len(moved) - num_scales]
+        return self._recv(routing, rows, moved[len(moved) - num_scales :], weights)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that does not quantize."""
+        if self.options.format is None:
+            return self.recv(routing, moved)
+        num_parts = 2 * len(self.leaves)
+        num_leaves = num_parts + len(self._travelling_scales)
+        parts, bits, weights = (
+            moved[:num_parts],
+            moved[num_parts:num_leaves],
+            moved[num_leaves:],
+        )
         if self.options.decode:
-            num_parts = 2 * len(self.leaves)
-            rows = decoded(moved[:num_parts], self.leaves, routing, self.options)
-            moved = [*rows, *moved[num_parts:]]
-        return self.recv(routing, moved)
+            parts = decoded(parts, self.leaves, routing, self.options, _as_scales(bits))
+        return self._recv(routing, parts, bits, weights)
+
+    def _recv(
+        self,
+        routing: AnyRouting,
+        rows: Sequence[Any],
+        bits: Sequence[jax.Array],
+        weights: Sequence[jax.Array],
+    ) -> Recv:
+        """Return the ``Recv`` of rows, or of their parts, with the bits of the global scales and
+        the weights of the rows: one array or none each."""
+        scales = None
+        if self.options.format is not None and not self.options.decode:
+            rows = [self.options.format.laid_out(pair) for pair in paired(rows)]
+            scales = _as_scales(bits)
+        rows = jax.tree.unflatten(self.treedef, rows)
+        return recv_of(routing, rows, weights[0] if weights else None, scales)
+
+
+def _as_scales(bits: Sequence[jax.Array]) -> jax.Array | None:
+    """Return the float32 with these bits, or None if there are none."""
+    return lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
 
 
 def check_dispatch(

@@ -181,3 +181,8 @@ def check_format(format: TokenFormat | None, decode: bool, leaves: Sequence[jax.
                 f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
             )
         format.check_numbers(leaf)
+    if format.token_scales is not None and format.token_scales.ndim > 1:
+        raise ValueError(
+            "global_scale must be a float, or a float32 array [] or [num_tokens], in dispatch; got "
+            f"{short(format.token_scales)}. Pass one scale for each token"
+        )

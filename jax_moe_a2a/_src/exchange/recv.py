@@ -57,6 +57,9 @@ class Recv:
     """[] int32: ids of this rank's tokens outside [-1, num_experts). They send nothing."""
     routing: AnyRouting
     """The routing. Another ``dispatch`` or ``combine`` accepts it."""
+    global_scales: jax.Array | None = None
+    """[C] float32: the global scale of each row that stays quantized, if ``NvFp4`` has one for each
+    token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows. None otherwise."""
 
     @property
     def row_experts(self) -> jax.Array:
@@ -76,8 +79,14 @@ jax.tree_util.register_dataclass(
 )
 
 
-def recv_of(routing: AnyRouting, rows: PyTree, weights: jax.Array | None) -> Recv:
-    """Return the ``Recv`` of rows and weights that were dispatched with a routing."""
+def recv_of(
+    routing: AnyRouting,
+    rows: PyTree,
+    weights: jax.Array | None,
+    global_scales: jax.Array | None = None,
+) -> Recv:
+    """Return the ``Recv`` of rows, and of their weights and global scales, that were dispatched
+    with a routing."""
     num_experts = routing.num_experts // routing.group.size  # of the router
     first_expert = own_rank(routing.group) * num_experts
     expert_ids = first_expert + jnp.arange(num_experts, dtype=jnp.int32)
@@ -95,4 +104,5 @@ def recv_of(routing: AnyRouting, rows: PyTree, weights: jax.Array | None) -> Rec
         num_dropped=routing.num_dropped,
         num_invalid=routing.num_invalid,
         routing=routing,
+        global_scales=global_scales,
     )

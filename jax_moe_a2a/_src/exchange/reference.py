@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..compat import align_varying
-from ..formats.formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
+from ..formats.formats import Encoding, TokenFormat, paired, with_global_scales
 from ..group.group import Group
 from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 from .record import Exchange, split_routing
@@ -112,8 +112,8 @@ def encode_and_decode(
     num_choice_arrays=)`` moves values and scales as leaves."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
-    fmt, global_scales = encoding.format, token_scales[0] if token_scales else None
-    parts = [part for x in leaves for part in encode_tokens(fmt, x, global_scales)]
+    fmt = with_global_scales(encoding.format, token_scales[0] if token_scales else None)
+    parts = [part for x in leaves for part in fmt.encode(x)]
     travelling = token_scales if encoding.decode else []
     num_parts = len(parts) + len(travelling)
     moved = dispatch(
@@ -129,11 +129,9 @@ def encode_and_decode(
         moved[num_parts:],
     )
     if encoding.decode:
-        global_scales = row_scales[0] if row_scales else None
-        rows = [
-            decode_tokens(fmt, pair, x.dtype, global_scales)
-            for pair, x in zip(paired(rows), leaves, strict=True)
-        ]
+        fmt = with_global_scales(encoding.format, row_scales[0] if row_scales else None)
+        pairs = zip(paired(rows), leaves, strict=True)
+        rows = [fmt.decode(pair, x.dtype) for pair, x in pairs]
     return [*rows, *choice_arrays]
 
 

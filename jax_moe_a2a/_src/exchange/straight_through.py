@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..formats.formats import TokenFormat, paired
+from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..routing.two_level import AnyRouting
 from .bind import bind
 from .dispatch_combine import DISPATCH
@@ -28,6 +28,7 @@ def decoded(
     x: Sequence[jax.Array],
     routing: AnyRouting,
     options: DispatchOptions,
+    global_scales: jax.Array | None,
 ) -> list[jax.Array]:
     """Return the rows of dispatched values and scales, with straight-through derivatives.
 
@@ -36,13 +37,14 @@ def decoded(
       x: the arrays that were encoded.
       routing: the routing of the dispatch.
       options: of the dispatch. Its wire dtype is for the gradient.
+      global_scales: the global scale of each row, [C], or None if it is the format's.
 
     Returns:
       An array [C, ...] for each array of ``x``, in its dtype.
     """
     pairs = zip(paired(parts), x, strict=True)
     assert options.format is not None
-    fmt = options.format.travelling
+    fmt = with_global_scales(options.format.travelling, global_scales)
     rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
     return _with_derivatives_of_dispatch(rows, list(x), routing, options.params(len(x), 0))
 

@@ -11,7 +11,7 @@ matter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -111,6 +111,11 @@ class TokenFormat:
         magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
         codes, scales = self._encode_groups(magnitude, sign)
         return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
+
+    @property
+    def token_scales(self) -> jax.Array | None:
+        """Return the global scale of each token, or None if the format has no such scales."""
+        return None
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
         """Raise the errors of ``encode`` if it does not accept ``x``. Messages call the array
@@ -319,14 +324,16 @@ class NvFp4(TokenFormat):
     read ``scale_layout="tiles"``.
 
     Attributes:
-      global_scale: a float from 2**-116 to 2**116, or a float32 array [], which may be traced and
-        is clipped to this range. It must be equal on all ranks. To use the full range of the
-        format, pass the largest magnitude of the tensor divided by 2688 (6 * 448). If an array is
-        negative, infinite or NaN, all numbers decode to NaN.
+      global_scale: a float from 2**-116 to 2**116, or a float32 array, which may be traced and is
+        clipped to this range. An array is [], equal on all ranks; or one scale for each token: [T]
+        for tokens [T, ..., H], which travels with its row. To use the full range of the format,
+        pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 * 448). All
+        numbers with a scale that is negative, infinite or NaN decode to NaN.
 
     Raises:
       TypeError: if ``global_scale`` has another type or dtype.
-      ValueError: if ``global_scale`` has another shape, or a float is out of range.
+      ValueError: if a float is out of range. ``encode``, ``decode`` and ``dispatch`` raise it if an
+        array has another shape.
     """
 
     global_scale: float | jax.Array = 1.0
@@ -341,12 +348,16 @@ class NvFp4(TokenFormat):
         scale = self.global_scale
         if isinstance(scale, jax.Array):
             if scale.dtype != jnp.float32:
-                raise TypeError(f"global_scale must be a float32 array []; got {short(scale)}")
-            if scale.shape:
-                raise ValueError(f"global_scale must be a float32 array []; got {short(scale)}")
+                raise TypeError(
+                    f"global_scale must be a float32 array [] or [T]; got {short(scale)}. Cast it "
+                    "to float32"
+                )
             return
         if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
-            raise TypeError(f"global_scale must be a float or a float32 array []; got {scale!r}")
+            raise TypeError(
+                f"global_scale must be a float, or a float32 array [] or [T]; got {scale!r}. "
+                "Convert an array of another library with jnp.asarray"
+            )
         least, most = (2.0**exponent for exponent in GLOBAL_SCALE_EXPONENTS)
         if not least <= np.float32(scale) <= most:
             raise ValueError(f"global_scale must be from {least:.4g} to {most:.4g}; got {scale!r}")
@@ -355,16 +366,45 @@ class NvFp4(TokenFormat):
         """Convert uint8 [..., H / 2] to float4_e2m1fn [..., H], for matrix products of JAX."""
         return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
 
-    def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
-        """Return the bits of the global scale, clipped to its range, and whether it is valid."""
+    @property
+    def token_scales(self) -> jax.Array | None:
+        scale = self.global_scale
+        return scale if isinstance(scale, jax.Array) and scale.ndim > 0 else None
+
+    def check_numbers(self, x: jax.Array, name: str = "x") -> None:
+        super().check_numbers(x, name)
+        self._check_token_scales(x)
+
+    def _check(self, quantized: Quantized) -> tuple[jax.Array, jax.Array]:
+        groups = super()._check(quantized)
+        remedy = ". Rows of a dispatch need the scales of the rows: recv.global_scales"
+        self._check_token_scales(jnp.asarray(quantized.values), remedy)
+        return groups
+
+    def _check_token_scales(self, x: jax.Array, remedy: str = "") -> None:
+        """Raise a ValueError if scales of tokens do not match ``x``: tokens, or their values."""
+        scales = self.token_scales
+        if scales is not None and scales.shape != x.shape[:-1][: scales.ndim]:
+            raise ValueError(
+                "global_scale must be a float, or a float32 array [], or [T] with one scale for "
+                f"each token of {short(x)}; got {short(scales)}{remedy}"
+            )
+
+    def _global_scale_bits(self, num_axes: int) -> tuple[jax.Array, jax.Array]:
+        """Return the bits of the global scale, clipped to its range, and whether it is valid.
+
+        Scales of tokens get axes of size one until they have ``num_axes`` axes.
+        """
         scale = jnp.asarray(self.global_scale, jnp.float32)
+        if scale.ndim:
+            scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
         # The bits of negative numbers are above those of infinity.
         return bits.clip(least, most), bits < INFINITY
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        global_scale, is_valid = self._global_scale_bits()
+        global_scale, is_valid = self._global_scale_bits(magnitude.ndim)
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
         # The maximum is taken on bits, so that XLA cannot join the two float multiplications.
@@ -389,7 +429,7 @@ class NvFp4(TokenFormat):
     def _scale_globally(
         self, product: jax.Array, is_finite: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        bits, is_valid = self._global_scale_bits()
+        bits, is_valid = self._global_scale_bits(product.ndim)
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
 
 
@@ -416,31 +456,12 @@ def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
-    """Return ``fmt.encode(x)``. With ``global_scales`` [T], encode x[i] with global_scales[i]."""
-    return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
-
-
-def decode_tokens(
-    fmt: TokenFormat, quantized: Quantized, dtype: DTypeLike, global_scales: jax.Array | None
-) -> jax.Array:
-    """Return ``fmt.decode(quantized, dtype)``, with a global scale for each token if given, [T]."""
-    return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
-
-
-def _by_token(
-    fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
-) -> Any:
-    """Return ``fn(fmt, x)``. With ``global_scales``, call ``fn`` for each token with its scale."""
+def with_global_scales(fmt: TokenFormat, global_scales: jax.Array | None) -> TokenFormat:
+    """Return ``fmt``, with these global scales of tokens or rows if given."""
     if global_scales is None:
-        return fn(fmt, x)
-
-    def of_token(scale: jax.Array, x: Any) -> Any:
-        return fn(NvFp4(global_scale=scale), x)
-
-    for _ in range(global_scales.ndim):
-        of_token = jax.vmap(of_token)
-    return of_token(global_scales, x)
+        return fmt
+    assert isinstance(fmt, NvFp4)
+    return dataclasses.replace(fmt, global_scale=global_scales)
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:

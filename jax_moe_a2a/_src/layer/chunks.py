@@ -16,10 +16,21 @@ from jax import lax
 
 from .. import compat
 from ..checks import as_array, short
+from ..formats.formats import TokenFormat
 from ..formats.weights import QuantizedExperts
 from ..grouped.totals import total_of, with_total
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
+
+
+def check_one_global_scale(format: TokenFormat | None, reason: str, remedy: str) -> None:
+    """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
+    scales = format.token_scales if isinstance(format, TokenFormat) else None
+    if scales is not None:
+        raise ValueError(
+            f"format must have one global_scale for all tokens, because {reason}; got "
+            f"{short(scales)}. {remedy}, or pass a float32 array []"
+        )
 
 
 def in_chunks(

@@ -40,7 +40,7 @@ from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
-from .chunks import in_chunks
+from .chunks import check_one_global_scale, in_chunks
 from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
 from .fp8 import (
     check_experts_format,
@@ -218,6 +218,7 @@ def moe_mlp(
         return y, totals
 
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
+        check_one_global_scale(format, "num_chunks divides the tokens", "Omit num_chunks")
         given = with_fetched(weights, layer.keywords["route_arguments"], placement)
         y = in_chunks(apply, num_chunks, per_token, given, summed=SUMMED)
         return y.reshape(-1, y.shape[-1])

@@ -25,7 +25,7 @@ from ..grouped.quantized import check_experts
 from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
-from .chunks import in_chunks
+from .chunks import check_one_global_scale, in_chunks
 from .load import ExpertLoad, expert_load
 from .mlp import SUMMED, Activation, mlp_and_routing, of_chunk, with_fetched
 from .parameters import names_of, place, quantized_spec, spec_of
@@ -230,6 +230,8 @@ def moe(
     )
     if num_chunks is not None:
         check_int("num_chunks", num_chunks, least=1)
+    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
+    check_one_global_scale(format, reason, remedy)
     if replicated is not None:
         check_bool("replicated", replicated)
     check_bool("return_logits", return_logits)

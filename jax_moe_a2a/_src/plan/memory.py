@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..formats.formats import TokenFormat
+from ..formats.formats import NvFp4, TokenFormat
 from .capacity import check_top_k, chosen_capacity, default_capacity
 from .plan import plan_shapes
 
@@ -192,8 +192,11 @@ def memory_estimate(
         dtype if isinstance(wire_dtype, TokenFormat | None) else wire_dtype,
         wire_dtype if isinstance(wire_dtype, TokenFormat) else None,
     )
-    token_bytes = sum(row_bytes)
     num_choices = top_k + shared_expert
+    has_token_scales = format is not None and format.token_scales is not None
+    token_bytes = sum(row_bytes) + has_token_scales * WEIGHT_BYTES
+    # The global scale of a token lands once for each choice, unless the kernels decode rows.
+    row_bytes.append(has_token_scales * num_choices * WEIGHT_BYTES)
 
     def of_exchange(
         num_tokens: int,
@@ -278,6 +281,8 @@ def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]
     if format is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
+    if isinstance(format, NvFp4):
+        format = NvFp4()  # any global scale
     parts = jax.eval_shape(format.travelling.encode, token)
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 

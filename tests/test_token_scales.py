@@ -1,0 +1,673 @@
+"""`NvFp4` with a global scale for each token, which travels with its row.
+
+The oracle is `format_oracle.py`, which shares nothing with the package.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import cases
+import format_oracle
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from jax.interpreters import partial_eval
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src import api
+
+pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+
+# Some choices are masked, some are dropped, and there is a tail.
+LAYOUT = cases.Layout(
+    "scaled", tokens=6, top_k=3, local_experts=2, capacity=14, alignment=4, hidden=64
+)
+# More tokens than one launch routes and dispatches.
+MANY = dataclasses.replace(LAYOUT, tokens=api.FUSED_MAX_TOKENS + 1, capacity=None)
+RANKS = harness.FEW
+PARTS = (*ma.Quantized._fields, "global_scales")
+SPECIAL = np.float32([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40, 2.0**-120, 3e38])
+
+
+def scales_of_tokens(ranks, tokens, special=True):
+    """Draw scales [R, T] of many sizes, some of them special."""
+    rng = np.random.default_rng([ranks, tokens])
+    scales = (10.0 ** rng.uniform(-6, 3, (ranks, tokens))).astype(np.float32)
+    if special:
+        for rank, scale in zip(itertools.cycle(range(ranks)), SPECIAL):
+            scales[rank, rng.integers(tokens)] = scale
+    return scales
+
+
+def tokens_of(scales, shape, dtype):
+    """Draw tokens [R, T, *shape] near the ranges of their scales, some with an infinity, of zeros,
+    or far outside of the range."""
+    rng = np.random.default_rng(scales.shape)
+    x = rng.standard_normal((*scales.shape, *shape))
+    sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
+    x *= (sizes * 10.0 ** rng.uniform(-4, 1, scales.shape)).reshape(
+        *scales.shape, *[1] * len(shape)
+    )
+    x[0, 0] = 0
+    x[-1, -1, ..., 5] = np.inf
+    with np.errstate(over="ignore"):
+        return x.astype(cases.dtype(dtype))
+
+
+def route_args(group, layout):
+    return dict(
+        group=group,
+        num_experts=layout.num_experts(group.size),
+        capacity=layout.capacity,
+        alignment=layout.alignment,
+    )
+
+
+def oracle_routing(ids, layout):
+    ranks = len(ids)
+    return oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+
+
+def assert_rows_are(rows, global_scales, x, scales, expected, written=...):
+    """Compare quantized rows [R, C, ...] and their global scales with those of the oracle."""
+    parts = (*format_oracle.encode_tokens(x, scales), scales)
+    assert isinstance(rows, ma.Quantized)
+    for field, actual, part in zip(PARTS, (*rows, global_scales), parts, strict=True):
+        of_oracle = oracle.dispatch(part, expected)
+        harness.assert_same_bytes(np.asarray(actual)[written], of_oracle[written], field)
+
+
+def assert_decoded_are(rows, x, scales, expected, written=...):
+    """Compare decoded rows [R, C, ...] with those of the oracle."""
+    decoded = format_oracle.decode_tokens(
+        *format_oracle.encode_tokens(x, scales), scales, x.dtype.name
+    )
+    of_oracle = oracle.dispatch(decoded, expected)
+    harness.assert_same_bytes(np.asarray(rows)[written], of_oracle[written], "decoded")
+
+
+# Without an exchange
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("shape", ((64,), (2, 32)))
+@pytest.mark.parametrize("how", ("eager", "jit"))
+def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape, how):
+    scales = scales_of_tokens(1, 40)
+    x = tokens_of(scales, shape, dtype)
+
+    def there_and_back(x, scales):
+        fmt = ma.NvFp4(global_scale=scales)
+        quantized = fmt.encode(x)
+        return quantized, fmt.decode(quantized, dtype)
+
+    run = jax.jit(there_and_back) if how == "jit" else there_and_back
+    quantized, decoded = run(jnp.asarray(x[0]), jnp.asarray(scales[0]))
+    parts = format_oracle.encode_tokens(x[0], scales[0])
+    for field, actual, part in zip(PARTS, quantized, parts):
+        harness.assert_same_bytes(np.asarray(actual), part, field)
+    expected = format_oracle.decode_tokens(*parts, scales[0], dtype)
+    harness.assert_same_bytes(np.asarray(decoded), expected)
+    is_invalid = ~(scales[0] >= 0) | np.isinf(scales[0]) | np.signbit(scales[0])
+    assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
+
+
+def test_scales_of_tokens_are_those_of_a_tensor_for_each_token():
+    scales = scales_of_tokens(1, 9)[0]
+    x = tokens_of(scales[None], (3, 32), "float32")[0]
+    together = ma.NvFp4(global_scale=jnp.asarray(scales)).encode(x)
+    each = [ma.NvFp4(global_scale=jnp.asarray(s)).encode(t) for s, t in zip(scales, x)]
+    for i, field in enumerate(("values", "scales")):
+        expected = np.stack([np.asarray(one[i]) for one in each])
+        harness.assert_same_bytes(np.asarray(together[i]), expected, field)
+
+
+@pytest.mark.parametrize("tokens", (0, 1))
+def test_no_token_and_one_token(tokens):
+    x, scales = np.ones((tokens, 32), np.float32), np.full(tokens, 1 / 2688, np.float32)
+    fmt = ma.NvFp4(global_scale=jnp.asarray(scales))
+    quantized = fmt.encode(x)
+    assert [a.shape for a in quantized] == [(tokens, 16), (tokens, 2)]
+    np.testing.assert_allclose(np.asarray(fmt.decode(quantized, "float32")), x, rtol=0.1)
+
+
+def test_tiles_keep_the_scales_of_tokens():
+    scales = scales_of_tokens(1, 130)[0]
+    x = tokens_of(scales[None], (96,), "bfloat16")[0]
+    fmt = ma.NvFp4(global_scale=jnp.asarray(scales), scale_layout="tiles")
+    plain = ma.NvFp4(global_scale=jnp.asarray(scales))
+    tiles, rows = fmt.encode(x), plain.encode(x)
+    assert tiles.scales.shape == (2, 2, 32, 16)
+    for field, actual, expected in zip(PARTS, fmt.row_major(tiles), rows):
+        harness.assert_same_bytes(np.asarray(actual), np.asarray(expected), field)
+    harness.assert_same_bytes(
+        np.asarray(fmt.decode(tiles, "bfloat16")), np.asarray(plain.decode(rows, "bfloat16"))
+    )
+
+
+# Dispatch
+
+
+def by_ids(x, ids, weights, group, layout, **options):
+    return ma.dispatch(x, ids, weights, **route_args(group, layout), **options)
+
+
+def by_routing(x, ids, weights, group, layout, **options):
+    return ma.dispatch(x, ma.route(ids, **route_args(group, layout)), weights, **options)
+
+
+def by_halves(x, ids, weights, group, layout, **options):
+    return ma.dispatch_done(
+        ma.dispatch_start(x, ids, weights, **route_args(group, layout), **options)
+    )
+
+
+FORMS = dict(ids=by_ids, routing=by_routing, halves=by_halves)
+
+
+def whole_exchanges(form, layout=LAYOUT):
+    """Return the whole exchanges of two dispatches by a form, which share a route that is one."""
+    if form == "halves":
+        return 1
+    return 3 if form == "routing" or layout is MANY else 2
+
+
+def split_exchanges(form):
+    return 2 * (form == "halves")
+
+
+of_every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.mark.exchanges(whole_exchanges, split=split_exchanges)
+@of_every_form
+@pytest.mark.parametrize(
+    ("layout", "routing", "dtype"),
+    (
+        (LAYOUT, "masked", "bfloat16"),
+        (LAYOUT, "skewed", "float32"),
+        (LAYOUT, "all_masked", "float16"),
+        (MANY, "uniform", "bfloat16"),
+    ),
+    ids=("masked", "dropped", "all_masked", "many"),
+)
+def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dtype):
+    """Two leaves have the same scales. Rows without a token are zero bytes."""
+    ids = cases.Case(layout, routing).ids(RANKS)
+    scales = scales_of_tokens(RANKS, layout.tokens)
+    x, other = (tokens_of(scales, shape, dtype) for shape in ((64,), (2, 32)))
+    weights = np.random.default_rng(0).random(ids.shape, np.float32)
+    group, expected = harness.group_of(RANKS), oracle_routing(ids, layout)
+
+    def rows(x, other, ids, weights, scales):
+        fmt = ma.NvFp4(global_scale=scales)
+        run = functools.partial(FORMS[form], (x, [other]), ids, weights, group, layout, format=fmt)
+        recvs = run(), run(decode=True)
+        return [(recv.rows, recv.weights, recv.global_scales) for recv in recvs]
+
+    program = harness.on_each_rank(rows, harness.mesh_of(RANKS), compiler_options=harness.QUICKLY)
+    quantized, decoded = program(x, other, ids, weights, scales)
+    (first, (second,)), of_rows, global_scales = quantized
+    harness.assert_same_bytes(of_rows, oracle.dispatch_choices(weights, expected))
+    assert_rows_are(first, global_scales, x, scales, expected)
+    assert_rows_are(second, global_scales, other, scales, expected)
+    (first, (second,)), of_rows, none = decoded
+    harness.assert_same_bytes(of_rows, oracle.dispatch_choices(weights, expected))
+    assert_decoded_are(first, x, scales, expected)
+    assert_decoded_are(second, other, scales, expected)
+    assert none is None
+
+
+@pytest.mark.exchanges(lambda form: whole_exchanges(form), split=split_exchanges)
+@of_every_form
+def test_an_unspecified_tail_is_only_a_tail(form):
+    """The portable path fills the scales of the tail with NaN."""
+    ids = cases.Case(LAYOUT, "masked").ids(RANKS)
+    scales = scales_of_tokens(RANKS, LAYOUT.tokens, special=False)
+    x = tokens_of(scales, (64,), "bfloat16")
+    group, expected = harness.group_of(RANKS), oracle_routing(ids, LAYOUT)
+
+    def rows(x, ids, scales):
+        options = dict(format=ma.NvFp4(global_scale=scales), tail="unspecified")
+        run = functools.partial(FORMS[form], x, ids, None, group, LAYOUT, **options)
+        recv = run()
+        return recv.rows, recv.global_scales, run(decode=True).rows
+
+    program = harness.on_each_rank(rows, harness.mesh_of(RANKS), compiler_options=harness.QUICKLY)
+    quantized, global_scales, decoded = program(x, ids, scales)
+    written = ~expected.is_tail
+    assert expected.is_tail.any()
+    assert_rows_are(quantized, global_scales, x, scales, expected, written)
+    assert_decoded_are(decoded, x, scales, expected, written)
+    if not harness.ON_GPU:
+        assert np.isnan(global_scales[expected.is_tail]).all()
+
+
+@pytest.mark.exchanges(lambda tokens: 2 * tokens)
+@pytest.mark.parametrize("tokens", (0, 1))
+def test_dispatch_of_no_token_and_of_one(tokens):
+    layout = dataclasses.replace(LAYOUT, tokens=tokens, capacity=8)
+    ranks = harness.RANKS_ON_ONE_GPU or 2
+    group = harness.vmapped_group(ranks)
+    ids = np.zeros((ranks, tokens, 3), np.int32)
+    scales = np.full((ranks, tokens), 0.5, np.float32)
+    x = np.ones((ranks, tokens, 64), np.float32)
+
+    def rows(x, ids, scales):
+        options = dict(route_args(group, layout), format=ma.NvFp4(global_scale=scales))
+        recv = ma.dispatch(x, ids, **options)
+        return recv.rows, recv.global_scales, ma.dispatch(x, ids, decode=True, **options).rows
+
+    *quantized, decoded = harness.jit(jax.vmap(rows, axis_name=harness.AXIS))(x, ids, scales)
+    expected = oracle_routing(ids, layout)
+    assert_rows_are(*quantized, x, scales, expected)
+    assert_decoded_are(decoded, x, scales, expected)
+
+
+@pytest.mark.exchanges(lambda replicated: 2 + replicated)
+@pytest.mark.parametrize("replicated", (False, True), ids=("own_tokens", "replicated"))
+def test_shared_experts_and_replicated_tokens(replicated):
+    """The shared expert is one more choice of a token."""
+    scales = scales_of_tokens(RANKS, LAYOUT.tokens)
+    ids = cases.Case(LAYOUT, "masked").ids(RANKS)
+    if replicated:
+        scales, ids = (np.broadcast_to(a[:1], a.shape) for a in (scales, ids))
+    x = tokens_of(scales, (64,), "bfloat16")
+    if replicated:
+        x = np.broadcast_to(x[:1], x.shape)
+    group = harness.group_of(RANKS)
+
+    def rows(x, ids, scales):
+        options = dict(
+            route_args(group, dataclasses.replace(LAYOUT, capacity=None)),
+            shared_expert=True,
+            replicated=replicated,
+            format=ma.NvFp4(global_scale=scales),
+        )
+        recv = ma.dispatch(x, ids, **options)
+        rows = (*recv.rows, recv.global_scales)
+        return rows, recv.src_info, ma.dispatch(x, ids, decode=True, **options).rows
+
+    quantized, source, decoded = harness.on_each_rank(rows, group.mesh)(x, ids, scales)
+    is_row = source.rank >= 0
+    assert (source.k == LAYOUT.top_k).any()
+    parts = (*format_oracle.encode_tokens(x, scales), scales)
+    for field, actual, part in zip(PARTS, quantized, parts, strict=True):
+        of_source = part[source.rank, source.token]
+        harness.assert_same_bytes(actual[is_row], of_source[is_row], field)
+        assert not actual[~is_row].view(np.uint8).any()
+    expected = format_oracle.decode_tokens(*parts, x.dtype.name)[source.rank, source.token]
+    harness.assert_same_bytes(decoded[is_row], expected[is_row])
+
+
+@pytest.mark.several_devices("it needs two levels")
+def test_two_levels_return_what_one_level_returns():
+    ids = cases.Case(LAYOUT, "masked").ids(4)
+    scales = scales_of_tokens(4, LAYOUT.tokens)
+    x = tokens_of(scales, (64,), "bfloat16")
+    weights = np.random.default_rng(0).random(ids.shape, np.float32)
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("host", "local"),
+        (jax.sharding.AxisType.Auto,) * 2,
+        devices=harness.devices(4),
+    )
+    group = ma.Group(mesh, ("host", "local"), two_level=True, implementation=harness.IMPLEMENTATION)
+    expected = oracle_routing(ids, LAYOUT)
+
+    def rows(x, ids, weights, scales):
+        options = dict(route_args(group, LAYOUT), format=ma.NvFp4(global_scale=scales))
+        recvs = [ma.dispatch(x, ids, weights, decode=d, **options) for d in (False, True)]
+        return [(recv.rows, recv.global_scales, recv.weights) for recv in recvs]
+
+    program = harness.on_each_rank(rows, mesh, compiler_options=harness.QUICKLY)
+    (*quantized, of_rows), (decoded, *_) = program(x, ids, weights, scales)
+    assert_rows_are(*quantized, x, scales, expected)
+    assert_decoded_are(decoded, x, scales, expected)
+    harness.assert_same_bytes(of_rows, oracle.dispatch_choices(weights, expected))
+
+
+# Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
+
+VMAPPED = harness.RANKS_ON_ONE_GPU or 2
+
+
+def emulated(fn):
+    return small_layer.compiled(jax.vmap(fn, axis_name=harness.AXIS))
+
+
+def small_arguments(elements=2):
+    """Return ids [R, T, K], tokens [R, B, T, H] and scales [R, B, T]."""
+    ids = cases.Case(LAYOUT, "masked").ids(VMAPPED)
+    scales = scales_of_tokens(VMAPPED, elements * LAYOUT.tokens, special=False)
+    x = tokens_of(scales, (64,), "float32")
+    return (
+        ids,
+        np.where(np.isfinite(x), x, 1).reshape(VMAPPED, elements, LAYOUT.tokens, 64),
+        scales.reshape(VMAPPED, elements, LAYOUT.tokens),
+    )
+
+
+def by_form(form, group, ids, **options):
+    """Return a function (x, scales) -> rows without a format if ``scales`` is None, otherwise
+    decoded rows."""
+
+    def rows(x, scales):
+        given = dict(options)
+        if scales is not None:
+            given |= dict(format=ma.NvFp4(global_scale=scales), decode=True)
+        return FORMS[form](x, ids, None, group, LAYOUT, **given).rows
+
+    return rows
+
+
+@pytest.mark.exchanges(
+    lambda form: dict(ids=8, routing=6, halves=5)[form],
+    split=lambda form: 3 * split_exchanges(form),
+)
+@of_every_form
+def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
+    """The scales get zeros."""
+    ids, x, scales = small_arguments()
+    group = harness.vmapped_group(VMAPPED)
+
+    def derivatives(ids, x, direction, scales):
+        rows = by_form(form, group, ids)
+        cotangent = jnp.sin(rows(direction, None))
+        out, vjp = jax.vjp(rows, x, scales)
+        _, plain_vjp = jax.vjp(lambda x: rows(x, None), x)
+        found = [
+            (lambda fn: jax.jvp(fn, (x,), (direction,))[1]),
+            (lambda fn: jax.linearize(fn, x)[1](direction)),
+            (lambda fn: jax.grad(lambda x: jnp.vdot(direction, jax.grad(quadratic(fn))(x)))(x)),
+        ]
+
+        def quadratic(fn):
+            return lambda x: jnp.sum(fn(x) ** 3)
+
+        plain, scaled = (lambda x: rows(x, None)), (lambda x: rows(x, scales))
+        of_x, of_scales = vjp(cotangent)
+        first = [(of_x, plain_vjp(cotangent)[0])] + [(f(scaled), f(plain)) for f in found[:2]]
+        return first, of_scales, found[2](scaled), out
+
+    first, of_scales, second, out = emulated(derivatives)(ids, *x.swapaxes(0, 1), scales[:, 0])
+    for actual, expected in first:
+        harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
+    assert np.any(first[0][0]) and not np.any(of_scales)
+    assert np.isfinite(second).all() and np.any(second)
+
+
+@pytest.mark.exchanges(3)
+@pytest.mark.parametrize("scale", ("of_tokens", "of_tensor"))
+def test_the_transpose_is_that_of_a_dispatch_without_a_format(scale):
+    ids, x, scales = small_arguments()
+    group = harness.vmapped_group(VMAPPED)
+
+    def transposes(ids, x, direction, scales):
+        rows = by_form("ids", group, ids)
+        cotangent = jnp.sin(rows(direction, None))
+        given = scales if scale == "of_tokens" else scales[0]
+        fns = (lambda x: rows(x, given)), (lambda x: rows(x, None))
+        return [jax.linear_transpose(fn, x)(cotangent)[0] for fn in fns]
+
+    actual, expected = emulated(transposes)(ids, *x.swapaxes(0, 1), scales[:, 0])
+    harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
+    assert np.any(expected)
+
+
+@pytest.mark.exchanges(
+    lambda form: 1 + (form == "routing"), split=lambda form: split_exchanges(form) // 2
+)
+@of_every_form
+def test_quantized_rows_and_their_scales_have_no_gradient(form):
+    ids, x, scales = small_arguments()
+    group = harness.vmapped_group(VMAPPED)
+
+    def gradients(ids, x, scales):
+        def total(x, scales):
+            fmt = ma.NvFp4(global_scale=scales)
+            recv = FORMS[form](x, ids, None, group, LAYOUT, format=fmt)
+            decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
+            return jnp.sum(decoded) + jnp.sum(recv.global_scales)
+
+        value, both = jax.value_and_grad(total, (0, 1))(x, scales)
+        return value, both, jax.jvp(total, (x, scales), (x, scales))[1]
+
+    value, both, tangent = emulated(gradients)(ids, x[:, 0], scales[:, 0])
+    assert np.all(value != 0)
+    assert not any(np.any(each) for each in (*both, tangent))
+
+
+@pytest.mark.exchanges(
+    lambda form, axes: (1 if form == "halves" else 7) + 2 * (form != "ids" and axes[0] == 0),
+    split=lambda form: 3 * split_exchanges(form),
+)
+@of_every_form
+@pytest.mark.parametrize("axes", ((0, 0, 0), (None, 0, 0), (None, None, 0), (None, 0, None)))
+def test_a_batch_has_the_rows_of_each_element(form, axes):
+    """The routing, the tokens and the scales may be batched, each or together."""
+    ids, x, scales = small_arguments()
+    group = harness.vmapped_group(VMAPPED)
+
+    def compare(ids, x, scales):
+        def rows(ids, x, scales):
+            fmt = ma.NvFp4(global_scale=scales)
+            run = functools.partial(FORMS[form], x, ids, None, group, LAYOUT, format=fmt)
+            recv = run()
+            return recv.rows, recv.global_scales, run(decode=True).rows
+
+        args = [
+            both if axis == 0 else both[0]
+            for both, axis in zip((jnp.stack([ids, ids[::-1]]), x, scales), axes)
+        ]
+        each = [rows(*(a[i] if axis == 0 else a for a, axis in zip(args, axes))) for i in range(2)]
+        return jax.vmap(rows, axes)(*args), jax.tree.map(lambda *a: jnp.stack(a), *each)
+
+    batch, each = emulated(compare)(ids, x, scales)
+    for actual, expected in zip(jax.tree.leaves(batch), jax.tree.leaves(each), strict=True):
+        harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
+
+
+@pytest.mark.parametrize("tokens", (LAYOUT.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
+def test_unused_scales_do_not_travel(tokens):
+    group, layout = harness.group_of(RANKS), dataclasses.replace(LAYOUT, tokens=tokens)
+    ids = cases.Case(layout, "masked").ids(RANKS)
+    x, scales = np.ones((RANKS, tokens, 64), np.float32), np.ones((RANKS, tokens), np.float32)
+
+    def payload_of(pick):
+        def of(ids, x, scales):
+            fmt = ma.NvFp4(global_scale=scales)
+            return pick(ma.dispatch(x, ids, format=fmt, **route_args(group, layout)))
+
+        closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, scales)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        found = [
+            eqn.params
+            for eqn in harness.equations(jaxpr)
+            if eqn.primitive.name in ("moe_a2a_dispatch", "moe_a2a_routed_dispatch")
+        ]
+        (params,) = found
+        return params["num_leaves"], params["num_choice_arrays"], "encoding" in params
+
+    assert payload_of(lambda recv: (recv.rows, recv.global_scales)) == (1, 1, True)
+    assert payload_of(lambda recv: recv.rows) == (1, 0, True)
+    assert payload_of(lambda recv: recv.global_scales) == (0, 1, False)
+
+
+@pytest.mark.exchanges(8)
+def test_a_layer_has_the_results_of_one_with_quantized_tokens():
+    """`moe_mlp` decodes rows. Its gradients are straight-through."""
+    ids, x, scales = small_arguments()
+    group = harness.vmapped_group(VMAPPED)
+    rng = np.random.default_rng(0)
+    w_in = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 64, 8), np.float32)
+    w_out = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 8, 64), np.float32)
+    weights = rng.random(ids.shape, np.float32)
+
+    def compare(ids, x, scales, weights, w_in, w_out):
+        fmt = ma.NvFp4(global_scale=scales)
+
+        def layer(x, fmt):
+            options = dict(activation=jax.nn.silu, format=fmt, **route_args(group, LAYOUT))
+            return ma.moe_mlp(x, ids, weights, w_in, w_out, **options)
+
+        quantized = fmt.decode(fmt.encode(x), x.dtype)
+        return [
+            (lambda out, vjp: (out, vjp(jnp.sin(x))[0]))(*jax.vjp(lambda x: layer(x, f), given))
+            for given, f in ((x, fmt), (quantized, None))
+        ]
+
+    actual, expected = emulated(compare)(ids, x[:, 0], scales[:, 0], weights, w_in, w_out)
+    small_layer.assert_close(actual, expected)
+
+
+# One scale for each expert (docs/formats.md): each choice travels as a token of its own.
+
+
+@pytest.mark.exchanges(3)
+@pytest.mark.parametrize("routing", ("masked", "repeated", "all_masked"))
+def test_choices_may_travel_with_the_scale_of_their_expert(routing):
+    """Rows have the usual order, and are those of the token in the scale of the row's expert."""
+    layout = dataclasses.replace(LAYOUT, capacity=None)
+    ids = cases.Case(layout, routing).ids(RANKS)
+    num_experts = layout.num_experts(RANKS)
+    expert_scales = scales_of_tokens(1, num_experts, special=False)[0]
+    x = tokens_of(np.full((RANKS, layout.tokens), 1e-2, np.float32), (64,), "bfloat16")
+    weights = np.random.default_rng(0).random(ids.shape, np.float32)
+    group = harness.group_of(RANKS)
+
+    def exchange(ids, x, weights):
+        num_tokens, top_k = ids.shape
+        own = ids.reshape(-1, 1)
+        options = route_args(group, layout)
+        fmt = ma.NvFp4(global_scale=jnp.asarray(expert_scales)[own[:, 0]])
+        tokens, own_weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
+        recv = ma.dispatch(tokens, own, own_weights, format=fmt, **options)
+        usual = ma.dispatch(x, ids, weights, **options)
+        decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
+        sums = ma.combine(decoded, recv).reshape(num_tokens, top_k, -1).sum(axis=1)
+        places = (usual.src_info.rank, usual.src_info.token, usual.src_info.k)
+        same = (recv.src_info.rank, recv.src_info.token // top_k, recv.src_info.token % top_k)
+        return recv.rows, recv.global_scales, recv.weights, usual.weights, places, same, sums
+
+    program = harness.on_each_rank(exchange, group.mesh)
+    rows, scales, own_weights, usual_weights, places, same, sums = program(ids, x, weights)
+    rank, token, k = places
+    is_row = rank >= 0
+    assert is_row.any() == (routing != "all_masked")
+    for actual, expected in zip(same, places, strict=True):
+        np.testing.assert_array_equal(actual[is_row], expected[is_row])
+    assert (same[0] == rank).all()
+    harness.assert_same_bytes(own_weights, usual_weights)
+    of_rows = expert_scales[ids[rank, token, k]]
+    harness.assert_same_bytes(scales[is_row], of_rows[is_row])
+    parts = format_oracle.encode_tokens(x[rank, token], of_rows)
+    for field, actual, expected in zip(ma.Quantized._fields, rows, parts):
+        harness.assert_same_bytes(np.asarray(actual)[is_row], expected[is_row], field)
+    is_sent = (ids >= 0) & (ids < num_experts)
+    of_choices = np.where(is_sent, expert_scales[np.clip(ids, 0, num_experts - 1)], 1)
+    tokens = np.broadcast_to(x[:, :, None], (*ids.shape, 64))
+    numbers = format_oracle.decode_tokens(
+        *format_oracle.encode_tokens(tokens, of_choices), of_choices, "float32"
+    )
+    terms = np.where(is_sent, weights, 0)[..., None] * np.where(is_sent[..., None], numbers, 0)
+    np.testing.assert_allclose(sums, terms.sum(axis=2), rtol=1e-4, atol=1e-5)
+
+
+# Errors and estimates
+
+
+def refusals():
+    scales = lambda *shape: jnp.ones(shape, jnp.float32)
+    ids = jnp.zeros((2, 1), jnp.int32)
+    one = ma.NvFp4(global_scale=scales(2))
+
+    def mapped(fn, *options, **named):
+        group = harness.emulated_group(2)
+        x = jnp.zeros((2, 2, 32), "float32")
+        call = lambda x: fn(x, group, *options, **named)
+        return jax.vmap(call, axis_name=harness.AXIS)(x)
+
+    def dispatch(x, group, fmt, **options):
+        options = options or dict(format=fmt)
+        return ma.dispatch(x, ids, group=group, num_experts=2, **options).rows
+
+    def in_chunks(x, group):
+        weights = jnp.ones((1, 32, 4)), jnp.ones((1, 4, 32))
+        options = dict(activation=jax.nn.silu, group=group, num_experts=2, num_chunks=2)
+        return ma.moe_mlp(x, ids, None, *weights, format=one, **options)
+
+    def decoded(x, group):
+        recv = ma.dispatch(x, ids, group=group, num_experts=2, format=one)
+        return one.decode(recv.rows, "float32")
+
+    def layer():
+        mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            specs = ma.moe_partition_specs("ep")
+            params = ma.init_moe(jax.random.key(0), 32, 8, 2, specs=specs)
+            return ma.moe(jnp.ones((2, 32)), **params, top_k=1, group="ep", format=one)
+
+    ten = r"float32\[2,32\]"
+    return {
+        "dispatch": (
+            lambda: mapped(dispatch, ma.NvFp4(global_scale=scales(3))),
+            ["global_scale", r"\[T\]", ten, r"float32\[3\]"],
+        ),
+        "axes": (
+            lambda: mapped(
+                lambda x, group: dispatch(
+                    x.reshape(2, 2, 16), group, ma.NvFp4(global_scale=scales(2, 2))
+                )
+            ),
+            ["global_scale", r"\[num_tokens\]", r"float32\[2,2\]", "one scale for each token"],
+        ),
+        "decode": (
+            lambda: mapped(decoded),
+            ["global_scale", r"uint8\[4,16\]", r"float32\[2\]", "recv.global_scales"],
+        ),
+        "chunks": (
+            lambda: mapped(in_chunks),
+            ["format", "global_scale", "num_chunks", r"float32\[2\]", "Omit"],
+        ),
+        "moe": (layer, ["format", "global_scale", "moe divides", r"float32\[2\]", "moe_mlp"]),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_bad_input_is_refused(case):
+    call, naming = refusals()[case]
+    with pytest.raises(ValueError) as refusal:
+        call()
+    for pattern in naming:
+        assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+def test_sums_do_not_travel_with_scales_of_tokens():
+    group, ids = harness.emulated_group(2), jnp.zeros((2, 1), jnp.int32)
+    fmt = ma.NvFp4(global_scale=jnp.ones(2, jnp.float32))
+
+    def rows(x):
+        return ma.dispatch(x, ids, group=group, num_experts=2, wire_dtype=fmt).rows
+
+    with pytest.raises(TypeError, match="wire_dtype must have a float as global_scale"):
+        jax.vmap(rows, axis_name=harness.AXIS)(jnp.zeros((2, 2, 32)))
+
+
+def test_the_estimate_counts_the_scales():
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
+    plain = ma.memory_estimate(**sizes, format=ma.NvFp4())
+    fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
+    scaled = ma.memory_estimate(**sizes, format=fmt)
+    assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
+    assert scaled.wire_bytes > plain.wire_bytes
+    # A choice array of 16 bytes for each token.
+    wide = dict(sizes, wire_dtype=ma.NvFp4())
+    added = [ma.memory_estimate(**wide, format=f).workspace_bytes for f in (ma.NvFp4(), fmt)]
+    assert added[1] - added[0] == 2 * 4 * 128 * 16
