@@ -140,9 +140,10 @@ def one_sided(worker):
 def overlapping(worker):
     """Process 0 stops waiting and tries again; process 1 comes in between, with more patience."""
     if worker.own == 1:
-        time.sleep(PATIENCE / 2)
+        worker.step()
         return [worker.open(3, patience=4 * PATIENCE)]
     given_up = worker.open(3, patience=PATIENCE / 4)
+    worker.step()
     time.sleep(PATIENCE / 2)
     return [given_up, worker.open(3, patience=4 * PATIENCE)]
 
