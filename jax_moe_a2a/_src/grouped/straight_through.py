@@ -55,7 +55,8 @@ def _bind(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
 
 
 def _quantizing_dot(rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any) -> jax.Array:
-    values, scales = encode_experts(w if transposed else jnp.swapaxes(w, -1, -2))
+    parts = encode_experts(w, w.ndim - 2)
+    values, scales = parts if transposed else (jnp.swapaxes(part, -1, -2) for part in parts)
     pair = BlockwiseFp8().encode(rows)
     return bind_dot_fp8(pair, QuantizedExperts(values, scales), sizes, **params)
 
