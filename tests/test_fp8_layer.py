@@ -246,6 +246,39 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
 
 
+@pytest.mark.exchanges(0)
+def test_chunks_quantize_weights_once_and_train_as_one():
+    """The weights are quantized before the loops, also if a batch shares them."""
+    group = harness.emulated_group(RANKS)
+    x, topk_weights, *weights, ids = arguments("float32")
+    batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
+
+    def gradients(x, topk_weights, ids, weights, num_chunks):
+        options = dict(group=group, experts_format=FP8, num_chunks=num_chunks)
+        layers = jax.vmap(functools.partial(layer, **options), axis_name=harness.AXIS)
+        of_batch = jax.vmap(layers, in_axes=(0, 0, *[None] * len(weights), 0))
+        loss = lambda x, topk_weights, *weights: jnp.sin(
+            of_batch(x, topk_weights, *weights, ids)
+        ).sum()
+        return jax.grad(loss, tuple(range(2 + len(weights))))(x, topk_weights, *weights)
+
+    jaxpr = jax.make_jaxpr(functools.partial(gradients, num_chunks=2))(*batch, weights)
+    loops = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
+    assert loops
+    for loop in loops:
+        inner = list(harness.equations(loop.params["jaxpr"]))
+        products = [eqn for eqn in inner if "quantizing_dot" in eqn.primitive.name]
+        products += [eqn for eqn in inner if "summing_dot" in eqn.primitive.name]
+        assert products
+        for eqn in products:
+            assert sum(v.aval.dtype == jnp.float8_e4m3fn for v in eqn.invars) == 2
+    found, expected = (
+        quick_jit(gradients, static_argnums=4)(*batch, weights, n) for n in (2, None)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
 FP8 = ma.BlockwiseFp8()
 ROWS = {  # of the table in docs/fp8.md
     "bfloat16": dict(),
