@@ -45,6 +45,7 @@ from .chunks import check_one_global_scale, in_chunks
 from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
 from .fp8 import (
     check_experts_format,
+    check_quantized,
     check_training,
     check_weights,
     dispatch_in_fp8,
@@ -85,6 +86,7 @@ def moe_mlp(
     overlap_backward: bool = False,
     num_chunks: int | None = None,
     experts_format: TokenFormat | None = None,
+    quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     placement: Placement | None = None,
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
@@ -157,6 +159,9 @@ def moe_mlp(
         counts as the identity for all derivatives, and gradients of weights are computed from
         numbers in the dtype of ``x``. ``format`` is then ``BlockwiseFp8`` unless it is passed.
         docs/fp8.md has the details.
+      quantized: ``w_in`` and ``w_out`` by ``quantize_experts(..., transposed=True)``, or None. With
+        ``experts_format``, products then read them instead of quantizing ``w_in`` and ``w_out``,
+        which have the gradients. Make them once for all micro-batches of a training step.
       placement: a ``Placement`` of replicas of experts, without leading axes and equal on all
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If weights and biases are those of the E / R home experts, the placement
@@ -214,6 +219,8 @@ def moe_mlp(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
     )
     weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    given = check_quantized(quantized, experts_format, placement, (w_in, w_out))
+    weights |= {QUANTIZED + name: q for name, q in given.items()}
 
     def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
         y, _, totals = layer(**of_chunk(arrays))
@@ -221,9 +228,9 @@ def moe_mlp(
 
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
         check_one_global_scale(format, "num_chunks divides the tokens", "Omit num_chunks")
-        given = with_fetched(weights, layer.keywords["route_arguments"], placement)
+        weights = with_fetched(weights, layer.keywords["route_arguments"], placement)
         chunks = partial(in_chunks, apply, num_chunks, per_token, summed=SUMMED)
-        y = quantized_once(chunks, given, experts_format)
+        y = quantized_once(chunks, weights, experts_format)
         return y.reshape(-1, y.shape[-1])
     return apply(**per_token, **weights)[0]
 
@@ -258,8 +265,8 @@ def quantized_once(
     """Return ``in_chunks(weights)``. With ``experts_format``, the weights include those that both
     passes of all chunks read, as ``quantized_w_in`` and ``quantized_w_out``."""
     names = [name for name in SUMMED if name in weights]
-    has_spare = any(name.startswith(FETCHED) for name in weights)
-    if experts_format is None or has_spare or not all(map(_is_trained, map(weights.get, names))):
+    is_done = any(name.startswith((FETCHED, QUANTIZED)) for name in weights)
+    if experts_format is None or is_done or not all(map(_is_trained, map(weights.get, names))):
         return in_chunks(weights)  # whose checks raise errors
 
     # The backward pass quantizes again, because quantized weights would need memory until then.
