@@ -230,6 +230,34 @@ def test_training_needs_multiples_of_128():
 
 
 @pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(experts_format=None), "experts_format must be BlockwiseFp8"),
+        (
+            dict(placement=ma.Placement.from_slots(range(8), 8, num_ranks=RANKS)),
+            "placement must be",
+        ),
+        (dict(order=False), "transposed=True.*got .* without transposed"),
+        (dict(exchanged=True), "quantized w_in must be quantize_experts.w_in, transposed=True"),
+    ],
+    ids=("experts_format", "placement", "transposed", "shape"),
+)
+def test_quantized_weights_for_training_are_checked(changed, message):
+    options = dict(changed, group=harness.emulated_group(RANKS))
+    options.setdefault("experts_format", FP8)
+    quantize = functools.partial(ma.quantize_experts, transposed=options.pop("order", True))
+    is_exchanged = options.pop("exchanged", False)
+
+    def of_rank(*args):
+        pair = [quantize(w) for w in args[2:4]]
+        return layer(*args, **options, quantized=tuple(pair[::-1] if is_exchanged else pair))
+
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.vmap(of_rank, axis_name=harness.AXIS), *arguments())
+
+
+@pytest.mark.exchanges(0)
 def test_training_makes_as_many_exchanges_and_products_in_fp8():
     """In chunks, each chunk runs the same again."""
     *floats, ids = arguments()
@@ -244,6 +272,45 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     counts = small_layer.counts(run, floats, ids, ct)
     # Products of the forward pass, which have a total, and those of the backward pass.
     assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
+
+
+@pytest.mark.exchanges(0)
+def test_chunks_quantize_weights_once_and_train_as_one():
+    """The weights are quantized before the loops, also if a batch shares them."""
+    group = harness.emulated_group(RANKS)
+    x, topk_weights, *weights, ids = arguments("float32")
+    batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
+
+    def gradients(x, topk_weights, ids, weights, num_chunks, quantized=None):
+        def of_rank(quantized, *args):
+            options = dict(group=group, experts_format=FP8, num_chunks=num_chunks)
+            return layer(*args, **options, quantized=quantized)
+
+        layers = jax.vmap(of_rank, axis_name=harness.AXIS)
+        of_batch = jax.vmap(layers, in_axes=(None, 0, 0, *[None] * len(weights), 0))
+
+        def loss(x, topk_weights, *weights):
+            return jnp.sin(of_batch(quantized, x, topk_weights, *weights, ids)).sum()
+
+        return jax.grad(loss, tuple(range(2 + len(weights))))(x, topk_weights, *weights)
+
+    jaxpr = jax.make_jaxpr(functools.partial(gradients, num_chunks=2))(*batch, weights)
+    loops = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
+    assert loops
+    for loop in loops:
+        inner = list(harness.equations(loop.params["jaxpr"]))
+        products = [eqn for eqn in inner if "quantizing_dot" in eqn.primitive.name]
+        products += [eqn for eqn in inner if "summing_dot" in eqn.primitive.name]
+        assert products
+        for eqn in products:
+            assert sum(v.aval.dtype == jnp.float8_e4m3fn for v in eqn.invars) == 2
+    once = tuple(
+        jax.vmap(functools.partial(ma.quantize_experts, transposed=True))(w) for w in weights[:2]
+    )
+    run = quick_jit(gradients, static_argnums=4)
+    found, expected = run(*batch, weights, 2), run(*batch, weights, None, once)
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a, b) < 1e-6
 
 
 FP8 = ma.BlockwiseFp8()

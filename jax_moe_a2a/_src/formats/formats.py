@@ -260,8 +260,16 @@ class _PowerOfTwoScales(TokenFormat):
         """Return scales from their exponents, biased by 127; 0 for zeros, 255 for NaN."""
         raise NotImplementedError
 
-    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        largest = magnitude.max(axis=-1, keepdims=True)
+    def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
+        """Return values like ``x``, and the scale of each block of numbers along ``axes``, which
+        have size one."""
+        codes, scales = self._encode_groups(*_float32_bits(x), axes)
+        return Quantized(self._to_values(codes), scales)
+
+    def _encode_groups(
+        self, magnitude: jax.Array, sign: jax.Array, axes: int | tuple[int, ...] = -1
+    ) -> tuple[jax.Array, jax.Array]:
+        largest = magnitude.max(axis=axes, keepdims=True)
         is_finite = largest < INFINITY
         exponent = jnp.maximum(self._scale_exponent(largest), MIN_SCALE_EXPONENT)
         codes = _e4m3_codes(magnitude, exponent) | sign << 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,6 @@ class QuantizedExperts:
         return self.values.shape[-1]
 
 
-class _Squares(BlockwiseFp8):
-    """The format of a square, whose numbers are adjacent."""
-
-    group_size: ClassVar[int] = BLOCK * BLOCK
-
-
 class QArrayLike(Protocol):
     """A quantized array of another library, such as ``QArray`` of qwix."""
 
@@ -97,8 +91,7 @@ def quantize_experts(
                 "w must be bfloat16, float16 or float32, or a Quantized; got " + short(array)
             )
         _check_weights("w", array)
-        x = _turned(jnp.asarray(array))
-        values, scales = encode_experts(x)
+        values, scales = encode_experts(jnp.asarray(array), 1)
     else:
         values, scales = map(as_array, given)
         check_dtypes("w", values, scales)
@@ -110,10 +103,9 @@ def quantize_experts(
                 f"the scales of w must have the shape {list(expected)}, one number for each square "
                 f"of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
             )
-        values, scales = _turned(jnp.asarray(values)), _turned(jnp.asarray(scales))
+        values, scales = map(jnp.asarray, (values, scales))
     check_scales("w", scales)
-    order = jnp.moveaxis(values, -1, 1) if transposed else None
-    return QuantizedExperts(values, scales, order)
+    return QuantizedExperts(_turned(values), _turned(scales), values if transposed else None)
 
 
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -171,12 +163,16 @@ def _turned(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, -1)
 
 
-def encode_experts(x: jax.Array) -> Quantized:
-    """Quantize weights [..., N, K] by squares: values like them, and their scales."""
-    *lead, n, k = x.shape
-    shape = (*lead, -(-n // BLOCK), BLOCK, k // BLOCK, BLOCK)
-    padding = [(0, 0)] * len(lead) + [(0, -n % BLOCK), (0, 0)]
-    squares = jnp.swapaxes(jnp.pad(x, padding).reshape(shape), -3, -2)
-    values, scales = _Squares().encode(squares.reshape(*shape[:-3], k * BLOCK))
-    values = jnp.swapaxes(values.reshape(squares.shape), -3, -2)
-    return Quantized(values.reshape(*lead, n + -n % BLOCK, k)[..., :n, :], scales)
+def encode_experts(w: jax.Array, k_axis: int) -> Quantized:
+    """Quantize weights [..., K, ..., N] by squares: values like them, and scales.
+
+    XLA reads the weights once for the scales and once for each orientation of the values that is
+    used, because no array is transposed before it is quantized.
+    """
+    k, n = w.shape[k_axis], w.shape[-1]
+    padding = [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)]
+    padded = jnp.pad(w, padding)
+    shape = (*w.shape[:k_axis], k // BLOCK, BLOCK, *w.shape[k_axis + 1 : -1], -(-n // BLOCK), BLOCK)
+    axes = k_axis + 1, len(shape) - 1
+    values, scales = BlockwiseFp8().encode_blocks(padded.reshape(shape), axes)
+    return Quantized(values.reshape(padded.shape)[..., :n], jnp.squeeze(scales, axes))

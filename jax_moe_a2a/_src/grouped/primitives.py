@@ -53,8 +53,8 @@ def check_unsharded(*avals: Any) -> None:
             )
 
 
-def dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any, **_: Any) -> Any:
-    check_unsharded(rows, w, sizes)
+def dot_abstract(rows: Any, w: Any, *others: Any, transposed: bool, dtype: Any, **_: Any) -> Any:
+    check_unsharded(rows, w, *others)
     columns = w.shape[-2] if transposed else w.shape[-1]
     return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
 
@@ -73,14 +73,14 @@ def _outer_abstract(
 
 
 def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
-    a, b, sizes = primals
-    a_dot, b_dot, _ = tangents
-    out = primitive.bind(a, b, sizes, **params)
+    a, b, *others = primals
+    a_dot, b_dot, *_ = tangents
+    out = primitive.bind(a, b, *others, **params)
     terms = []
     if type(a_dot) is not ad.Zero:
-        terms.append(primitive.bind(a_dot, b, sizes, **params))
+        terms.append(primitive.bind(a_dot, b, *others, **params))
     if type(b_dot) is not ad.Zero:
-        terms.append(primitive.bind(a, b_dot, sizes, **params))
+        terms.append(primitive.bind(a, b_dot, *others, **params))
     if not terms:
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, sum(terms[1:], terms[0])
@@ -134,8 +134,9 @@ def with_batch(args: Any, dims: Any, has_all: Sequence[bool]) -> tuple[list[Any]
 
 
 def dot_batch(bind: Callable[..., Any], args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Batch a primitive with the operands of ``grouped_dot_p``."""
-    args, _ = with_batch(args, dims, (True, False, False))
+    """Batch a primitive with the operands of ``grouped_dot_p``, and others that the batch may
+    share."""
+    args, _ = with_batch(args, dims, (True, *[False] * (len(args) - 1)))
     return bind(*args, **params), 0
 
 

@@ -8,8 +8,9 @@ and weights w. Its derivative is defined as that of ``r w``: quantization counts
   derivative is again that of the product without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-Operands and parameters are those of ``grouped_dot_p``. The axis that a quantized product sums over
-has a size that is a multiple of 128.
+Operands and parameters are those of ``grouped_dot_p``, and the leaves of ``QuantizedExperts`` if
+Q(w) and Q(w^T) are given. The axis that a quantized product sums over has a size that is a multiple
+of 128.
 """
 
 from __future__ import annotations
@@ -37,7 +38,19 @@ quantizing_dot_p = compat.Primitive("moe_a2a_quantizing_dot")
 turning_dot_p = compat.Primitive("moe_a2a_turning_dot")
 
 
-def dot_in_fp8(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def quantized_both_ways(w: jax.Array) -> QuantizedExperts:
+    """Quantize weights [*B, L, K, N] for both products that read them."""
+    values, scales = encode_experts(w, w.ndim - 2)
+    return QuantizedExperts(_swapped(values), _swapped(scales), values)
+
+
+def _swapped(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def dot_in_fp8(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, quantized: QuantizedExperts | None = None
+) -> jax.Array:
     """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
     derivatives, are unspecified.
 
@@ -45,32 +58,45 @@ def dot_in_fp8(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
       rows: bfloat16 or float32. K is a multiple of 128.
       w: weights with the dtype of ``rows``. N is a multiple of 128.
       sizes: int32 [L].
+      quantized: what ``quantized_both_ways`` returns for ``w``, or None to quantize ``w`` for each
+        product.
     """
     params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=None)
-    return _bind(quantizing_dot_p, rows, w, sizes, **params)
+    return _bind(quantizing_dot_p, rows, w, sizes, *jax.tree.leaves(quantized), **params)
 
 
 def _bind(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
     return primitive.bind(*compat.align_varying(operands, ()), **params)
 
 
-def _quantizing_dot(rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any) -> jax.Array:
-    values, scales = encode_experts(w if transposed else jnp.swapaxes(w, -1, -2))
-    pair = BlockwiseFp8().encode(rows)
-    return bind_dot_fp8(pair, QuantizedExperts(values, scales), sizes, **params)
+def _quantizing_dot(
+    rows: Any, w: Any, sizes: Any, *parts: Any, transposed: bool, **params: Any
+) -> jax.Array:
+    quantized = QuantizedExperts(*parts) if parts else quantized_both_ways(w)
+    if transposed:
+        quantized = QuantizedExperts(quantized.transposed, _swapped(quantized.scales))
+    return bind_dot_fp8(BlockwiseFp8().encode(rows), quantized, sizes, **params)
 
 
-def _transpose(ct: Any, rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any) -> Any:
+def _turning_dot(rows: Any, w: Any, sizes: Any, *_: Any, **params: Any) -> jax.Array:
+    return bind_dot(rows, w, sizes, **params)
+
+
+def _transpose(
+    ct: Any, rows: Any, w: Any, sizes: Any, *parts: Any, transposed: bool, **params: Any
+) -> Any:
+    others = [None] * (1 + len(parts))
     if ad.is_undefined_primal(rows):
         if type(ct) is ad.Zero:
-            return [ad.Zero(rows.aval), None, None]
+            return [ad.Zero(rows.aval), None, *others]
         params = dict(params, dtype=rows.aval.dtype, transposed=not transposed)
-        return [_bind(quantizing_dot_p, ct.astype(rows.aval.dtype), w, sizes, **params), None, None]
+        ct = ct.astype(rows.aval.dtype)
+        return [_bind(quantizing_dot_p, ct, w, sizes, *parts, **params), None, *others]
     if type(ct) is ad.Zero:
-        return [None, ad.Zero(w.aval), None]
+        return [None, ad.Zero(w.aval), *others]
     dtype, lead = w.aval.dtype, w.aval.shape[:-3]
     x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
-    return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), None]
+    return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), *others]
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -81,7 +107,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 for _primitive, _rule, _composition in (
     (quantizing_dot_p, _jvp, _quantizing_dot),
-    (turning_dot_p, partial(bilinear_jvp, turning_dot_p), bind_dot),
+    (turning_dot_p, partial(bilinear_jvp, turning_dot_p), _turning_dot),
 ):
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
     _primitive.def_abstract_eval(dot_abstract)

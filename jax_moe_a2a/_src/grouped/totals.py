@@ -8,8 +8,9 @@ weights to the total that it receives, and passes the total on. So one array in 
 sum at all times, and no gradient of a single use outlives its addition.
 
 - ``total_of_p``: the total of weights.
-- ``summing_dot_p``: ``(r w, total)``. Its tangent is that of ``r w`` in r, and
-  ``passing_dot_p`` in the total. The tangent of w is ignored: it is the tangent of the total.
+- ``summing_dot_p``: ``(r w, total)``, also for ``quantizing_dot_p``, whose last operands follow
+  those of the dot. Its tangent is that of ``r w`` in r, and ``passing_dot_p`` in the total. The
+  tangent of w is ignored: it is the tangent of the total.
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
 - ``add_outer_p``, its transpose: ``total + outer(r, ct)``, linear in the total, and in r and ct.
 
@@ -28,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import compat
 from ..exchange.reference import accumulation_dtype
+from ..formats.weights import QuantizedExperts
 from . import lowering as lowered
 from . import reference
 from .primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p, with_batch
@@ -63,15 +65,23 @@ def _with_total_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def summing_dot(
-    rows: jax.Array, w: jax.Array, total: jax.Array, sizes: jax.Array, *, in_fp8: bool = False
+    rows: jax.Array,
+    w: jax.Array,
+    total: jax.Array,
+    sizes: jax.Array,
+    quantized: QuantizedExperts | None = None,
+    *,
+    in_fp8: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the products of rows, unspecified after the last group, and the total.
 
     Args:
+      quantized: the weights, as in ``dot_in_fp8``.
       in_fp8: True to multiply as ``dot_in_fp8`` does.
     """
     params = dict(in_fp8=in_fp8, num_sms=None)
-    product, total = _bind(summing_dot_p, rows, w, total, sizes, **params)
+    parts = jax.tree.leaves(quantized)
+    product, total = _bind(summing_dot_p, rows, w, total, sizes, *parts, **params)
     return product, total
 
 
@@ -125,30 +135,30 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _summing_dot(
-    rows: Any, w: Any, total: Any, sizes: Any, *, in_fp8: bool, num_sms: int | None
+    rows: Any, w: Any, total: Any, *others: Any, in_fp8: bool, num_sms: int | None
 ) -> list[Any]:
     primitive = quantizing_dot_p if in_fp8 else grouped_dot_p
-    return [_product(primitive, rows, w, sizes, num_sms), total]
+    return [_product(primitive, rows, w, *others, num_sms=num_sms), total]
 
 
-def _product(primitive: Any, rows: Any, w: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+def _product(primitive: Any, rows: Any, *others: Any, num_sms: int | None) -> jax.Array:
     params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return _bind(primitive, rows, w, sizes, **params)
+    return _bind(primitive, rows, *others, **params)
 
 
-def _summing_dot_abstract(rows: Any, w: Any, total: Any, sizes: Any, **_: Any) -> list[Any]:
-    check_unsharded(rows, w, total, sizes)
+def _summing_dot_abstract(rows: Any, w: Any, total: Any, *others: Any, **_: Any) -> list[Any]:
+    check_unsharded(rows, w, total, *others)
     return [compat.result_aval(rows, (*rows.shape[:-1], w.shape[-1]), rows.dtype), total]
 
 
 def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
-    rows, w, total, sizes = primals
-    d_rows, _, d_total, _ = tangents
+    rows, w, _, sizes, *parts = primals
+    d_rows, _, d_total, *_ = tangents
     outs = _bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
     terms = []
     if not _is_zero(d_rows):
         primitive = turning_dot_p if in_fp8 else grouped_dot_p
-        terms.append(_product(primitive, d_rows, w, sizes, num_sms))
+        terms.append(_product(primitive, d_rows, w, sizes, *parts, num_sms=num_sms))
     if not _is_zero(d_total):
         term, d_total = bind_passing(rows, d_total, sizes, num_sms)
         terms.append(term)
@@ -244,8 +254,10 @@ def _total_of_batch(args: Any, dims: Any) -> Any:
 def _products_batch(
     primitive: Any, place: int, has_all: Sequence[bool], args: Any, dims: Any, **params: Any
 ) -> Any:
-    """Batch products that return their operand at ``place``."""
-    moved, _ = with_batch(args, dims, has_all)
+    """Batch products that return their operand at ``place``. The batch may share operands after
+    those of ``has_all``."""
+    more = [False] * (len(args) - len(has_all))
+    moved, _ = with_batch(args, dims, (*has_all, *more))
     product, passed = _bind(primitive, *moved, **params)
     passed, dim = without_batch(passed, dims[place] is not None)
     return [product, passed], [0, dim]

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..checks import Tail, short
+from ..checks import Tail, as_array, short
 from ..exchange.arguments import DispatchArguments
 from ..exchange.recv import Recv
 from ..experts.act_encode import bind_act_encode
@@ -23,6 +24,7 @@ from ..grouped.quantized import (
     encode_rows,
     without_gradient,
 )
+from ..placement.types import Placement
 from .dispatch_dot import dispatch_rows
 from .placed import Rows, Weights
 
@@ -60,6 +62,39 @@ def check_training(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> None:
                 f"{name} must have rows and columns in multiples of {BLOCK} with experts_format; "
                 f"got {short(w)}"
             )
+
+
+def check_quantized(
+    quantized: Any, experts_format: TokenFormat | None, placement: Placement | None, weights: Any
+) -> dict[str, QuantizedExperts]:
+    """Return weights that are already quantized for training, by name, or raise an error.
+
+    Args:
+      weights: w_in and w_out.
+    """
+    if quantized is None:
+        return {}
+    for name, ok in (("experts_format", experts_format is not None), ("placement", not placement)):
+        if not ok:
+            needed = "BlockwiseFp8()" if name == "experts_format" else "None"
+            raise ValueError(f"{name} must be {needed} with quantized")
+    if not isinstance(quantized, tuple | list) or len(quantized) != 2:
+        raise TypeError(
+            "quantized must be the pair of quantize_experts(w_in, transposed=True) and "
+            f"quantize_experts(w_out, transposed=True); got {type(quantized).__name__}"
+        )
+    found = {}
+    for name, q, w in zip(("w_in", "w_out"), quantized, weights, strict=True):
+        q = check_experts(f"quantized {name}", q)
+        shape = None if q.transposed is None else q.transposed.shape
+        if shape != np.shape(w) or q.shape != shape:
+            raise ValueError(
+                f"quantized {name} must be quantize_experts({name}, transposed=True) for {name} "
+                f"{short(as_array(w))}; got {list(q.shape)}"
+                f"{' without transposed' if shape is None else ''}"
+            )
+        found[name] = jax.tree.map(without_gradient, q)
+    return found
 
 
 def check_weights(

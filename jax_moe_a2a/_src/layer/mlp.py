@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import as_array, check_bool, check_int, check_static, merge_axes, short, taken_from
@@ -31,10 +32,10 @@ from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
-from ..formats.weights import QuantizedExperts
+from ..formats.weights import BLOCK, QuantizedExperts
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
-from ..grouped.straight_through import dot_in_fp8
+from ..grouped.straight_through import dot_in_fp8, quantized_both_ways
 from ..grouped.totals import summing_dot
 from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
@@ -44,6 +45,7 @@ from .chunks import check_one_global_scale, in_chunks
 from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
 from .fp8 import (
     check_experts_format,
+    check_quantized,
     check_training,
     check_weights,
     dispatch_in_fp8,
@@ -56,6 +58,7 @@ Activation = Callable[[jax.Array], jax.Array]
 Totals = dict[str, jax.Array]
 """The totals of weights by their names (``grouped/totals.py``)."""
 FETCHED = "fetched_"  # starts the names of weights of spare slots
+QUANTIZED = "quantized_"  # starts the names of weights that are quantized for all chunks
 SUMMED = ("w_in", "w_out")
 """The weights whose totals a layer passes to its products."""
 
@@ -83,6 +86,7 @@ def moe_mlp(
     overlap_backward: bool = False,
     num_chunks: int | None = None,
     experts_format: TokenFormat | None = None,
+    quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     placement: Placement | None = None,
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
@@ -155,6 +159,9 @@ def moe_mlp(
         counts as the identity for all derivatives, and gradients of weights are computed from
         numbers in the dtype of ``x``. ``format`` is then ``BlockwiseFp8`` unless it is passed.
         docs/fp8.md has the details.
+      quantized: ``w_in`` and ``w_out`` by ``quantize_experts(..., transposed=True)``, or None. With
+        ``experts_format``, products then read them instead of quantizing ``w_in`` and ``w_out``,
+        which have the gradients. Make them once for all micro-batches of a training step.
       placement: a ``Placement`` of replicas of experts, without leading axes and equal on all
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If weights and biases are those of the E / R home experts, the placement
@@ -212,6 +219,8 @@ def moe_mlp(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
     )
     weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    given = check_quantized(quantized, experts_format, placement, (w_in, w_out))
+    weights |= {QUANTIZED + name: q for name, q in given.items()}
 
     def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
         y, _, totals = layer(**of_chunk(arrays))
@@ -219,8 +228,9 @@ def moe_mlp(
 
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
         check_one_global_scale(format, "num_chunks divides the tokens", "Omit num_chunks")
-        given = with_fetched(weights, layer.keywords["route_arguments"], placement)
-        y = in_chunks(apply, num_chunks, per_token, given, summed=SUMMED)
+        weights = with_fetched(weights, layer.keywords["route_arguments"], placement)
+        chunks = partial(in_chunks, apply, num_chunks, per_token, summed=SUMMED)
+        y = quantized_once(chunks, weights, experts_format)
         return y.reshape(-1, y.shape[-1])
     return apply(**per_token, **weights)[0]
 
@@ -247,11 +257,36 @@ def with_fetched(
     return weights | {FETCHED + name: w for name, w in fetched._asdict().items()}
 
 
+def quantized_once(
+    in_chunks: Callable[[dict[str, Any]], Any],
+    weights: dict[str, Any],
+    experts_format: TokenFormat | None,
+) -> Any:
+    """Return ``in_chunks(weights)``. With ``experts_format``, the weights include those that both
+    passes of all chunks read, as ``quantized_w_in`` and ``quantized_w_out``."""
+    names = [name for name in SUMMED if name in weights]
+    is_done = any(name.startswith((FETCHED, QUANTIZED)) for name in weights)
+    if experts_format is None or is_done or not all(map(_is_trained, map(weights.get, names))):
+        return in_chunks(weights)  # whose checks raise errors
+
+    # The backward pass quantizes again, because quantized weights would need memory until then.
+    @jax.checkpoint
+    def quantized(arrays: dict[str, jax.Array]) -> Any:
+        found = {QUANTIZED + name: _quantized(arrays[name]) for name in names}
+        return in_chunks(weights | arrays | found)
+
+    return quantized({name: jnp.asarray(as_array(weights[name])) for name in names})
+
+
 def of_chunk(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``mlp_and_routing``, from arrays and weights of ``with_fetched``."""
-    fetched = {name: arrays[FETCHED + name] for name in Weights._fields if FETCHED + name in arrays}
-    others = {name: x for name, x in arrays.items() if not name.startswith(FETCHED)}
-    return others | {"fetched": Weights(**fetched) if fetched else None}
+    """Return arguments of ``mlp_and_routing``, from arrays and weights of ``with_fetched`` and
+    ``quantized_once``."""
+    kinds: dict[str, dict[str, Any]] = {FETCHED: {}, QUANTIZED: {}, "": {}}
+    for name, x in arrays.items():
+        prefix = next(prefix for prefix in kinds if name.startswith(prefix))
+        kinds[prefix][name.removeprefix(prefix)] = x
+    fetched = Weights(**kinds[FETCHED]) if kinds[FETCHED] else None
+    return kinds[""] | {"fetched": fetched, "quantized": kinds[QUANTIZED]}
 
 
 def mlp_and_routing(
@@ -273,6 +308,7 @@ def mlp_and_routing(
     placement: Placement | None = None,
     totals: Totals | None = None,
     fetched: Weights | None = None,
+    quantized: dict[str, QuantizedExperts] | None = None,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
     """Return what ``moe_mlp`` returns, the routing of its tokens, and totals.
 
@@ -281,6 +317,7 @@ def mlp_and_routing(
     Args:
       totals: of the weights that the call has in common with other calls, or None.
       fetched: the weights of spare slots, or None to fetch them.
+      quantized: ``w_in`` and ``w_out`` for ``experts_format``, or None to quantize them.
     """
     totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
@@ -337,7 +374,9 @@ def mlp_and_routing(
         if fused is not None and fused.width(intermediate) != width:
             fused = None
     weights = Weights(weights_in, bias_in, weights_out, bias_out)
-    multiply = _product_in_fp8 if experts_format is not None else _product
+    multiply = _product
+    if experts_format is not None:
+        multiply = partial(_product, quantized=quantized or {})
     if in_fp8 or spare or fused is not None:
         if in_fp8:
             recv, rows = dispatch_in_fp8(arguments)
@@ -387,16 +426,37 @@ def mlp_and_routing(
 
 
 def _product(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, totals: Totals, name: str, in_fp8: bool = False
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    totals: Totals,
+    name: str,
+    quantized: dict[str, QuantizedExperts] | None = None,
 ) -> tuple[jax.Array, Totals]:
-    """Return the products of rows, and totals. The total of ``name`` is that of the weights."""
+    """Return the products of rows, and totals.
+
+    Args:
+      name: of the weights in ``totals`` and ``quantized``.
+      quantized: None for a product that is not in FP8.
+    """
+    weights = None if quantized is None else quantized.get(name)
     if name in totals:
-        product, total = summing_dot(rows, w, totals[name], sizes, in_fp8=in_fp8)
+        in_fp8 = quantized is not None
+        product, total = summing_dot(rows, w, totals[name], sizes, weights, in_fp8=in_fp8)
         return product, {**totals, name: total}
-    return (dot_in_fp8 if in_fp8 else product_of)(rows, w, sizes), totals
+    if quantized is None:
+        return product_of(rows, w, sizes), totals
+    return dot_in_fp8(rows, w, sizes, weights), totals
 
 
-_product_in_fp8 = partial(_product, in_fp8=True)
+def _is_trained(w: Any) -> bool:
+    """Return whether weights are [L, K, N] of which ``quantized_both_ways`` quantizes squares."""
+    shape = () if isinstance(w, QuantizedExperts) else np.shape(w)
+    return len(shape) == 3 and not any(size % BLOCK for size in shape[1:])
+
+
+def _quantized(w: jax.Array) -> QuantizedExperts:
+    return quantized_both_ways(lax.stop_gradient(w))
 
 
 def _apply(

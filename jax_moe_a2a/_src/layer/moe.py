@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -27,7 +28,7 @@ from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
 from .load import ExpertLoad, expert_load
-from .mlp import SUMMED, Activation, mlp_and_routing, of_chunk, with_fetched
+from .mlp import SUMMED, Activation, mlp_and_routing, of_chunk, quantized_once, with_fetched
 from .parameters import names_of, place, quantized_spec, spec_of
 from .router import RouterChoices, Score, top_k_router
 
@@ -392,7 +393,8 @@ def _experts(
         for name, array in tokens.items()
     }
     weights = with_fetched(dict(weights), route_arguments, options["placement"])
-    y, loads = in_chunks(layer, num_chunks, padded, weights, summed=SUMMED)
+    chunks = partial(in_chunks, layer, num_chunks, padded, summed=SUMMED)
+    y, loads = quantized_once(chunks, weights, options["experts_format"])
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return y.reshape(-1, y.shape[-1])[:num_tokens], load
 
