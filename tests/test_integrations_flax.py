@@ -19,7 +19,6 @@ from test_integrations import (
     assert_close,
     choose,
     dense,
-    exact_products,  # noqa: F401  # a fixture
     mesh_of,
     quick_jit,
     swiglu,
@@ -34,6 +33,7 @@ pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
     pytest.mark.several_devices("meshes of several axes"),
     pytest.mark.promotes("Flax relies on it"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
 SIZES = dict(expert_hidden=WIDTH, num_experts=EXPERTS, top_k=TOP_K)
