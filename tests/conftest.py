@@ -112,6 +112,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report):
+    """Let the report of a worker that died say how. -9 is a kill from outside; at other signals the
+    log has the stacks of all Python threads, and before them XLA's message if it has aborted."""
+    report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
+
+
 @pytest.fixture(scope="session")
 def handler_library(tmp_path_factory):
     """Return the library of `handler_calls`."""
