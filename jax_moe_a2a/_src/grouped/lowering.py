@@ -287,7 +287,8 @@ def _mosaic_kernels() -> tuple[Any, Any]:
 
 
 def _mosaic_tiles(num_rows: int) -> dict[str, int]:
-    """Return tiles that are measured to be fast for shapes of experts (docs/history/speed.md)."""
+    """Return the tiles with which the record of ``benchmarks.products`` measures these kernels. No
+    record compares them with other tiles."""
     block_m = 128 if num_rows >= 4096 else 64
     return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
 
