@@ -108,6 +108,15 @@ def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
         harness.assert_sums_agree(out, *oracle.combine(y, expected, weights, wire), routing)
 
 
+def test_the_sum_of_negative_zeros_is_a_positive_zero():
+    """On several ranks, the positive zeros of absent rows would hide the sign."""
+    layout, ranks = cases.PLAIN, 1
+    ids, expected = routed(layout, "uniform", ranks)
+    y = np.full((ranks, expected.capacity, 33), -0.0, np.float32)
+    out = combine_program(layout, ranks)(ids, y)
+    np.testing.assert_array_equal(cases.bits(out), 0)
+
+
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_float64_is_summed_in_float64(weighted):
     layout, ranks = cases.PLAIN, harness.SEVERAL
