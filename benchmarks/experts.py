@@ -8,9 +8,6 @@ read.
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.grouped import lowering
 
 from .operations import squares
 
@@ -59,48 +57,24 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
 
 def mosaic_product() -> Product:
     """Make the Mosaic GPU kernels that come with JAX (Hopper) differentiable."""
-    forward, transposed = (
-        _import_kernels(f"jax.experimental.pallas.ops.gpu.{name}_mgpu")
-        for name in ("ragged_dot", "transposed_ragged_dot")
-    )
+    lowering.mosaic_kernels()  # raises an error if JAX has no such kernels
 
-    def cut(num_rows: int) -> dict[str, int]:
-        block_m = 128 if num_rows >= 4096 else 64
-        return dict(
-            block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
-        )
-
-    def masked(out: jax.Array, sizes: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+        out = lowering.mosaic_dot(rows, w, sizes, transposed=transposed, dtype=rows.dtype)
         # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     @jax.custom_vjp
     def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        out = forward.ragged_dot(rows, w, group_sizes=sizes, **cut(rows.shape[0]))
-        return masked(out, sizes)
+        return multiply(rows, w, sizes, False)
 
     def backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         rows, w, sizes = residuals
-        d_rows = forward.ragged_dot(
-            g, w, group_sizes=sizes, transpose_rhs=True, **cut(rows.shape[0])
-        )
-        d_w = transposed.transposed_ragged_dot(
-            rows, g, group_sizes=sizes, **dict(cut(rows.shape[0]), block_m=128)
-        )
-        return masked(d_rows, sizes), d_w, None
+        d_rows = multiply(g, w, sizes, True)
+        return d_rows, lowering.mosaic_outer(rows, g, sizes, dtype=rows.dtype), None
 
     product.defvjp(lambda *args: (product(*args), args), backward)
     return product
-
-
-def _import_kernels(name: str) -> Any:
-    """Import a module of kernels, which imports JAX's test utilities without need for them."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        utilities = "jax._src.test_util"
-        sys.modules.setdefault(utilities, types.ModuleType(utilities))
-        return importlib.import_module(name)
 
 
 CANDIDATES: dict[str, Callable[[], Experts]] = {

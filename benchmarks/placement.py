@@ -2,7 +2,8 @@
 
 It needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``, where the
 popularity ``b`` of the experts is normal with a sigma (benchmarks/workload.py). A plan is made from
-one batch, and measured on the next ones, which have the same popularity.
+one batch, and measured on the next ones, which have the same popularity. At the end it prints the
+times of layers with these loads, calculated from measured rates: the table of docs/placement.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,12 @@ from .run import say, set_platform
 TOKENS, TOP_K, EXPERTS, SPARE, BATCHES = 4096, 8, 256, 2, 16
 CAPACITY_FACTOR = 1.15
 METHODS = ("no plan", "moving alone", "home form", "serving form", "of this step")
+FETCHING = ("home form", "of this step")
+
+HIDDEN, INTERMEDIATE, ITEM_BYTES = 7168, 2048, 2
+PRODUCTS_FLOPS = 663e12  # ours, "B experts" of 2026-11-23-1xH100-products.json
+WEIGHTS_OF_EXPERT = 3 * HIDDEN * INTERMEDIATE  # gate, up and down
+LINK_BYTES = 347e9  # per second, link limit of 4,096 tokens in 2026-11-21-4xH200.json
 
 
 def main() -> int:
@@ -31,24 +38,66 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="8 ranks, 256 tokens, 2 batches")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=(8, 32))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--out", type=pathlib.Path, help="the record's path (.json)")
     args = parser.parse_args()
     set_platform(None)
     tokens, batches = (256, 2) if args.quick else (TOKENS, BATCHES)
     record = records.head("none", 0)
-    for ranks in (8,) if args.quick else (8, 32):
+    for ranks in (8,) if args.quick else args.ranks:
         for sigma in (1.1, 1.7):
-            for row in simulate(ranks, sigma, args.seed, tokens, batches):
+            for row in simulate(ranks, sigma, args.seed, tokens, batches, args.methods):
                 record["rows"].append(row)
                 say(f"{ranks} ranks, sigma {sigma}: {row['method']}, {row['load']}")
     path = args.out or records.FOLDER / f"{records.today()}-placement.json"
     records.write(record, path)
     say(f"wrote {path}")
+    for line in table(record["rows"]):
+        say(line)
     return 0
 
 
+def table(rows: list[records.Row]) -> Iterator[str]:
+    """Yield the lines of the table of calculated layers, from the rows of a record."""
+    yield "| ranks, σ | no plan | home form | of it the fetch | pays from, tokens per rank |"
+    yield "| --- | --- | --- | --- | --- |"
+    loads = {(r["ranks"], r["sigma"], r["method"]): r["load"][0] for r in rows}
+    for row in rows:
+        ranks, sigma, tokens = (row[key] for key in ("ranks", "sigma", "tokens"))
+        if row["method"] != "home form" or (ranks, sigma, "no plan") not in loads:
+            continue
+        fetch = fetch_us(row["fetched"])
+        before, after = (
+            layer_us(ranks, tokens, loads[ranks, sigma, method])
+            for method in ("no plan", "home form")
+        )
+        least = tokens * fetch / (before - after)  # only the fetch does not grow with the tokens
+        us = before, after + fetch, fetch, least
+        yield f"| {ranks}, {sigma} | " + " | ".join(f"{value:,.0f}" for value in us) + " |"
+
+
+def layer_us(ranks: int, tokens: int, load: float) -> float:
+    """Return the calculated time of a forward pass on the fullest rank, without a fetch."""
+    rows = load * tokens * TOP_K
+    # A token crosses to the rank unless none of its choices is there.
+    crossing = tokens * (ranks - 1) * (1 - (1 - load / ranks) ** TOP_K)
+    products = rows * 2 * WEIGHTS_OF_EXPERT / PRODUCTS_FLOPS
+    return 1e6 * (products + 2 * crossing * HIDDEN * ITEM_BYTES / LINK_BYTES)
+
+
+def fetch_us(experts: int) -> float:
+    """Return the calculated time in which a link moves the weights of some experts."""
+    return 1e6 * experts * WEIGHTS_OF_EXPERT * ITEM_BYTES / LINK_BYTES
+
+
 def simulate(
-    ranks: int, sigma: float, seed: int, tokens: int, batches: int
+    ranks: int,
+    sigma: float,
+    seed: int,
+    tokens: int,
+    batches: int,
+    methods: Sequence[str] = METHODS,
 ) -> Iterator[records.Row]:
     """Yield the row of each method: the load of the fullest rank over the mean, and the dropped
     share of rows at a capacity factor, each the mean and the largest of the batches."""
@@ -56,7 +105,7 @@ def simulate(
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, tokens, rng) for _ in range(batches + 1)]
     plans = _plans(counts[0].sum(0), ranks)
-    for method in METHODS:
+    for method in methods:
         loads, drops = [], []
         for batch in counts[1:]:
             placement = plans.get(method) or _plans(batch.sum(0), ranks)["home form"]
@@ -76,10 +125,19 @@ def simulate(
             experts=EXPERTS,
             spare=0 if method in METHODS[:2] else SPARE,
             replicas=int((plans.get(method, plans["home form"]).slot_experts >= 0).sum()) - EXPERTS,
+            fetched=_num_fetched(plans["home form"], ranks) if method in FETCHING else 0,
             batches=batches,
             load=spread(loads),
             dropped=spread(drops),
         )
+
+
+def _num_fetched(placement: ma.Placement, ranks: int) -> int:
+    """Return how many experts' weights the busiest rank sends or receives, in the home form."""
+    local = EXPERTS // ranks
+    spare = np.asarray(placement.slot_experts).reshape(ranks, -1)[:, local:]
+    sent = np.bincount(spare[spare >= 0] // local, minlength=ranks)
+    return int(max(sent.max(), (spare >= 0).sum(1).max()))
 
 
 def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:

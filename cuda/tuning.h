@@ -44,9 +44,8 @@ struct Sm90 {
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
   // All blocks send first if a block has at most this number of send items; otherwise a share of the blocks does.
-  static constexpr int64_t kFewItems = 1;          // dispatch and route
-  static constexpr int64_t kFewItemsCombine = 8;   // "Version 11"
-  static constexpr double kRouteSenders = 1. / 2;  // "Versions 8 to 10"
+  static constexpr int64_t kFewItems = 1;         // dispatch
+  static constexpr int64_t kFewItemsCombine = 8;  // "Version 11"
   // "Version 12", "Senders in dispatch": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
   // "Token formats": encoding one token for all its ranks takes as long as writing this number of rows.

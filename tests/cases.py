@@ -40,6 +40,15 @@ class Layout:
             ranks, self.tokens, self.top_k, self.local_experts, self.alignment
         )
 
+    def route_args(self, group):
+        """Return the keyword arguments of `ma.route`."""
+        return dict(
+            group=group,
+            num_experts=self.num_experts(group.size),
+            capacity=self.capacity,
+            alignment=self.alignment,
+        )
+
     def has_rows(self, ranks):
         """Return False for an exchange of empty arrays, which no kernel runs."""
         return self.tokens > 0 and self.rows(ranks) > 0

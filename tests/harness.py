@@ -410,15 +410,7 @@ def exchange_fn(layout, group):
     """Return a function of one rank's arrays: a dispatch, an unweighted and a weighted combine."""
 
     def exchange(ids, x, topk_weights, y):
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            group=group,
-            num_experts=layout.num_experts(group.size),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
         return {
             "recv": recv,
             "sum": ma.combine(y, recv, weights=None),

@@ -28,12 +28,7 @@ compiled = functools.partial(harness.jit, compiler_options=harness.QUICKLY)
 
 def route_args(group, layout=LAYOUT):
     """Return the keyword arguments of `ma.route`."""
-    return dict(
-        group=group,
-        num_experts=layout.num_experts(group.size),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
+    return layout.route_args(group)
 
 
 def experts(rows, row_offsets, w):

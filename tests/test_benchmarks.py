@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402
     methods,
     operations,
     overlap,
+    placement,
     processes,
     products,
     record,
@@ -713,3 +714,14 @@ def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_p
     np.testing.assert_array_equal(token_slot >= 0, goes_to[0])
     np.testing.assert_array_equal(content[-8:-4], [0, *goes_to[1:, :, 0].sum(axis=1)])
     np.testing.assert_array_equal(content[-4:], [0, *goes_to[0, :, 1:].sum(axis=0)])
+
+
+def test_the_documents_have_the_calculated_layers_with_replicas():
+    """The break-even of a replica follows from the times of a layer."""
+    page = (ROOT / "docs/placement.md").read_text()
+    rows = json.loads((record.FOLDER / "2026-11-26-placement-layers.json").read_text())["rows"]
+    assert "\n".join(placement.table(rows)) in page
+    of_row = 2 * placement.WEIGHTS_OF_EXPERT / placement.PRODUCTS_FLOPS * 1e6
+    of_token = 2 * placement.HIDDEN * placement.ITEM_BYTES / placement.LINK_BYTES * 1e6
+    assert f"{placement.fetch_us(1) / (of_row + of_token):,.0f} rows" in page
+    assert f"from {placement.fetch_us(1) / of_row:,.0f} if" in page

@@ -35,13 +35,7 @@ def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2)
     group = harness.group_of(ranks)
 
     def combine(ids, y, *weights):
-        routing = ma.route(
-            ids,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        routing = ma.route(ids, **layout.route_args(group))
         return ma.combine(
             y, routing, weights=weights[0] if weighted else None, wire_dtype=wire_dtype
         )
@@ -106,6 +100,15 @@ def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
         ids, expected = routed(layout, routing, ranks)
         out = program(ids, y, weights)
         harness.assert_sums_agree(out, *oracle.combine(y, expected, weights, wire), routing)
+
+
+def test_the_sum_of_negative_zeros_is_a_positive_zero():
+    """On several ranks, the positive zeros of absent rows would hide the sign."""
+    layout, ranks = cases.PLAIN, 1
+    ids, expected = routed(layout, "uniform", ranks)
+    y = np.full((ranks, expected.capacity, 33), -0.0, np.float32)
+    out = combine_program(layout, ranks)(ids, y)
+    np.testing.assert_array_equal(cases.bits(out), 0)
 
 
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
@@ -282,12 +285,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
 
     def combine(ids, x, topk_weights, y, own):
-        route_args = dict(
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        route_args = layout.route_args(group)
         weighted = ma.dispatch(x, ids, topk_weights, **route_args)
         plain = ma.dispatch(x, ids, **route_args)
         return {

@@ -19,15 +19,7 @@ def dispatch_program(layout, ranks):
     group = harness.group_of(ranks)
 
     def dispatch(ids, x, topk_weights):
-        return ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        return ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
 
     exchanges = layout.exchanges_of_dispatch(ranks)
     return harness.on_each_rank(dispatch, harness.mesh_of(ranks), exchanges=exchanges)
@@ -72,14 +64,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     (ids, x, weights, _), expected = harness.exchange_inputs(case, ranks)
 
     def row_experts(ids, x):
-        recv = ma.dispatch(
-            x,
-            ids,
-            group=harness.group_of(ranks),
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        recv = ma.dispatch(x, ids, **layout.route_args(harness.group_of(ranks)))
         return recv.row_experts
 
     found = harness.on_each_rank(row_experts, harness.mesh_of(ranks))(ids, x)
@@ -220,15 +205,7 @@ def test_rows_do_not_depend_on_the_order_of_the_devices():
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
 
     def dispatch(ids, x, weights):
-        return ma.dispatch(
-            x,
-            ids,
-            weights,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        return ma.dispatch(x, ids, weights, **layout.route_args(group))
 
     assert_recv_is(harness.on_each_rank(dispatch, mesh)(ids, x, weights), x, weights, expected)
 
@@ -271,12 +248,7 @@ def test_a_routing_may_come_with_its_own_numbers_again():
     layout, ranks = cases.CUT, harness.SEVERAL
     (ids, x, weights, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     group = harness.group_of(ranks)
-    route_args = dict(
-        group=group,
-        num_experts=layout.num_experts(ranks),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
+    route_args = layout.route_args(group)
 
     def dispatch(ids, x, weights):
         return ma.dispatch(x, ma.route(ids, **route_args), weights, **route_args)

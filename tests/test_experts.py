@@ -193,9 +193,6 @@ def test_any_subset_of_gradients(wanted):
     assert_close(found, quickly(value_and_grads(dense, wanted))(*args))
 
 
-TERMS = ("d_pre", "d_weights", "d_w_out")
-
-
 @pytest.mark.parametrize(
     "linear", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=lambda linear: str(linear)
 )

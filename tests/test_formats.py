@@ -402,20 +402,11 @@ def sums_in_a_format(number, layout=SMALL):
     return number * layout.is_summed_in_formats(RANKS)
 
 
-def route_args(group, layout):
-    return dict(
-        group=group,
-        num_experts=layout.num_experts(group.size),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
-
-
 @functools.cache
 def dispatch_program(name, layout, ranks):
     """Return a program (ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing;
     the same of decoded rows; the combine of these)."""
-    fmt, static = FORMATS[name], route_args(harness.group_of(ranks), layout)
+    fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
         by_ids = functools.partial(ma.dispatch, x, ids, topk_weights, format=fmt, **static)
@@ -556,7 +547,7 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
     x = tokens_of(layout, ranks)
 
     def dispatch(ids, x):
-        rows = ma.dispatch(x, ids, format=fmt, **route_args(group, layout)).rows
+        rows = ma.dispatch(x, ids, format=fmt, **layout.route_args(group)).rows
         return rows, fmt.row_major(rows), fmt.decode(rows, "float32"), fmt.encode(x)
 
     rows, row_major, decoded, tokens = harness.on_each_rank(dispatch, group.mesh)(ids, x)
@@ -586,7 +577,7 @@ def test_partial_sums_of_a_combine_are_quantized_once_while_they_travel(name, dt
     y = cases.normal(rng, (ranks, SMALL.rows(ranks), SMALL.hidden), dtype)
 
     def combine(ids, y):
-        routing = ma.route(ids, **route_args(group, SMALL))
+        routing = ma.route(ids, **SMALL.route_args(group))
         ones = jnp.ones(SMALL.rows(ranks))
         return (
             ma.combine(y, routing, wire_dtype=fmt),
@@ -643,7 +634,7 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
     weights = weights.astype(np.float32)
 
     def combine(ids, y, weights):
-        routing = ma.route(ids, **route_args(group, layout))
+        routing = ma.route(ids, **layout.route_args(group))
         y = jnp.where(routing.row_rank[:, None] >= 0, y, jnp.nan)
         return [ma.combine(y, routing, weights=w, wire_dtype=fmt) for w in (None, weights)]
 
@@ -672,7 +663,7 @@ def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(
     weights = 2.0 ** rng.integers(-2, 2, y.shape[:3]).astype(np.float32)
 
     def combine(ids, y, weights):
-        routing = ma.route(ids, **route_args(group, SMALL))
+        routing = ma.route(ids, **SMALL.route_args(group))
 
         def of(y, weights=None):
             return ma.combine(y, routing, weights=weights, wire_dtype=fmt)
@@ -695,7 +686,7 @@ def test_the_halves_of_a_combine_in_a_format_return_what_the_whole_returns():
     weights = rng.random(y.shape[:2], np.float32)
 
     def combine(ids, y, weights):
-        routing = ma.route(ids, **route_args(group, SMALL))
+        routing = ma.route(ids, **SMALL.route_args(group))
         options = [dict(weights=w, wire_dtype=fmt) for w in (None, weights)]
         halves = [ma.combine_done(ma.combine_start(y, routing, **each)) for each in options]
         return halves, [ma.combine(y, routing, **each) for each in options]
@@ -711,9 +702,9 @@ def test_the_gradient_of_a_dispatch_may_be_quantized_while_it_travels():
 
     def run(ids, x, direction):
         def rows(x):
-            return ma.dispatch(x, ids, wire_dtype=fmt, **route_args(group, SMALL)).rows
+            return ma.dispatch(x, ids, wire_dtype=fmt, **SMALL.route_args(group)).rows
 
-        routing = ma.route(ids, **route_args(group, SMALL))
+        routing = ma.route(ids, **SMALL.route_args(group))
         ct = jnp.concatenate([x, direction])[: SMALL.rows(VMAPPED)]
         return transposed(rows, x, ct), ma.combine(ct, routing, wire_dtype=fmt)
 
@@ -729,7 +720,7 @@ def there_and_back(group, fmt, ids, topk_weights=None):
 
     def of(x):
         recv = ma.dispatch(
-            x, ids, topk_weights, format=fmt, decode=fmt is not None, **route_args(group, SMALL)
+            x, ids, topk_weights, format=fmt, decode=fmt is not None, **SMALL.route_args(group)
         )
         return ma.combine(recv.rows, recv)
 
@@ -868,7 +859,7 @@ def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
     def run(ids, x, direction):
         def rows(ids, x, scale, decode=False):
             fmt = ma.NvFp4(global_scale=scale)
-            return ma.dispatch(x, ids, format=fmt, decode=decode, **route_args(group, SMALL)).rows
+            return ma.dispatch(x, ids, format=fmt, decode=decode, **SMALL.route_args(group)).rows
 
         both = dict(ids=jnp.stack([ids, ids[::-1]]), x=jnp.stack([x, direction]), scale=scales)
         one = dict(ids=ids, x=x, scale=jnp.asarray(scales[0]))
@@ -898,9 +889,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
     def payload_of(pick):
         def of(ids, x, weights, scale):
             fmt = ma.NvFp4(global_scale=scale)
-            recv = ma.dispatch(
-                (x, x[:, :64]), ids, weights, format=fmt, **route_args(group, layout)
-            )
+            recv = ma.dispatch((x, x[:, :64]), ids, weights, format=fmt, **layout.route_args(group))
             return pick(recv)
 
         closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, weights, scales)
@@ -962,7 +951,7 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
     def of_rank(ids, x):
         def rows(x, **options):
             return ma.dispatch(
-                x, ids, format=ma.BlockwiseFp8(), **route_args(group, layout), **options
+                x, ids, format=ma.BlockwiseFp8(), **layout.route_args(group), **options
             ).rows
 
         return rows(x), jax.grad(lambda x: lax.psum(rows(x, decode=True).sum(), harness.AXIS))(x)
@@ -987,7 +976,7 @@ def test_tokens_are_dispatched_once_as_they_are_and_gradients_once_each_way():
     def dispatch(decode):
         def of(ids, x):
             return ma.dispatch(
-                x, ids, format=ma.MxFp8(), decode=decode, **route_args(group, SMALL)
+                x, ids, format=ma.MxFp8(), decode=decode, **SMALL.route_args(group)
             ).rows
 
         return of
@@ -1016,7 +1005,7 @@ def test_quantized_rows_have_no_gradient():
 
     def gradient(ids, x):
         def total(x):
-            recv = ma.dispatch(x, ids, format=ma.BlockwiseFp8(), **route_args(group, SMALL))
+            recv = ma.dispatch(x, ids, format=ma.BlockwiseFp8(), **SMALL.route_args(group))
             return jnp.sum(ma.BlockwiseFp8().decode(recv.rows, "float32"))
 
         return jax.grad(total)(x)
@@ -1032,7 +1021,7 @@ def test_payloads_of_several_arrays():
     position = np.arange(VMAPPED * SMALL.tokens, dtype=np.int32).reshape(VMAPPED, -1)
 
     def run(ids, x, direction, position):
-        static = route_args(group, SMALL)
+        static = SMALL.route_args(group)
         both = {"a": x, "b": (direction.astype(jnp.bfloat16)[:, None],)}
         together = ma.dispatch(both, ids, format=fmt, **static).rows
         decoded = ma.dispatch(both, ids, format=fmt, decode=True, **static).rows

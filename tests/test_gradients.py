@@ -20,15 +20,7 @@ WIDTH = 4
 
 
 def layer_of_one_rank(layout, group, x, ids, topk_weights, w_in, w_out):
-    recv = ma.dispatch(
-        x,
-        ids,
-        topk_weights,
-        group=group,
-        num_experts=layout.num_experts(group.size),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
+    recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
     hidden = jnp.tanh(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
     return ma.combine(jax.lax.ragged_dot(hidden, w_out, recv.group_sizes), recv)
 
@@ -181,14 +173,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
         def dispatch(x, topk_weights):
             recv = ma.dispatch(
-                x,
-                ids,
-                topk_weights,
-                group=group,
-                num_experts=layout.num_experts(ranks),
-                capacity=layout.capacity,
-                alignment=layout.alignment,
-                wire_dtype=wire_dtype,
+                x, ids, topk_weights, **layout.route_args(group), wire_dtype=wire_dtype
             )
             return recv.rows, recv.weights
 
@@ -235,13 +220,7 @@ def test_the_gradient_of_a_weighted_combine_is_exact(dtype):
     group = harness.group_of(ranks)
 
     def transposed(ids, y, weights, g):
-        routing = ma.route(
-            ids,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        routing = ma.route(ids, **layout.route_args(group))
         return jax.vjp(lambda y, w: ma.combine(y, routing, weights=w), y, weights)[1](g)
 
     program = harness.on_each_rank(transposed, harness.mesh_of(ranks))
@@ -274,13 +253,7 @@ def test_the_gradient_of_a_combine_is_a_dispatch():
     group = harness.group_of(ranks)
 
     def transposed(ids, y, g):
-        routing = ma.route(
-            ids,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        routing = ma.route(ids, **layout.route_args(group))
         return jax.vjp(lambda y: ma.combine(y, routing), y)[1](g)[0]
 
     program = harness.on_each_rank(transposed, harness.mesh_of(ranks))

@@ -100,8 +100,8 @@ def only(path):
             patch.setattr(native, "has_grouped_gemm", lambda: False)
         if path == "careless":
             patch.setattr(lowered, "_why_no_mosaic", lambda *args: "")
-            patch.setattr(lowered, "_mosaic_dot", careless_dot)
-            patch.setattr(lowered, "_mosaic_outer", careless_outer)
+            patch.setattr(lowered, "mosaic_dot", careless_dot)
+            patch.setattr(lowered, "mosaic_outer", careless_outer)
         if path == "lax":
             patch.setattr(lowered, "_why_no_mosaic", lambda *args: "the test hides it")
         for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():

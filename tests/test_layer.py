@@ -30,7 +30,6 @@ INTERMEDIATE = 3
 SWIGLU = ma.gated(jax.nn.silu)
 NAMES = ("x", "topk_weights", "w_in", "w_out", "b_in", "b_out")
 OF_FLOATS = tuple(range(len(NAMES)))
-WITHOUT_BIASES = OF_FLOATS[:4]
 SMALL = cases.Layout("small", tokens=6, top_k=3, local_experts=2, alignment=4, hidden=5)
 CUT = cases.Layout(
     "cut", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=5

@@ -40,10 +40,7 @@ def traced_recv(layout, ranks, dtype, **modes):
             x,
             ids,
             topk_weights,
-            group=harness.emulated_group(ranks),
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
+            **layout.route_args(harness.emulated_group(ranks)),
             **modes,
         )
 

@@ -49,15 +49,7 @@ def there_and_back(layout, ranks):
     group = harness.group_of(ranks)
 
     def program(ids, x, topk_weights, y):
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y["float32"], recv)
 
     # The dispatch, a combine for each dtype, and the weighted one.

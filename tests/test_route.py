@@ -18,13 +18,7 @@ def route_program(layout, ranks):
     group = harness.group_of(ranks)
 
     def route(ids):
-        return ma.route(
-            ids,
-            group=group,
-            num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
-            alignment=layout.alignment,
-        )
+        return ma.route(ids, **layout.route_args(group))
 
     exchanges = int(layout.has_rows(ranks))
     return harness.on_each_rank(route, harness.mesh_of(ranks), exchanges=exchanges)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
 POLICIES = jax.checkpoint_policies
-ONE_EACH = {"dispatch_start": 1, "weighted_combine_start": 1}
 FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combine_start": 1}
 
 

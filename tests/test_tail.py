@@ -28,12 +28,7 @@ MANY = cases.Layout("many", tokens=300, top_k=2, local_experts=2, alignment=8, h
 
 
 def route_args(layout, ranks=RANKS, group=None):
-    return dict(
-        group=group or harness.group_of(ranks),
-        num_experts=layout.num_experts(ranks),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
+    return layout.route_args(group or harness.group_of(ranks))
 
 
 def by_ids(x, ids, weights, layout, **options):

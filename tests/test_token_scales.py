@@ -60,15 +60,6 @@ def tokens_of(scales, shape, dtype):
         return x.astype(cases.dtype(dtype))
 
 
-def route_args(group, layout):
-    return dict(
-        group=group,
-        num_experts=layout.num_experts(group.size),
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-    )
-
-
 def oracle_routing(ids, layout):
     ranks = len(ids)
     return oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
@@ -155,16 +146,16 @@ def test_tiles_keep_the_scales_of_tokens():
 
 
 def by_ids(x, ids, weights, group, layout, **options):
-    return ma.dispatch(x, ids, weights, **route_args(group, layout), **options)
+    return ma.dispatch(x, ids, weights, **layout.route_args(group), **options)
 
 
 def by_routing(x, ids, weights, group, layout, **options):
-    return ma.dispatch(x, ma.route(ids, **route_args(group, layout)), weights, **options)
+    return ma.dispatch(x, ma.route(ids, **layout.route_args(group)), weights, **options)
 
 
 def by_halves(x, ids, weights, group, layout, **options):
     return ma.dispatch_done(
-        ma.dispatch_start(x, ids, weights, **route_args(group, layout), **options)
+        ma.dispatch_start(x, ids, weights, **layout.route_args(group), **options)
     )
 
 
@@ -260,7 +251,7 @@ def test_dispatch_of_no_token_and_of_one(tokens):
     x = np.ones((ranks, tokens, 64), np.float32)
 
     def rows(x, ids, scales):
-        options = dict(route_args(group, layout), format=ma.NvFp4(global_scale=scales))
+        options = dict(layout.route_args(group), format=ma.NvFp4(global_scale=scales))
         recv = ma.dispatch(x, ids, **options)
         return recv.rows, recv.global_scales, ma.dispatch(x, ids, decode=True, **options).rows
 
@@ -285,7 +276,7 @@ def test_shared_experts_and_replicated_tokens(replicated):
 
     def rows(x, ids, scales):
         options = dict(
-            route_args(group, dataclasses.replace(LAYOUT, capacity=None)),
+            dataclasses.replace(LAYOUT, capacity=None).route_args(group),
             shared_expert=True,
             replicated=replicated,
             format=ma.NvFp4(global_scale=scales),
@@ -322,7 +313,7 @@ def test_two_levels_return_what_one_level_returns():
     expected = oracle_routing(ids, LAYOUT)
 
     def rows(x, ids, weights, scales):
-        options = dict(route_args(group, LAYOUT), format=ma.NvFp4(global_scale=scales))
+        options = dict(LAYOUT.route_args(group), format=ma.NvFp4(global_scale=scales))
         recvs = [ma.dispatch(x, ids, weights, decode=d, **options) for d in (False, True)]
         return [(recv.rows, recv.global_scales, recv.weights) for recv in recvs]
 
@@ -483,7 +474,7 @@ def test_unused_scales_do_not_travel(tokens):
     def payload_of(pick):
         def of(ids, x, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            return pick(ma.dispatch(x, ids, format=fmt, **route_args(group, layout)))
+            return pick(ma.dispatch(x, ids, format=fmt, **layout.route_args(group)))
 
         closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, scales)
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
@@ -514,7 +505,7 @@ def test_a_layer_has_the_results_of_one_with_quantized_tokens():
         fmt = ma.NvFp4(global_scale=scales)
 
         def layer(x, fmt):
-            options = dict(activation=jax.nn.silu, format=fmt, **route_args(group, LAYOUT))
+            options = dict(activation=jax.nn.silu, format=fmt, **LAYOUT.route_args(group))
             return ma.moe_mlp(x, ids, weights, w_in, w_out, **options)
 
         quantized = fmt.decode(fmt.encode(x), x.dtype)
@@ -545,7 +536,7 @@ def test_choices_may_travel_with_the_scale_of_their_expert(routing):
     def exchange(ids, x, weights):
         num_tokens, top_k = ids.shape
         own = ids.reshape(-1, 1)
-        options = route_args(group, layout)
+        options = layout.route_args(group)
         fmt = ma.NvFp4(global_scale=jnp.asarray(expert_scales)[own[:, 0]])
         tokens, own_weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
         recv = ma.dispatch(tokens, own, own_weights, format=fmt, **options)

@@ -52,10 +52,15 @@ struct Senders {
   double share;
 };
 
+// Returns how many blocks have a work item.
+inline int64_t blocks_for(int64_t num_sms, int64_t items) {
+  return std::max<int64_t>(1, std::min(num_sms, items));
+}
+
 // Returns the grid of a launch whose teams take work items one at a time.
 inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int64_t row_bytes,
                       const Senders& senders) {
-  const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, send_items + receive_items));
+  const int64_t blocks = blocks_for(num_sms, send_items + receive_items);
   const int64_t send_blocks = send_items <= senders.few * blocks
                                   ? blocks
                                   : std::max<int64_t>(1, std::llround(blocks * senders.share));
@@ -83,9 +88,10 @@ inline int64_t largest_row(const CombineParams& p) {
 }
 
 inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
+  // All blocks send, then receive, as a single team.
   const int64_t chunks = int64_t{p.batch} * p.chunks;
-  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1,
-                   {Tuning::kFewItems, Tuning::kRouteSenders});
+  const int blocks = static_cast<int>(blocks_for(num_sms, chunks * (1 + p.view.num_ranks)));
+  return {blocks, {blocks, 1, 1}};
 }
 
 // Returns how many rows a rank writes: all; or about a balanced load if the tail is left.

@@ -94,7 +94,7 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
     if num_rows % MOSAIC_ROWS:
         return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
     try:
-        _mosaic_kernels()
+        mosaic_kernels()
     except Exception as error:  # an experimental module may raise anything when it is imported
         return f"JAX's kernel cannot be imported: {error}"
     return ""
@@ -103,14 +103,14 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
 def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
     _, w_aval, _ = ctx.avals_in
-    paths = _dot_kernel, reference.dot, _mosaic_dot
+    paths = _dot_kernel, reference.dot, mosaic_dot
     return _lower(ctx, operands, params, w_aval.shape[-3:], *paths)
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_outer_p``."""
     x_aval, y_aval, sizes_aval = ctx.avals_in
-    paths = _outer_kernel, reference.outer, _mosaic_outer
+    paths = _outer_kernel, reference.outer, mosaic_outer
     shape = sizes_aval.shape[-1], x_aval.shape[-1], y_aval.shape[-1]
     return _lower(ctx, operands, params, shape, *paths)
 
@@ -272,7 +272,9 @@ def call(
 
 
 @functools.cache
-def _mosaic_kernels() -> tuple[Any, Any]:
+def mosaic_kernels() -> tuple[Any, Any]:
+    """Return JAX's kernels for the products of rows, and of groups of rows."""
+
     def load(name: str) -> Any:
         name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
         try:
@@ -287,19 +289,23 @@ def _mosaic_kernels() -> tuple[Any, Any]:
 
 
 def _mosaic_tiles(num_rows: int) -> dict[str, int]:
-    """Return tiles that are measured to be fast for shapes of experts (docs/history/speed.md)."""
+    """Return the tiles with which the record of ``benchmarks.products`` measures these kernels. No
+    record compares them with other tiles."""
     block_m = 128 if num_rows >= 4096 else 64
     return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
 
 
-def _mosaic_dot(
+def mosaic_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
 ) -> jax.Array:
+    """Return the products of rows [C, K] and their groups' weights, unspecified after the last
+    group."""
     tiles = _mosaic_tiles(rows.shape[0])
-    out = _mosaic_kernels()[0](rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles)
+    out = mosaic_kernels()[0](rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles)
     return out.astype(dtype)
 
 
-def _mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+def mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    """Return the products of each group's rows, ``x.T @ y``."""
     tiles = dict(_mosaic_tiles(x.shape[0]), block_m=128)
-    return _mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)
+    return mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)

@@ -145,8 +145,9 @@ def moe_mlp(
       overlap_backward: True to run the last exchange of the backward pass at the same time as the
         gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
         own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
-        The option has no effect without exchanges, with a format, or outside ``jax.jit``. It must
-        be False under ``jax.linear_transpose``. The activation is then not fused.
+        The option has no effect without exchanges, with a format, with fetched weights of a
+        ``placement``, or outside ``jax.jit``. It must be False under ``jax.linear_transpose``. The
+        activation is then not fused.
       num_chunks: number of equal parts of the tokens, which run one after the other, each under
         ``jax.checkpoint``; None means 1. Memory for rows is then that of one chunk, so a worst-case
         capacity needs about ``1/num_chunks`` of the memory. Each chunk is routed on its own:
@@ -167,9 +168,8 @@ def moe_mlp(
         (``choose_slots``). If weights and biases are those of the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
-        they are fetched once for all chunks, and kept. ``overlap_backward`` then has no effect. If
-        the weights are those of all P / R slots of this rank, nothing is fetched. A ``Routing``
-        must be one of slots.
+        they are fetched once for all chunks, and kept. If the weights are those of all P / R slots
+        of this rank, nothing is fetched. A ``Routing`` must be one of slots.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
