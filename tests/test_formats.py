@@ -898,7 +898,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
         (eqn,) = small_layer.equations(jaxpr, name)
         shapes = small_layer.shapes_of_one_rank(eqn)
         payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
-        return payload, "encoding" in eqn.params
+        return payload, eqn.params["options"].format is not None
 
     a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
     assert payload_of(lambda recv: recv) == ([a, b, choices, scale], True)

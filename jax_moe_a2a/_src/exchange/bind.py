@@ -14,6 +14,7 @@ from .. import compat
 from ..group.group import Group
 from ..plan.capacity import default_capacity
 from ..plan.plan import RoutePlan, renumbered_ids
+from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
 from . import two_level
@@ -46,22 +47,21 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 
 
 def route_and_dispatch(
-    ids: jax.Array, options: RouteOptions, payload: Sequence[jax.Array], **params: Any
+    checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
     """Route ids int32 [T, K] and dispatch in one primitive, over one level.
 
     Args:
-      ids: as in ``route_ids``.
-      options: the options of a routing with one level.
+      checked: ids, and the options of a routing with one level.
       payload: the payload of ``DISPATCH``.
       **params: parameters of ``DISPATCH``.
 
     Returns:
       The routing, and the results of ``DISPATCH``.
     """
-    planned, route_params = _planned(ids, options)
+    planned, route_params = _planned(*checked)
     plan, moved = bind_routed_dispatch(planned, payload, **route_params, **params)
-    return _routing_of(plan, ids, options), moved
+    return _routing_of(plan, *checked), moved
 
 
 def bind(

@@ -194,8 +194,7 @@ def batch(
 
     # If the global scales of tokens are batched, the tokens must be batched too, as with a batched
     # routing.
-    encoding = params.get("encoding")
-    own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
+    own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
         # With spmd_axis_name, an unbatched result would have a type that varies over that mesh

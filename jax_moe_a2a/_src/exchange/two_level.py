@@ -24,7 +24,7 @@ from ..group.group import Group
 from ..plan.plan import RoutingArrays, quotient, remainder, running_sum
 from ..routing.two_level import TwoLevelRouting
 from .dispatch_combine import COMBINE, DISPATCH
-from .record import Exchange
+from .record import Exchange, Options
 from .reference import own_rank
 from .routed import bind_route
 
@@ -66,7 +66,7 @@ def plan_levels(
         group=hosts,
         num_leaves=1,
         num_choice_arrays=0,
-        wire_dtype=None,
+        options=Options(),
     )
     gathered = gathered.reshape(num_tokens, hosts.size, top_k)
     is_valid = (gathered >= 0) & (gathered < num_experts)

@@ -24,7 +24,7 @@ from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.fixed import fixed
-from ..exchange.payload_checks import DispatchOptions
+from ..exchange.record import Options
 from ..exchange.recv import Recv
 from ..exchange.reference import accumulation_dtype
 from ..experts.act_encode import why_no_act_encode
@@ -334,9 +334,7 @@ def mlp_and_routing(
         topk_weights,
         shared_weights,
         route_arguments,
-        DispatchOptions(
-            wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"
-        ),
+        Options(wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"),
     )
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
@@ -421,8 +419,8 @@ def mlp_and_routing(
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    y = back.sums(bind(COMBINE, back.payload, routing, tail=arguments.options.tail, **back.params))
-    return y, routing, totals
+    back = back._replace(options=back.options._replace(tail=arguments.options.tail))
+    return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
 
 
 def _product(
