@@ -197,15 +197,16 @@ def launches(eqn, inputs):
     if operation not in KERNELS or not isinstance(group, ma.Group):
         return []
     avals = [atom.aval for atom in eqn.invars]
-    is_empty = any(0 in aval.shape for aval in avals) or params.get("capacity") == 0
+    is_empty = any(0 in aval.shape for aval in avals)
+    if "plan_options" in params:
+        is_empty |= params["plan_options"].capacity == 0
     if is_empty or group.implementation == "portable":
         return []
     return [(*key, str(group)) for key in KERNELS[operation](params, avals, tuple(inputs))]
 
 
 def of_route(params, avals, inputs):
-    numbers = ("num_experts", "capacity", "alignment", "first_choice")
-    return [("route", inputs[0], *(params[name] for name in numbers))]
+    return [("route", inputs[0], params["plan_options"])]
 
 
 def of_dispatch(params, avals, inputs):

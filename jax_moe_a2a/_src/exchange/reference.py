@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from ..compat import align_varying
 from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..group.group import Group
-from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
+from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Exchange, Options, split_routing
 from .swap import swap
 
@@ -35,14 +35,12 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 
 
 def route(
-    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **plan_params: Any
+    ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
     """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
     the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
-    plan: Callable[..., RoutePlan] = partial(
-        plan_route, num_local_experts=num_experts // group.size, **plan_params
-    )
+    plan: Callable[..., RoutePlan] = partial(plan_route, **plan_options._asdict())
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
     if emulated:
@@ -174,12 +172,17 @@ def weighted_dispatch(
 
 
 def routed_dispatch(
-    ids: jax.Array, *payload: jax.Array, group: Group, emulated: bool, **params: Any
+    ids: jax.Array,
+    *payload: jax.Array,
+    group: Group,
+    emulated: bool,
+    plan_options: PlanOptions,
+    **params: Any,
 ) -> list[jax.Array]:
     """Route ids int32 [T, K], and dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return
     the results of a ``RoutePlan``, then leaves [C, ...] and choice arrays [C, ...]."""
-    plan_params = {name: params.pop(name) for name in PLAN_PARAMS}
-    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **plan_params))
+    results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
+    plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
     return [*plan.results, *moved]
 
