@@ -23,7 +23,7 @@ from .lowering.combine import weighted_combine_calls
 from .lowering.dispatch import weighted_dispatch_calls
 from .record import ROW, TOKEN, Exchange, Layouts, split_routing
 from .reference import accumulation_dtype
-from .rules import cotangents_of, is_zero, select, spread, zero_tangent
+from .rules import cotangents_of, is_zero, select, zero_tangent
 
 
 def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
@@ -170,11 +170,8 @@ def _dispatch_jvp(
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(tangents)
     moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
-
-    def of_moving(*args: Any) -> list[Any]:
-        return _dispatch_and_weigh(*spread(moving, args, primals), **params)
-
-    out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
+    fn = partial(_dispatch_and_weigh, **params)
+    out, tangents_out = rules.jvp_of_moving(fn, moving, primals, tangents)
     # Each result depends on the first operand and on one other array. The results of the choice
     # arrays come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]
