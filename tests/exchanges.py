@@ -197,15 +197,16 @@ def launches(eqn, inputs):
     if operation not in KERNELS or not isinstance(group, ma.Group):
         return []
     avals = [atom.aval for atom in eqn.invars]
-    is_empty = any(0 in aval.shape for aval in avals) or params.get("capacity") == 0
+    is_empty = any(0 in aval.shape for aval in avals)
+    if "plan_options" in params:
+        is_empty |= params["plan_options"].capacity == 0
     if is_empty or group.implementation == "portable":
         return []
     return [(*key, str(group)) for key in KERNELS[operation](params, avals, tuple(inputs))]
 
 
 def of_route(params, avals, inputs):
-    numbers = ("num_experts", "capacity", "alignment", "first_choice")
-    return [("route", inputs[0], *(params[name] for name in numbers))]
+    return [("route", inputs[0], params["plan_options"])]
 
 
 def of_dispatch(params, avals, inputs):
@@ -216,13 +217,13 @@ def of_dispatch(params, avals, inputs):
 
 
 def moved(inputs, params):
-    options = str(params.get("encoding")), params["num_choice_arrays"], params.get("tail")
-    return [("dispatch", inputs, *options)]
+    options = params["options"]._replace(wire_dtype=None)  # is for the transpose only
+    return [("dispatch", inputs, str(options), params["num_choice_arrays"])]
 
 
 def num_arrays(params, num_payload):
     """Return how many arrays land. An encoded leaf is two arrays: values and scales."""
-    return num_payload + (params["num_leaves"] if params.get("encoding") is not None else 0)
+    return num_payload + (params["num_leaves"] if params["options"].format is not None else 0)
 
 
 def of_routed_dispatch(params, avals, inputs):
@@ -231,7 +232,7 @@ def of_routed_dispatch(params, avals, inputs):
     ranks = params["group"].size
     *_, num_tokens, top_k = ids.shape
     fits = num_tokens <= MAX_FUSED_TOKENS and ranks * num_tokens * top_k <= MAX_FUSED_CHOICES
-    is_encoded_alone = ranks == 1 and params.get("encoding") is not None
+    is_encoded_alone = ranks == 1 and params["options"].format is not None
     lands = num_arrays(params, len(payload)) <= MAX_ARRAYS
     route = of_route(params, avals, inputs)
     if fits and lands and not is_encoded_alone:
@@ -249,14 +250,14 @@ def of_combine(params, avals, inputs):
     keys, choice_arrays = [], inputs[num_leaves : num_leaves + num_choice_arrays]
     for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:
         own = tuple(x for x, aval in zip(inputs, leaves) if aval.dtype == dtype)
-        wire = params["wire_dtype"] or dtype
+        wire = params["options"].wire_dtype or dtype
         keys.append(("combine", own, choice_arrays, inputs[-NUM_ROUTING_ARRAYS:], str(wire)))
         choice_arrays = ()
     return keys
 
 
 def of_weighted_combine(params, avals, inputs):
-    num_pairs, wire = params["num_leaves"], params["wire_dtype"]
+    num_pairs, wire = params["num_leaves"], params["options"].wire_dtype
     rows, weights = avals[:num_pairs], avals[num_pairs : 2 * num_pairs]
     applies = (
         num_pairs <= (1 if is_format(wire) else MAX_PAIRS)
@@ -289,7 +290,7 @@ def of_weighted_dispatch(params, avals, inputs):
     )
     if is_one:
         return [("weighted_dispatch", inputs, num_leaves, num_choice_arrays)]
-    return moved((inputs[0], *inputs[-NUM_ROUTING_ARRAYS:]), dict(num_choice_arrays=0))
+    return moved((inputs[0], *inputs[-NUM_ROUTING_ARRAYS:]), params | dict(num_choice_arrays=0))
 
 
 def is_format(wire_dtype):
@@ -298,7 +299,7 @@ def is_format(wire_dtype):
 
 def are_summed(rows, params, avals):
     """Return True if the kernels sum such rows and send such partial sums."""
-    wire = params["wire_dtype"]
+    wire = params["options"].wire_dtype
     if any(aval.dtype.name not in SUMMED_DTYPES for aval in rows):
         return False
     if is_format(wire):

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
+from jax_moe_a2a._src.exchange.record import Options
 
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 
@@ -191,7 +192,7 @@ def test_the_primitives_check_all_seven_arrays(name):
     group = flat_group()
 
     def layer(routing, x, y):
-        numbers = dict(group=group, num_leaves=1, num_choice_arrays=0, wire_dtype=None)
+        numbers = dict(group=group, num_leaves=1, num_choice_arrays=0, options=Options())
         for damage in DAMAGES.values():
             arrays = replaced(routing, name, damage).arrays
             with pytest.raises(TypeError, match=f"{name}|choice_rank"):

@@ -6,6 +6,7 @@ The oracle is `format_oracle.py`, which shares nothing with the package.
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 
 import cases
@@ -24,6 +25,8 @@ from jax.interpreters import partial_eval
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
+from jax_moe_a2a._src.exchange.payload_checks import check_format
+from jax_moe_a2a._src.formats import formats
 
 pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
 
@@ -36,6 +39,30 @@ FORMATS = {
     "nv": ma.NvFp4(),
     "nv_scaled": ma.NvFp4(global_scale=ODD_SCALE),
 }
+
+
+def test_every_format_stands_wherever_formats_are_listed():
+    """A compiler or another test guards the other places of a format that CONTRIBUTING.md lists."""
+
+    def formats_of(module):
+        kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
+        found = {name for name, kind in kinds if issubclass(kind, ma.TokenFormat)}
+        return {name for name in found if not name.startswith("_")} - {"TokenFormat"}
+
+    names = formats_of(formats)
+    assert names == formats_of(ma) == {type(fmt).__name__ for fmt in draw.FORMATS.values()}
+    with pytest.raises(TypeError) as error:
+        check_format("fp8", False, [])
+    files = ("docs/formats.md", "docs/api/formats.md", "cuda/token_format.h")
+    texts = {file: pathlib.Path(__file__).parents[1].joinpath(file).read_text() for file in files}
+    texts |= {fn.__name__: fn.__doc__ for fn in (ma.dispatch, ma.combine)}
+    texts["the error of another format"] = str(error.value)
+    assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
+    # Payloads, estimates and attributes of calls know the parameter of NvFp4 alone.
+    fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
+    more = {kind: {f.name for f in fields[kind]} - {"scale_layout"} for kind in fields}
+    assert {kind for kind in more if more[kind]} == {ma.NvFp4}
+    assert more[ma.NvFp4] == {"global_scale"}
 
 
 # Inputs
@@ -289,8 +316,6 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
 
 
 def test_the_inverse_of_a_global_scale_is_rounded_once():
-    from jax_moe_a2a._src.formats import formats
-
     rng = np.random.default_rng(0)
     mantissas = np.concatenate(
         [np.arange(1 << 14), rng.integers(0, 1 << 23, 1 << 16), [(1 << 23) - 1]]
@@ -898,7 +923,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
         (eqn,) = small_layer.equations(jaxpr, name)
         shapes = small_layer.shapes_of_one_rank(eqn)
         payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
-        return payload, "encoding" in eqn.params
+        return payload, eqn.params["options"].format is not None
 
     a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
     assert payload_of(lambda recv: recv) == ([a, b, choices, scale], True)

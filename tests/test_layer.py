@@ -452,7 +452,7 @@ def test_no_exchange_writes_rows_after_the_last_group():
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", False))(floats, ids)
     names = "moe_a2a_dispatch", "moe_a2a_routed_dispatch"
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name in names]
-    assert [eqn.params["tail"] for eqn in outward] == ["unspecified"] * 2
+    assert [eqn.params["options"].tail for eqn in outward] == ["unspecified"] * 2
 
 
 @pytest.mark.exchanges(0)

@@ -19,6 +19,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
 from jax_moe_a2a._src.exchange.lowering import budgets
 from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange.record import Options
 from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.plan.plan import NUM_RESULTS, plan_shapes
@@ -641,7 +642,7 @@ def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
             num_leaves=num_rows,
             num_choice_arrays=num_weights,
             num_weight_axes=0,
-            wire_dtype=None,
+            options=Options(),
             group=routing.group,
         )
 
@@ -922,7 +923,7 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
             routing.arrays,
             num_leaves=len(rows),
             num_choice_arrays=0,
-            wire_dtype=None,
+            options=Options(),
             group=routing.group,
         )
         return out

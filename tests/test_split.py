@@ -20,6 +20,7 @@ from small_layer import LAYOUT, OF_FLOATS, route_args
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import split
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
+from jax_moe_a2a._src.exchange.record import Options
 
 pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 
@@ -461,7 +462,7 @@ def is_start(eqn):
 def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
     def of_one_rank(x, rows, ids, group):
         routing = ma.route(ids, **route_args(group)).arrays
-        params = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=group)
+        params = dict(num_leaves=1, num_choice_arrays=0, options=Options(), group=group)
         done = lambda rows: DISPATCH.done.bind([x, rows], routing, **params)[0]
         return jax.vmap(done)(rows)
 
@@ -745,7 +746,7 @@ def test_arguments_are_checked_as_those_of_the_whole_exchange():
 
 def linted(fn):
     """Return the problems of fn(x, routing) that binds the halves itself."""
-    params = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=GROUP)
+    params = dict(num_leaves=1, num_choice_arrays=0, options=Options(), group=GROUP)
 
     def of_one_rank(x, ids):
         routing = ma.route(ids, **route_args(GROUP)).arrays

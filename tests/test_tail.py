@@ -299,7 +299,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
     assert np.isnan(tangent[expected.is_tail]).all()
     assert not np.asarray(cotangent)[expected.is_tail].any()
     dispatches = [
-        eqn.params.get("tail", "zero")
+        eqn.params["options"].tail
         for eqn in harness.equations(jax.make_jaxpr(on_ranks)(x, ids))
         if eqn.primitive.name == "moe_a2a_dispatch"
     ]

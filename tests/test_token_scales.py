@@ -484,7 +484,8 @@ def test_unused_scales_do_not_travel(tokens):
             if eqn.primitive.name in ("moe_a2a_dispatch", "moe_a2a_routed_dispatch")
         ]
         (params,) = found
-        return params["num_leaves"], params["num_choice_arrays"], "encoding" in params
+        is_encoded = params["options"].format is not None
+        return params["num_leaves"], params["num_choice_arrays"], is_encoded
 
     assert payload_of(lambda recv: (recv.rows, recv.global_scales)) == (1, 1, True)
     assert payload_of(lambda recv: recv.rows) == (1, 0, True)

@@ -16,6 +16,7 @@ import small_layer
 from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.exchange.record import Options
 from jax_moe_a2a._src.exchange.weighted import WEIGHTED_DISPATCH
 
 RANKS = harness.SEVERAL
@@ -31,7 +32,7 @@ def fused(g, rows, weights, routing):
         num_leaves=len(rows),
         num_choice_arrays=len(weights),
         num_weight_axes=0,
-        wire_dtype=None,
+        options=Options(),
         group=routing.group,
     )
     return results[: len(weights)], results[len(weights) :]

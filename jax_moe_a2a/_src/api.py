@@ -17,7 +17,7 @@ from .exchange.arguments import DispatchArguments, check_combine, check_dispatch
 from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
 from .exchange.dispatch_combine import COMBINE, DISPATCH
 from .exchange.inflight import InFlight, check_start, finish_exchange
-from .exchange.payload_checks import DispatchOptions
+from .exchange.record import Options
 from .exchange.recv import Recv
 from .exchange.weighted import WEIGHTED_COMBINE
 from .formats.formats import TokenFormat
@@ -198,7 +198,7 @@ def dispatch(
         topk_weights,
         shared_weights,
         taken_from(locals(), RouteArguments),
-        taken_from(locals(), DispatchOptions),
+        taken_from(locals(), Options),
     )
     return bind_dispatch(arguments)
 
@@ -211,7 +211,7 @@ def bind_dispatch(arguments: DispatchArguments) -> Recv:
         and not source.options.has_levels
         and len(source.ids) <= FUSED_MAX_TOKENS
     ):
-        return arguments.recv(*route_and_dispatch(*source, arguments.payload, **arguments.params))
+        return arguments.recv(*route_and_dispatch(source, arguments.payload, **arguments.params))
     routing = routing_of(arguments)
     if routing.has_levels:
         moved = bind(DISPATCH, arguments.encoded_payload, routing, **arguments.encoded_params)
@@ -373,7 +373,7 @@ def dispatch_start(
         topk_weights,
         shared_weights,
         taken_from(locals(), RouteArguments),
-        taken_from(locals(), DispatchOptions),
+        taken_from(locals(), Options),
     )
     return bind_dispatch_start(arguments)
 

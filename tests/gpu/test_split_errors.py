@@ -12,6 +12,7 @@ from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
+from jax_moe_a2a._src.exchange.record import Options
 from jax_moe_a2a._src.group import native
 
 TIMEOUT = 1.0
@@ -19,7 +20,7 @@ DELAY = 1.5  # longer than the timeout, and over before all must have stopped
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
 SLOW_RANK = 1
-NUMBERS = dict(num_leaves=1, num_choice_arrays=0, wire_dtype=None, group=GROUP)
+NUMBERS = dict(num_leaves=1, num_choice_arrays=0, options=Options(), group=GROUP)
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,18 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import PyTree, short
-from ..formats.formats import Encoding, NvFp4, TokenFormat, WireDtype, paired
+from ..formats.formats import NvFp4, TokenFormat, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .payload_checks import (
-    DispatchOptions,
     check_leaves,
+    check_options,
     check_weights,
     check_wire_dtype,
     with_shared_weights,
 )
+from .record import Options
 from .recv import Recv, recv_of
 from .straight_through import decoded, encoded
 
@@ -38,7 +39,7 @@ class DispatchArguments(NamedTuple):
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
     choice_arrays: list[jax.Array]  # the router weights, if there are any, with the shared expert's
-    options: DispatchOptions
+    options: Options
 
     @property
     def route_options(self) -> RouteOptions:
@@ -54,14 +55,16 @@ class DispatchArguments(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that quantizes."""
-        num_choice_arrays = len(self.choice_arrays) + len(self._scales_of_choices)
-        params = self.options.params(len(self.leaves), num_choice_arrays)
-        if self.options.format is not None:
+        options, num_choice_arrays = self.options, len(self.choice_arrays)
+        if options.format is not None:
             # A traced global scale is an operand; the static format has the default in its place.
-            has_token_scales = bool(self._token_scales)
-            static = NvFp4() if has_token_scales else self.options.format.travelling
-            params["encoding"] = Encoding(static, self.options.decode, has_token_scales)
-        return params
+            scaled = bool(self._token_scales)
+            static = NvFp4() if scaled else options.format.travelling
+            options = options._replace(format=static, has_token_scales=scaled)
+            num_choice_arrays += len(self._scales_of_choices)
+        return dict(
+            num_leaves=len(self.leaves), num_choice_arrays=num_choice_arrays, options=options
+        )
 
     @property
     def _token_scales(self) -> list[jax.Array]:
@@ -103,11 +106,13 @@ class DispatchArguments(NamedTuple):
     def encoded_params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that does not quantize."""
         if self.options.format is None:
-            return self.options.params(len(self.leaves), len(self.choice_arrays))
+            return self.params
         # The wire dtype is for the gradient, and values and scales have no gradient.
-        options = self.options._replace(wire_dtype=None)
+        options = self.options.unencoded._replace(wire_dtype=None)
         num_leaves = 2 * len(self.leaves) + len(self._travelling_scales)
-        return options.params(num_leaves, len(self.choice_arrays))
+        return dict(
+            num_leaves=num_leaves, num_choice_arrays=len(self.choice_arrays), options=options
+        )
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that quantizes."""
@@ -159,7 +164,7 @@ def check_dispatch(
     topk_weights: ArrayLike | None,
     shared_weights: ArrayLike | None,
     route_arguments: RouteArguments,
-    options: DispatchOptions,
+    options: Options,
 ) -> DispatchArguments:
     """Check the arguments of ``dispatch`` or ``dispatch_start``, and raise their errors."""
     source = check_ids_or_routing(topk_ids, route_arguments)
@@ -171,7 +176,7 @@ def check_dispatch(
     leaves, treedef = check_leaves("x", x, "num_tokens", num_tokens)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
-    options = options.checked(leaves, route_options.has_levels)
+    options = check_options(options, leaves, route_options.has_levels)
     choice_arrays = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -194,7 +199,7 @@ class CombineArguments(NamedTuple):
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
     weights: jax.Array | None
-    wire_dtype: WireDtype
+    options: Options
 
     @property
     def payload(self) -> list[jax.Array]:
@@ -204,7 +209,7 @@ class CombineArguments(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of the primitive."""
-        return dict(num_leaves=len(self.leaves), num_choice_arrays=0, wire_dtype=self.wire_dtype)
+        return dict(num_leaves=len(self.leaves), num_choice_arrays=0, options=self.options)
 
     def sums(self, sums: Sequence[jax.Array]) -> PyTree:
         """Return the results of the primitive as a pytree like ``y``."""
@@ -241,14 +246,15 @@ def check_combine(
                 f"y must hold floats of 16 bits or more; got {short(leaf)}. Cast it first"
             )
     wire = check_wire_dtype(wire_dtype, "y", leaves, has_levels=routing.has_levels)
+    options = Options(wire_dtype=wire)
     if weights is None:
         if not leaves:
             raise ValueError(f"y must have at least one array; got {y!r}")
-        return CombineArguments(routing, leaves, treedef, None, wire)
+        return CombineArguments(routing, leaves, treedef, None, options)
     if not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(
             f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
             "combine once for each array"
         )
     weights = check_weights("weights", weights, "[capacity]", (routing.capacity,))
-    return CombineArguments(routing, leaves, treedef, weights, wire)
+    return CombineArguments(routing, leaves, treedef, weights, options)

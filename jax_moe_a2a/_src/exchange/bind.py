@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from ..group.group import Group
-from ..plan.capacity import default_capacity
-from ..plan.plan import RoutePlan, renumbered_ids
+from ..plan.plan import PlanOptions, RoutePlan, renumbered_ids
+from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
 from . import two_level
@@ -23,45 +22,35 @@ from .routed import bind_route, bind_routed_dispatch
 from .two_level import TwoLevelPlan
 
 
-class RoutePrimitiveParams(TypedDict):
-    """The parameters of ``bind_route``."""
-
-    group: Group
-    num_experts: int
-    capacity: int
-    alignment: int
-    first_choice: int | None
-
-
 def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
     """Return the routing of ids int32 [T, K]."""
-    planned, params = _planned(ids, options)
+    planned, plan_options = _planned(ids, options)
     plan: RoutePlan | TwoLevelPlan
     if options.has_levels:
-        plan = two_level.plan_levels(planned, **params)
+        plan = two_level.plan_levels(planned, options.group, plan_options)
     else:
-        plan = bind_route(planned, emulated=False, **params)
+        plan = bind_route(planned, group=options.domain, emulated=False, plan_options=plan_options)
     plan = compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME)
     return _routing_of(plan, ids, options)
 
 
 def route_and_dispatch(
-    ids: jax.Array, options: RouteOptions, payload: Sequence[jax.Array], **params: Any
+    checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
     """Route ids int32 [T, K] and dispatch in one primitive, over one level.
 
     Args:
-      ids: as in ``route_ids``.
-      options: the options of a routing with one level.
+      checked: ids, and the options of a routing with one level.
       payload: the payload of ``DISPATCH``.
       **params: parameters of ``DISPATCH``.
 
     Returns:
       The routing, and the results of ``DISPATCH``.
     """
-    planned, route_params = _planned(ids, options)
-    plan, moved = bind_routed_dispatch(planned, payload, **route_params, **params)
-    return _routing_of(plan, ids, options), moved
+    planned, plan_options = _planned(*checked)
+    params.update(group=checked.options.domain, plan_options=plan_options)
+    plan, moved = bind_routed_dispatch(planned, payload, **params)
+    return _routing_of(plan, *checked), moved
 
 
 def bind(
@@ -98,21 +87,11 @@ def bind_start(
     return exchange.start.bind(payload, routing.arrays, **all_params), bind_done
 
 
-def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePrimitiveParams]:
-    """Return the ids and the parameters of ``route_p``."""
-    group, domain, shared_expert = options.group, options.domain, options.shared_expert
-    num_tokens, top_k = ids.shape
-    most_rows = default_capacity(
-        num_tokens,
-        top_k,
-        group.size,
-        options.num_experts,
-        options.alignment,
-        shared_expert=shared_expert,
-        replicated=options.replicated,
-    )
+def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
+    """Return the ids and the options of ``route_p``."""
+    group, shared_expert, (num_tokens, top_k) = options.group, options.shared_expert, ids.shape
     first_choice = None  # the capacity holds any routing
-    if options.capacity < most_rows:
+    if options.capacity < options.sizes(num_tokens, top_k).rows():
         first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's first
     if shared_expert or options.replicated:
         ids = renumbered_ids(
@@ -123,12 +102,8 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePri
             shared_expert=shared_expert,
             replicated=options.replicated,
         )
-    return ids, RoutePrimitiveParams(
-        group=domain,
-        num_experts=options.num_local_experts * domain.size,
-        capacity=options.capacity,
-        alignment=options.alignment,
-        first_choice=first_choice,
+    return ids, PlanOptions(
+        options.num_local_experts, options.capacity, options.alignment, first_choice
     )
 
 

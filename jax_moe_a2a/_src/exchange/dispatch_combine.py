@@ -1,8 +1,8 @@
 """Define dispatch and combine.
 
-A dispatch that quantizes its leaves also has an ``encoding``, and may have the global scales of the
-tokens as one more operand. It is linear except for the rounding, and has the derivatives of a
-dispatch without an encoding.
+A dispatch with a format quantizes its leaves, and may have the global scales of the tokens as one
+more operand. It is linear except for the rounding, and has the derivatives of a dispatch without a
+format.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
 last group. The transpose is a combine, which does not read these rows and has no ``tail``. The
@@ -23,28 +23,25 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .. import compat
-from ..formats.formats import Encoding, Quantized, TokenFormat
+from ..formats.formats import Quantized, TokenFormat
 from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .lowering.combine import combine_calls
 from .lowering.dispatch import dispatch_calls
-from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, shared_params, split_routing
+from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, Options, split_routing
 from .rules import carries_tangent, cotangents_of, is_zero, select, zero_tangent
 
 # Layouts and types
 
 
 def _dispatch_layouts(
-    *, num_leaves: int, num_choice_arrays: int, encoding: Encoding | None = None, **_: Any
+    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: Any
 ) -> Layouts:
     operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
-    per_leaf = 1
-    if encoding is not None:
-        per_leaf = encoding.results_per_leaf
-        operands += [TOKEN] * encoding.has_token_scales
+    operands += [TOKEN] * options.has_token_scales
     # The scales of tokens are not a source, because they may be batched independently of the
     # leaves.
-    sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
+    sources = [(leaf,) for leaf in range(num_leaves) for _ in range(options.results_per_leaf)]
     sources += [(num_leaves + i,) for i in range(num_choice_arrays)]
     return Layouts(operands, [ROW] * len(sources), sources)
 
@@ -59,16 +56,15 @@ def _dispatch_types(
     payload: Sequence[Any],
     *,
     num_leaves: int,
-    encoding: Encoding | None = None,
+    options: Options,
     **_: Any,
 ) -> list[Any]:
     """Return the result types. If rows are not decoded, each leaf has values and scales."""
     del payload
-    if encoding is None or encoding.decode:
+    if options.format is None or options.decode:
         return results
-    num_parts = encoding.results_per_leaf * num_leaves
-    rows = results[: num_parts : encoding.results_per_leaf]
-    return [part for row in rows for part in _quantized(row, encoding.format)] + results[num_parts:]
+    rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]
+    return [part for row in rows for part in _quantized(row, options.format)] + others
 
 
 def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
@@ -84,15 +80,12 @@ def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
     )
 
 
-def _encode_around(*operands: Any, encoding: Encoding, **params: Any) -> list[Any]:
-    """Encode, dispatch values and scales, and decode."""
-    payload, routing = split_routing(operands)
-    num_leaves, num_choice_arrays = params.pop("num_leaves"), params.pop("num_choice_arrays")
+def bind_dispatch(*operands: Any, **params: Any) -> list[Any]:
+    """Bind a dispatch, with the operands of its primitive."""
+    return DISPATCH.bind(*split_routing(operands), **params)
 
-    def dispatch(*parts: Any, **counts: Any) -> list[Any]:
-        return DISPATCH.bind(parts, routing, **counts, **params)
 
-    return reference.encode_and_decode(dispatch, payload, num_leaves, num_choice_arrays, encoding)
+_encode_around = partial(reference.encode_and_decode, bind_dispatch)
 
 
 DISPATCH = Exchange(
@@ -101,7 +94,7 @@ DISPATCH = Exchange(
     reference=reference.dispatch,
     layouts=_dispatch_layouts,
     kernel_calls=dispatch_calls,
-    unfused=lambda encoding=None, **_: _encode_around if encoding is not None else None,
+    unfused=lambda options, **_: _encode_around if options.format is not None else None,
     result_types=_dispatch_types,
 )
 COMBINE = Exchange(
@@ -125,13 +118,13 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     )
     kept_params = dict(params, num_leaves=num_leaves, num_choice_arrays=num_choice_arrays)
     if num_leaves == 0:
-        kept_params.pop("encoding", None)
+        kept_params["options"] = params["options"].unencoded
     return kept_params
 
 
 # Derivatives. Let P be the linear map of the exchange.
 #   jvp: d(P x) = P dx.   transpose: P^T, a combine for a dispatch, a dispatch for a combine.
-# Only arrays with a tangent move, because P moves each array separately. With an encoding, decoded
+# Only arrays with a tangent move, because P moves each array separately. With a format, decoded
 # rows have the derivative of P (straight-through), and quantized rows have no derivative.
 
 
@@ -154,8 +147,9 @@ def moved_tangents(
 ) -> list[Any]:
     """Return the tangents of the results ``out`` of a dispatch or combine."""
     sources = exchange.layouts(**params).sources
-    encoding = params.pop("encoding", None)
-    moves = [encoding is None or encoding.decode] * params["num_leaves"]
+    options = params["options"]
+    params["options"] = options.unencoded
+    moves = [options.format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
     moves += [False] * (len(payload) - len(moves))  # the scales of tokens
     keep = [
@@ -172,21 +166,24 @@ def moved_tangents(
     ]
 
 
+def of_transpose(exchange: Exchange, options: Options) -> Options:
+    """Return the options of the exchange that ``exchange`` transposes to."""
+    return Options(options.wire_dtype, tail="zero" if exchange.is_outward else options.tail)
+
+
 def _transpose(
     exchange: Exchange,
     cotangents: Sequence[Any],
     *operands: Any,
-    encoding: Encoding | None = None,
-    **all_params: Any,
+    options: Options,
+    **params: Any,
 ) -> list[Any]:
-    params = shared_params(all_params)
-    if not exchange.is_outward and all_params.get("tail", "zero") != "zero":
-        params["tail"] = all_params["tail"]
+    params["options"] = of_transpose(exchange, options)
     payload, routing = split_routing(operands)
-    if encoding is not None:
+    if options.format is not None:
         num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
         zeros = [ad.Zero(rules.aval_of(x)) for x in payload]
-        leaves = cotangents[:num_leaves] if encoding.decode else zeros[:num_leaves]
+        leaves = cotangents[:num_leaves] if options.decode else zeros[:num_leaves]
         choice_arrays = cotangents[len(cotangents) - num_choice_arrays :]
         cotangents = [*leaves, *choice_arrays, *zeros[num_leaves + num_choice_arrays :]]
     keep = [

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, Tail, check_bool, check_static, check_tail, merge_axes, short
+from ..checks import PyTree, check_bool, check_static, check_tail, merge_axes, short
 from ..formats.formats import TokenFormat, WireDtype
+from .record import Options
 from .rules import carries_tangent
 
 
-class DispatchOptions(NamedTuple):
-    """The options of a dispatch that do not concern its routing, as the caller passed them or
-    checked."""
-
-    wire_dtype: DTypeLike | TokenFormat | None
-    format: TokenFormat | None
-    decode: bool
-    tail: Tail
-
-    def checked(self, leaves: Sequence[jax.Array], has_levels: bool) -> DispatchOptions:
-        """Return the options as ``params`` needs them, or raise the errors of ``dispatch``."""
-        check_format(self.format, self.decode, leaves)
-        wire = check_wire_dtype(self.wire_dtype, "x", leaves, has_levels=has_levels)
-        return self._replace(wire_dtype=wire, tail=check_tail(self.tail))
-
-    def params(self, num_leaves: int, num_choice_arrays: int) -> dict[str, Any]:
-        """Return the parameters of a dispatch that does not quantize."""
-        params = dict(
-            num_leaves=num_leaves, num_choice_arrays=num_choice_arrays, wire_dtype=self.wire_dtype
-        )
-        return params if self.tail == "zero" else dict(params, tail=self.tail)
+def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
+    """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
+    for name, default in Options._field_defaults.items():
+        if isinstance(default, bool):
+            check_bool(name, getattr(options, name))
+    check_format(options.format, options.decode, leaves)
+    wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
+    return options._replace(wire_dtype=wire, tail=check_tail(options.tail))
 
 
 def check_leaves(
@@ -166,7 +154,6 @@ def _check_wire_format(fmt: TokenFormat, name: str, leaves: Sequence[jax.Array])
 
 def check_format(format: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
     """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
-    check_bool("decode", decode)
     if format is None:
         if decode:
             raise ValueError("decode must be False without a format; got True. Pass format=...")

@@ -7,7 +7,7 @@ Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of 
 
 - ``num_leaves``, ``num_choice_arrays``: the number of payload arrays with an entry for each token,
   and of payload arrays with an entry for each choice of a token.
-- ``wire_dtype``: how partial sums travel: a dtype, a token format, or None for the array's dtype.
+- ``options``: static ``Options``.
 - ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. Every
   array then has a leading axis of ranks.
 """
@@ -21,17 +21,42 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
+from ..checks import Tail
+from ..formats.formats import TokenFormat
 from ..group.group import Group
 from ..plan.plan import RoutingArrays
 
 NUM_ROUTING = len(RoutingArrays._fields)
-SHARED_PARAMS = ("num_leaves", "num_choice_arrays", "wire_dtype", "group", "emulated")
 
 # The axes of an operand or result that belong to the exchange; payload axes follow.
 Layout = tuple[str, ...]
 TOKEN: Layout = ("T",)
 CHOICE: Layout = ("T", "K")
 ROW: Layout = ("C",)
+
+
+class Options(NamedTuple):
+    """The options of an exchange that do not concern its routing, as the caller passed them,
+    checked, or as the static parameter of its primitive. A combine has no format."""
+
+    wire_dtype: Any = None
+    """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
+    format: TokenFormat | None = None
+    """How a dispatch quantizes its leaves, or None."""
+    decode: bool = False
+    tail: Tail = "zero"
+    has_token_scales: bool = False
+    """True if an operand float32 [T] replaces the ``global_scale`` of a static format."""
+
+    @property
+    def results_per_leaf(self) -> int:
+        """Return 2 if rows stay quantized, values and scales, otherwise 1."""
+        return 1 if self.format is None or self.decode else 2
+
+    @property
+    def unencoded(self) -> Options:
+        """Return the options of a dispatch that does not quantize."""
+        return Options(self.wire_dtype, tail=self.tail)
 
 
 class Layouts(NamedTuple):
@@ -100,11 +125,6 @@ def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
     A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
     """
     return () if emulated or group.size == 1 else group.axes
-
-
-def shared_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of every exchange, without the options of a dispatch."""
-    return {name: params[name] for name in SHARED_PARAMS}
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:

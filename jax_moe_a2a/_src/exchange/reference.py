@@ -22,10 +22,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..compat import align_varying
-from ..formats.formats import Encoding, TokenFormat, paired, with_global_scales
+from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..group.group import Group
-from ..plan.plan import PLAN_PARAMS, TAIL_ROW, RoutePlan, RoutingArrays, plan_route
-from .record import Exchange, split_routing
+from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
+from .record import Exchange, Options, split_routing
 from .swap import swap
 
 # XLA:CPU compiles a sum of few terms in half the time of a loop. More and larger terms are added in
@@ -35,14 +35,12 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 
 
 def route(
-    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **plan_params: Any
+    ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
     """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
     the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
-    plan: Callable[..., RoutePlan] = partial(
-        plan_route, num_local_experts=num_experts // group.size, **plan_params
-    )
+    plan: Callable[..., RoutePlan] = partial(plan_route, **plan_options._asdict())
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
     if emulated:
@@ -59,145 +57,111 @@ def dispatch(
     *operands: jax.Array,
     num_leaves: int,
     num_choice_arrays: int,
-    encoding: Encoding | None = None,
-    **params: Any,
+    options: Options,
+    group: Group,
+    emulated: bool,
 ) -> list[jax.Array]:
     """Dispatch leaves [T, ...] and choice arrays [T, K, ...] by a routing. Return both as [C, ...].
 
-    With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. The
-    global scales [T] may follow the choice arrays as one more operand. With
-    ``tail="unspecified"``, the rows after the last group hold NaN or extreme integers, so that a
-    test detects code that reads them.
+    With a format, return values and scales [C, ...] of each leaf, or decoded rows. The global
+    scales [T] may follow the choice arrays as one more operand. With ``tail="unspecified"``, the
+    rows after the last group hold NaN or extreme integers, so that a test detects code that reads
+    them.
     """
+    params: dict[str, Any] = dict(group=group, emulated=emulated)
+    if options.format is not None:
+        params.update(num_leaves=num_leaves, num_choice_arrays=num_choice_arrays, options=options)
+        return encode_and_decode(dispatch, *operands, **params)
     payload, routing = split_routing(operands)
-    if encoding is None:
-        leaves, choice_arrays = payload[:num_leaves], payload[num_leaves:]
-        return _dispatch_as_is(leaves, choice_arrays, routing, **params)
-
-    def dispatch_parts(*parts: jax.Array, **counts: Any) -> list[jax.Array]:
-        return dispatch(*parts, *routing, **counts, **params)
-
-    return encode_and_decode(dispatch_parts, payload, num_leaves, num_choice_arrays, encoding)
-
-
-def _dispatch_as_is(
-    leaves: Sequence[jax.Array],
-    choice_arrays: Sequence[jax.Array],
-    routing: RoutingArrays,
-    *,
-    group: Group,
-    emulated: bool,
-    tail: str = "zero",
-    **_: Any,
-) -> list[jax.Array]:
-    """Dispatch leaves and choice arrays unchanged."""
-    move = partial(_move, routing=routing, group=group, emulated=emulated)
+    move: Callable[..., jax.Array] = partial(_move, send_tokens, routing=routing, **params)
 
     def receive(half: Callable[..., jax.Array], x: jax.Array) -> Callable[..., jax.Array]:
-        return partial(half, tail_value=_poison(x.dtype) if tail == "unspecified" else 0)
+        return partial(half, tail_value=_poison(x.dtype) if options.tail == "unspecified" else 0)
 
-    return [move(send_tokens, receive(receive_rows, x), x) for x in leaves] + [
-        move(send_tokens, receive(receive_row_choices, x), x) for x in choice_arrays
+    return [move(receive(receive_rows, x), x) for x in payload[:num_leaves]] + [
+        move(receive(receive_row_choices, x), x) for x in payload[num_leaves:]
     ]
 
 
 def encode_and_decode(
     dispatch: Callable[..., list[jax.Array]],
-    payload: Sequence[jax.Array],
-    num_leaves: int,
-    num_choice_arrays: int,
-    encoding: Encoding,
-) -> list[jax.Array]:
-    """Encode leaves before a dispatch and decode rows after it. ``dispatch(*payload, num_leaves=,
-    num_choice_arrays=)`` moves values and scales as leaves."""
-    leaves, rest = payload[:num_leaves], payload[num_leaves:]
-    choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
-    fmt = with_global_scales(encoding.format, token_scales[0] if token_scales else None)
-    parts = [part for x in leaves for part in fmt.encode(x)]
-    travelling = token_scales if encoding.decode else []
-    num_parts = len(parts) + len(travelling)
-    moved = dispatch(
-        *parts,
-        *travelling,
-        *choice_arrays,
-        num_leaves=num_parts,
-        num_choice_arrays=num_choice_arrays,
-    )
-    rows, row_scales, choice_arrays = (
-        moved[: len(parts)],
-        moved[len(parts) : num_parts],
-        moved[num_parts:],
-    )
-    if encoding.decode:
-        fmt = with_global_scales(encoding.format, row_scales[0] if row_scales else None)
-        pairs = zip(paired(rows), leaves, strict=True)
-        rows = [fmt.decode(pair, x.dtype) for pair, x in pairs]
-    return [*rows, *choice_arrays]
-
-
-def combine(
     *operands: jax.Array,
     num_leaves: int,
     num_choice_arrays: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
-    tail: str = "zero",
+    options: Options,
+    **params: Any,
+) -> list[jax.Array]:
+    """Encode leaves, move values and scales as leaves by ``dispatch``, and decode rows."""
+    payload, routing = split_routing(operands)
+    leaves, rest = payload[:num_leaves], payload[num_leaves:]
+    choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
+
+    def format_of(scales: Sequence[jax.Array]) -> TokenFormat:
+        assert options.format is not None
+        return with_global_scales(options.format, scales[0] if scales else None)
+
+    parts = [part for x in leaves for part in format_of(token_scales).encode(x)]
+    num_parts = len(parts)
+    if options.decode:
+        parts += token_scales
+    params.update(
+        num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options.unencoded
+    )
+    moved = dispatch(*parts, *choice_arrays, *routing, **params)
+    if not options.decode:
+        return moved
+    fmt, pairs = format_of(moved[num_parts : len(parts)]), paired(moved[:num_parts])
+    rows = [fmt.decode(pair, x.dtype) for pair, x in zip(pairs, leaves, strict=True)]
+    return [*rows, *moved[len(parts) :]]
+
+
+def combine(
+    *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
 ) -> list[jax.Array]:
     """Combine leaves [C, ...] and choice arrays [C, ...] by a routing. Return sums [T, ...] and
-    choice arrays [T, K, ...]. ``tail`` is for the transpose only."""
-    del num_choice_arrays, tail
+    choice arrays [T, K, ...]. The ``tail`` is for the transpose only."""
+    del num_choice_arrays
     payload, routing = split_routing(operands)
-    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
-    leaves, choice_arrays = payload[:num_leaves], payload[num_leaves:]
-    move = partial(_move, routing=routing, group=group, emulated=emulated)
-    return [_partial_and_total_sums(exchange, [(x, None)], wire_dtype) for x in leaves] + [
-        move(send_row_choices, receive_choices, x) for x in choice_arrays
+    sums = [
+        _partial_and_total_sums([(x, None)], options.wire_dtype, routing=routing, **params)
+        for x in payload[:num_leaves]
+    ]
+    return sums + [
+        _move(send_row_choices, receive_choices, x, routing=routing, **params)
+        for x in payload[num_leaves:]
     ]
 
 
 def weighted_combine(
-    *operands: jax.Array,
-    num_leaves: int,
-    num_choice_arrays: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
+    *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
 ) -> list[jax.Array]:
     """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
     Return [T, *W, ...]."""
     del num_choice_arrays
     payload, routing = split_routing(operands)
-    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
-    return [_partial_and_total_sums(exchange, pairs, wire_dtype)]
+    return [_partial_and_total_sums(pairs, options.wire_dtype, routing=routing, **params)]
 
 
 def weighted_dispatch(
+    dispatch: Callable[..., list[jax.Array]],
     *operands: jax.Array,
     num_leaves: int,
     num_choice_arrays: int,
     num_weight_axes: int,
-    wire_dtype: Any,
-    group: Group,
     emulated: bool,
+    **params: Any,
 ) -> list[jax.Array]:
-    """Dispatch g [T, *W, ...] to G, and weigh rows_1..m [C, *W, ...] and weights_1..n [C, *W] with
-    it.
+    """Dispatch g [T, *W, ...] to G by ``dispatch``, and weigh rows_1..m [C, *W, ...] and
+    weights_1..n [C, *W] with it.
 
     Return weights_i * G [C, *W, ...] for each i, then the dot products <rows_i, G> [C, *W] for each
     i.
     """
+    del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
-    (moved,) = dispatch(
-        g,
-        *routing,
-        num_leaves=1,
-        num_choice_arrays=0,
-        wire_dtype=wire_dtype,
-        group=group,
-        emulated=emulated,
-    )
+    params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
+    (moved,) = dispatch(g, *routing, **params)
     return scale_and_dot(
         moved,
         payload[:num_leaves],
@@ -208,12 +172,17 @@ def weighted_dispatch(
 
 
 def routed_dispatch(
-    ids: jax.Array, *payload: jax.Array, group: Group, emulated: bool, **params: Any
+    ids: jax.Array,
+    *payload: jax.Array,
+    group: Group,
+    emulated: bool,
+    plan_options: PlanOptions,
+    **params: Any,
 ) -> list[jax.Array]:
     """Route ids int32 [T, K], and dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return
     the results of a ``RoutePlan``, then leaves [C, ...] and choice arrays [C, ...]."""
-    plan_params = {name: params.pop(name) for name in PLAN_PARAMS}
-    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **plan_params))
+    results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
+    plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)
     return [*plan.results, *moved]
 
@@ -504,9 +473,7 @@ def _move(
     return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
 
 
-def _partial_and_total_sums(
-    exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any
-) -> jax.Array:
+def _partial_and_total_sums(pairs: Any, wire_dtype: Any, **params: Any) -> jax.Array:
     """Compute partial sums and total sums in the accumulation dtype. Partial sums are rounded once,
     to ``wire_dtype`` or to a token format."""
     dtype = pairs[0][0].dtype
@@ -527,10 +494,10 @@ def _partial_and_total_sums(
             )
             return receive(fmt.decode(quantized, acc_dtype), routing)
 
-        return exchange(send_encoded, receive_encoded, pairs)
+        return _exchange(send_encoded, receive_encoded, pairs, **params)
     if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         wire_dtype = dtype
-    return exchange(partial(send, wire_dtype=wire_dtype), receive, pairs)
+    return _exchange(partial(send, wire_dtype=wire_dtype), receive, pairs, **params)
 
 
 def _as_integers(x: jax.Array) -> jax.Array:

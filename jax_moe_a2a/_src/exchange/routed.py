@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching
 
 from .. import compat
 from ..group.group import Group
-from ..plan.plan import NUM_RESULTS, PLAN_PARAMS, RoutePlan, RoutingArrays, plan_shapes
+from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
 from . import reference, rules
 from .devices import for_own_devices
@@ -30,17 +30,14 @@ routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
 
 def bind_route(
-    ids: jax.Array, *, group: Group, emulated: bool, parts: int = 1, **plan_params: Any
+    ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> RoutePlan:
-    """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead.
-
-    ``plan_params`` are ``num_experts`` (of all ranks), and ``capacity``, ``alignment`` and
-    ``first_choice`` of ``plan_route``.
-    """
+    """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
     (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
     ids = for_own_devices(ids, group)
-    plan_params.update(group=group, emulated=emulated, parts=parts)
-    return RoutePlan.of_results(route_p.bind(ids, **plan_params))
+    return RoutePlan.of_results(
+        route_p.bind(ids, group=group, emulated=emulated, plan_options=plan_options)
+    )
 
 
 def bind_routed_dispatch(
@@ -68,11 +65,10 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters of the route and of the dispatch in a routed dispatch."""
-    shared = dict(group=params["group"], emulated=params["emulated"])
-    route = {name: params[name] for name in PLAN_PARAMS}
-    dispatch = {name: value for name, value in params.items() if name not in PLAN_PARAMS}
-    # One launch routes for the ranks of one host.
-    return {**route, **shared, "parts": 1}, dispatch
+    dispatch = dict(params)
+    plan_options = dispatch.pop("plan_options")
+    route = dict(group=params["group"], emulated=params["emulated"], plan_options=plan_options)
+    return route, dispatch
 
 
 def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -86,12 +82,13 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
 
 
 def _route_abstract(
-    ids: Any, *, group: Group, num_experts: int, capacity: int, parts: int, **_: Any
+    ids: Any, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[Any]:
+    del emulated
     rules.check_unsharded("topk_ids", ids, ids.ndim)
     *lead, num_tokens, top_k = ids.shape
-    num_groups = num_experts // group.size // parts
-    shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, capacity)
+    num_groups = plan_options.num_local_experts // plan_options.parts
+    shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, plan_options.capacity)
     int32 = jnp.dtype(jnp.int32)
     return [compat.result_aval(ids, (*lead, *shape), int32) for shape in shapes.values()]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from .. import compat
 from ..group.group import Group
@@ -34,6 +34,18 @@ def register_shapes(exchange: Exchange) -> None:
     """Register abstract values and batching."""
     exchange.primitive.def_abstract_eval(partial(abstract, exchange))
     batching.fancy_primitive_batchers[exchange.primitive] = partial(batch, exchange)
+
+
+def register_constant(primitive: Any) -> None:
+    """Register a primitive that returns its operand and has no derivative."""
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, lambda ctx, x: [x])
+    ad.primitive_jvps[primitive] = lambda primals, _: (
+        primitive.bind(*primals),
+        zero_tangent(primals[0]),
+    )
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
 
 
 # Abstract values
@@ -127,6 +139,17 @@ def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> 
     return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
 
 
+def jvp_of_moving(
+    fn: Callable[..., Any], moves: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+) -> Any:
+    """Return the results and tangents of ``fn``, of which only some operands move."""
+
+    def of_moving(*moving: Any) -> Any:
+        return fn(*spread(moves, moving, primals))
+
+    return jax.jvp(of_moving, select(moves, primals), select(moves, tangents))
+
+
 def cotangents_of(
     payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
@@ -194,8 +217,7 @@ def batch(
 
     # If the global scales of tokens are batched, the tokens must be batched too, as with a batched
     # routing.
-    encoding = params.get("encoding")
-    own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
+    own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
         # With spmd_axis_name, an unbatched result would have a type that varies over that mesh

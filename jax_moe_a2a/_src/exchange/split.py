@@ -18,10 +18,10 @@ from jax.interpreters import ad, batching, mlir
 from .. import compat
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .dispatch_combine import COMBINE, DISPATCH
+from .dispatch_combine import COMBINE, DISPATCH, of_transpose
 from .lowering import exchange as lowered
 from .lowering.call_placement import barrier, register
-from .record import Exchange, Layout, Layouts, shared_params, split_routing
+from .record import Exchange, Layout, Layouts, split_routing
 from .rules import aval_of, carries_tangent, cotangents_of, is_zero, select
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
@@ -95,7 +95,7 @@ def _half_jvp(
 def _half_transpose(
     half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
-    params = shared_params(params)
+    params["options"] = of_transpose(half, params["options"])
     payload, routing = split_routing(operands)
     cotangents = [
         ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)

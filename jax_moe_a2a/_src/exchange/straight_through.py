@@ -15,7 +15,7 @@ from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..routing.two_level import AnyRouting
 from .bind import bind
 from .dispatch_combine import DISPATCH
-from .payload_checks import DispatchOptions
+from .record import Options
 
 
 def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
@@ -27,7 +27,7 @@ def decoded(
     parts: Sequence[jax.Array],
     x: Sequence[jax.Array],
     routing: AnyRouting,
-    options: DispatchOptions,
+    options: Options,
     global_scales: jax.Array | None,
 ) -> list[jax.Array]:
     """Return the rows of dispatched values and scales, with straight-through derivatives.
@@ -46,7 +46,8 @@ def decoded(
     assert options.format is not None
     fmt = with_global_scales(options.format.travelling, global_scales)
     rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    return _with_derivatives_of_dispatch(rows, list(x), routing, options.params(len(x), 0))
+    params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
+    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
 
 
 # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format. The

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..group.group import Group
-from ..plan.plan import RoutingArrays, quotient, remainder, running_sum
+from ..plan.plan import PlanOptions, RoutingArrays, quotient, remainder, running_sum
 from ..routing.two_level import TwoLevelRouting
 from .dispatch_combine import COMBINE, DISPATCH
-from .record import Exchange
+from .record import Exchange, Options
 from .reference import own_rank
 from .routed import bind_route
 
@@ -41,21 +41,12 @@ class TwoLevelPlan(NamedTuple):
     num_dropped: jax.Array
 
 
-def plan_levels(
-    ids: jax.Array,
-    *,
-    group: Group,
-    num_experts: int,
-    capacity: int,
-    alignment: int,
-    first_choice: int | None,
-) -> TwoLevelPlan:
-    """Route ids int32 [T, K] of this rank over both levels. Arguments are those of
-    ``bind_route``."""
+def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> TwoLevelPlan:
+    """Route ids int32 [T, K] of this rank over both levels, with the options of one level."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
-    per_host = num_experts // hosts.size
+    per_host = options.num_local_experts * ranks.size
 
     # The ids of all ranks with this local index, [T, H, K]. Each rank sends its ids to all hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
@@ -66,10 +57,10 @@ def plan_levels(
         group=hosts,
         num_leaves=1,
         num_choice_arrays=0,
-        wire_dtype=None,
+        options=Options(),
     )
     gathered = gathered.reshape(num_tokens, hosts.size, top_k)
-    is_valid = (gathered >= 0) & (gathered < num_experts)
+    is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
     # Rows must be sorted by source host before relaying rank, as with one level. So each local
@@ -80,12 +71,10 @@ def plan_levels(
     plan = bind_route(
         relayed,
         group=ranks,
-        num_experts=per_host * hosts.size,
-        capacity=capacity,
-        alignment=alignment,
-        first_choice=first_choice,
         emulated=False,
-        parts=hosts.size,
+        plan_options=options._replace(
+            num_local_experts=options.num_local_experts * hosts.size, parts=hosts.size
+        ),
     )
     is_row = plan.arrays.row_rank >= 0
     source_host = remainder(plan.row_token, hosts.size)
@@ -144,14 +133,10 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
 
 
 def bind(
-    exchange: Exchange,
-    payload: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
+    exchange: Exchange, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind a whole exchange over both levels."""
+    num_leaves = params.pop("num_leaves")
     between, within = _levels(routing, params)
     if exchange.is_outward:
         relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
@@ -165,14 +150,10 @@ def bind(
 
 
 def bind_start(
-    exchange: Exchange,
-    payload: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
+    exchange: Exchange, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the start of an exchange over both levels."""
+    num_leaves = params.pop("num_leaves")
     between, within = _levels(routing, params)
     if exchange.is_outward:
         return between(exchange.start, _for_hosts(payload, num_leaves, routing), num_leaves)
@@ -181,14 +162,10 @@ def bind_start(
 
 
 def bind_done(
-    exchange: Exchange,
-    in_flight: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
+    exchange: Exchange, in_flight: Sequence[Any], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the done of an exchange over both levels."""
+    num_leaves = params.pop("num_leaves")
     between, within = _levels(routing, params)
     if exchange.is_outward:
         return within(exchange, between(exchange.done, in_flight, num_leaves), num_leaves)

@@ -18,12 +18,12 @@ from jax.interpreters import ad, batching
 from .. import compat
 from ..group.group import Group
 from . import reference, rules
-from .dispatch_combine import DISPATCH
+from .dispatch_combine import bind_dispatch
 from .lowering.combine import weighted_combine_calls
 from .lowering.dispatch import weighted_dispatch_calls
 from .record import ROW, TOKEN, Exchange, Layouts, split_routing
 from .reference import accumulation_dtype
-from .rules import cotangents_of, is_zero, select, spread, zero_tangent
+from .rules import cotangents_of, is_zero, select, zero_tangent
 
 
 def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
@@ -67,31 +67,13 @@ def _dispatch_types(
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
-def _dispatch_and_weigh(
-    *operands: Any,
-    num_leaves: int,
-    num_choice_arrays: int,
-    num_weight_axes: int,
-    emulated: bool,
-    **params: Any,
-) -> list[Any]:
-    """Build a weighted dispatch from a dispatch and a local computation on its rows."""
-    (g, *payload), routing = split_routing(operands)
-    (moved,) = DISPATCH.bind(
-        [g], routing, num_leaves=1, num_choice_arrays=0, emulated=emulated, **params
-    )
-    return reference.scale_and_dot(
-        moved,
-        payload[:num_leaves],
-        payload[num_leaves:],
-        routing,
-        num_axes=int(emulated) + 1 + num_weight_axes,
-    )
+_dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)
+_whole_reference = partial(reference.weighted_dispatch, reference.dispatch)
 
 
 def _unfused(*, group: Group, **_: Any) -> Callable[..., list[Any]]:
     # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
-    return reference.weighted_dispatch if group.size == 1 else _dispatch_and_weigh
+    return _whole_reference if group.size == 1 else _dispatch_and_weigh
 
 
 WEIGHTED_COMBINE = Exchange(
@@ -105,7 +87,7 @@ WEIGHTED_COMBINE = Exchange(
 WEIGHTED_DISPATCH = Exchange(
     "weighted_dispatch",
     is_outward=True,
-    reference=reference.weighted_dispatch,
+    reference=_whole_reference,
     layouts=_dispatch_layouts,
     kernel_calls=weighted_dispatch_calls,
     unfused=_unfused,
@@ -188,11 +170,8 @@ def _dispatch_jvp(
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(tangents)
     moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
-
-    def of_moving(*args: Any) -> list[Any]:
-        return _dispatch_and_weigh(*spread(moving, args, primals), **params)
-
-    out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
+    fn = partial(_dispatch_and_weigh, **params)
+    out, tangents_out = rules.jvp_of_moving(fn, moving, primals, tangents)
     # Each result depends on the first operand and on one other array. The results of the choice
     # arrays come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]

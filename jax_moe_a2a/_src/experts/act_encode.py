@@ -21,15 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
 
 from .. import compat
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..formats.weights import BLOCK
-from ..group import native
 from ..grouped import lowering as grouped
-from ..grouped.primitives import check_unsharded, with_batch
-from ..grouped.quantized import NO_GRADIENT
+from ..grouped.primitives import bind, check_unsharded, register, with_batch
+from ..grouped.quantized import refusing_jvp
 from ..grouped.reference import lead_of
 from .activations import FusedActivation
 from .lowering import attributes_of
@@ -60,8 +58,8 @@ def bind_act_encode(
       activation: maps P columns to I.
       num_sms: the most multiprocessors that a kernel uses, or None.
     """
-    operands = compat.align_varying((product, weights, sizes), ())
-    return Quantized(*act_encode_p.bind(*operands, activation=activation, num_sms=num_sms))
+    params = dict(activation=activation, num_sms=num_sms)
+    return Quantized(*bind(act_encode_p, product, weights, sizes, **params))
 
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
@@ -80,17 +78,10 @@ def _abstract(
     return [values, compat.result_aval(product, (*rows, columns // BLOCK), jnp.float32)]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    if any(type(tangent) is not ad.Zero for tangent in tangents):
-        raise TypeError(NO_GRADIENT)
-    outs = act_encode_p.bind(*primals, **params)
-    return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
-
-
 def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, list[int]]:
     """Add the batch as a leading axis, so that it can run in one launch."""
     args, _ = with_batch(args, dims, (True, True, False))
-    return act_encode_p.bind(*compat.align_varying(args, ()), **params), [0, 0]
+    return bind(act_encode_p, *args, **params), [0, 0]
 
 
 def _composition(
@@ -131,17 +122,14 @@ def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     product, _, sizes = ctx.avals_in
     batch = math.prod(lead_of(product))
     why = why_no_act_encode(batch * product.shape[-2], sizes.shape[-1], product.shape[-1])
-    if why:
-        logger.info("%s: not fused, because %s", ctx.primitive, why)
-        return grouped.lower_fun(ctx, _composition, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return grouped.lower_fun(ctx, _kernel, operands, params)
+    return grouped.lower_kernel(ctx, operands, params, _kernel, why, _composition)
 
 
-act_encode_p.def_impl(partial(compat.apply_primitive, act_encode_p))
-act_encode_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[act_encode_p] = _jvp
-batching.primitive_batchers[act_encode_p] = _batch
-mlir.register_lowering(act_encode_p, mlir.lower_fun(_composition, multiple_results=True))
-mlir.register_lowering(act_encode_p, _cuda, platform="cuda")
+register(
+    act_encode_p,
+    abstract=_abstract,
+    jvp=partial(refusing_jvp, act_encode_p),
+    batch=_batch,
+    composition=_composition,
+    cuda=_cuda,
+)

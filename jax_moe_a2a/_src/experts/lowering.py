@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..group import native
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_fun, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_kernel, table
 from ..grouped.reference import lead_of
 from .activations import KINDS, FusedActivation
 
@@ -46,13 +45,14 @@ def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **pa
     batch, (num_groups, k, width) = math.prod(lead_of(rows)), w.shape[-3:]
     sizes = batch * rows.shape[-2], batch * num_groups, k, width
     why = why_not_dot_act(params["activation"], rows.dtype, *sizes)
-    return _lower(why, _dot_act, composition, ctx, *operands, **params)
+    return lower_kernel(ctx, operands, params, _dot_act, why, composition)
 
 
 def dot_bias_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``dot_bias_p``."""
     h, w_out = ctx.avals_in[:2]
-    return _lower(_why_no_product(h, w_out), _dot_bias, composition, ctx, *operands, **params)
+    why = _why_no_product(h, w_out)
+    return lower_kernel(ctx, operands, params, _dot_bias, why, composition)
 
 
 def act_dot_grad_cuda(
@@ -60,28 +60,13 @@ def act_dot_grad_cuda(
 ) -> Any:
     """Lower ``act_dot_grad_p``."""
     ct, _, _, w_out, _ = ctx.avals_in
-    return _lower(_why_no_product(ct, w_out), _act_dot_grad, composition, ctx, *operands, **params)
+    why = _why_no_product(ct, w_out)
+    return lower_kernel(ctx, operands, params, _act_dot_grad, why, composition)
 
 
 def _why_no_product(rows: Any, w: Any) -> str:
     batch, own = math.prod(lead_of(rows)), w.shape[-3:]
     return grouped.why_no_kernel(rows.dtype, batch * rows.shape[-2], batch * own[0], *own[1:])
-
-
-def _lower(
-    why: str,
-    kernel: Callable[..., Any],
-    composition: Callable[..., Any],
-    ctx: Any,
-    *operands: Any,
-    **params: Any,
-) -> Any:
-    if why:
-        logger.info("%s: not fused, because %s", ctx.primitive, why)
-        return lower_fun(ctx, composition, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return lower_fun(ctx, kernel, operands, params)
 
 
 def _dot_act(

@@ -38,12 +38,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from .. import compat
-from ..grouped.primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p
+from ..exchange.rules import is_zero, jvp_of_moving
+from ..grouped.primitives import (
+    bind,
+    bind_dot,
+    bind_outer,
+    check_unsharded,
+    grouped_dot_p,
+    register,
+    with_batch,
+)
+from ..grouped.primitives import sum_of as _sum
 from ..grouped.totals import bind_add_outer, bind_passing, without_batch
-from ..grouped.totals import sum_of as _sum
 from . import lowering as lowered
 from .activations import FusedActivation
 
@@ -81,7 +90,7 @@ def bind_experts(
     operands = [rows, w_in, *given(b_in), weights, w_out, *given(b_out), sizes, *totals]
     params = dict(activation=activation, num_sms=num_sms, sums=bool(totals))
     has_biases = dict(has_bias=b_in is not None, has_b_out=b_out is not None)
-    y, *found = _bind(experts_p, *operands, **has_biases, **params)
+    y, *found = bind(experts_p, *operands, **has_biases, **params)
     return y, found
 
 
@@ -91,12 +100,7 @@ def _bind_dot_bias(
     """Bind ``dot_bias_p``, or the grouped product alone if ``b_out`` is None."""
     if b_out is None:
         return _dot(h, w_out, sizes, num_sms)
-    return _bind(dot_bias_p, h, w_out, b_out, weights, sizes, num_sms=num_sms)
-
-
-def _bind(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Bind a primitive after casting all operands to vary over the same mesh axes."""
-    return primitive.bind(*compat.align_varying(operands, ()), **params)
+    return bind(dot_bias_p, h, w_out, b_out, weights, sizes, num_sms=num_sms)
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
@@ -168,7 +172,7 @@ def _experts(
 ) -> list[jax.Array]:
     first, w_out, b_out, sizes, totals = _split_experts(operands, has_b_out, sums)
     params = dict(activation=activation, has_bias=has_bias, num_sms=num_sms)
-    (h,) = _bind(dot_act_p, *first, sizes, keep=False, **params)
+    (h,) = bind(dot_act_p, *first, sizes, keep=False, **params)
     return [_bind_dot_bias(h, w_out, b_out, first[-1], sizes, num_sms), *totals]
 
 
@@ -303,28 +307,28 @@ def _experts_jvp(
     if sums:
         d_w_in, d_w_out = d_totals
     params = dict(activation=activation, num_sms=num_sms)
-    h, pre = _bind(
+    h, pre = bind(
         dot_act_p, rows, w_in, *bias, weights, sizes, keep=True, has_bias=has_bias, **params
     )
     y = _bind_dot_bias(h, w_out, b_out, weights, sizes, num_sms)
     terms = []
-    if not _is_zero(d_rows):
+    if not is_zero(d_rows):
         terms.append(_dot(d_rows, w_in, sizes, num_sms))
-    if not _is_zero(d_w_in):
+    if not is_zero(d_w_in):
         term, d_w_in = _dot_of(rows, d_w_in, sizes, num_sms, sums)
         terms.append(term)
-    if has_bias and not _is_zero(d_bias[0]):
+    if has_bias and not is_zero(d_bias[0]):
         ones = jnp.ones(rows.shape[:-1], rows.dtype)
         terms.append(bias_of_rows(d_bias[0], ones, sizes, num_sms))
     d_y = []
-    if terms or not _is_zero(d_weights):
+    if terms or not is_zero(d_weights):
         d_pre = sum(terms[1:], terms[0]) if terms else None
-        others = [None if _is_zero(d) else d for d in (d_weights, d_w_out)]
+        others = [None if is_zero(d) else d for d in (d_weights, d_w_out)]
         params["passes"] = sums and others[1] is not None
         term, *passed = _bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params)
         (d_w_out,) = passed or [d_w_out]
         d_y.append(term)
-    elif not _is_zero(d_w_out):
+    elif not is_zero(d_w_out):
         term, d_w_out = _dot_of(h, d_w_out, sizes, num_sms, sums)
         d_y.append(term)
     if has_b_out:
@@ -344,28 +348,24 @@ def _bias_terms(
 ) -> list[jax.Array]:
     """Return the terms of the tangent of ``bias_of_rows``."""
     moving = [(d_bias, scale), (bias, d_scale)]
-    return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(_is_zero, pair))]
+    return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
 
 
 def _dot_bias_jvp(primals: Any, tangents: Any, *, num_sms: Any) -> Any:
     h, w_out, b_out, weights, sizes = primals
     d_h, d_w_out, d_b_out, d_weights, _ = tangents
-    y = _bind(dot_bias_p, *primals, num_sms=num_sms)
+    y = bind(dot_bias_p, *primals, num_sms=num_sms)
     moving = [(d_h, w_out), (h, d_w_out)]
-    terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(_is_zero, pair))]
+    terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
     terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
     return y, _sum(y, terms)
-
-
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is ad.Zero
 
 
 def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -> list[Any]:
     """Bind ``act_dot_tangent_p`` of linear operands, of which some may be None, and the others."""
     given = [d for d in linear if d is not None]
     params["linear"] = tuple(d is not None for d in linear)
-    return _bind(act_dot_tangent_p, *given, *others, **params)
+    return bind(act_dot_tangent_p, *given, *others, **params)
 
 
 def _tangent_transpose(
@@ -383,12 +383,12 @@ def _tangent_transpose(
     found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in wanted]
     if passes:
         (found[2],) = passed
-    if not _is_zero(ct):
+    if not is_zero(ct):
         params = dict(activation=activation, num_sms=num_sms)
         if d_pre is None and d_weights is None:
             h = scaled(activation(pre), weights, True).astype(pre.dtype)
         else:
-            ct_pre, h, ct_weights = _bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
+            ct_pre, h, ct_weights = bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
             found[0] = None if d_pre is None else ct_pre
             found[1] = None if d_weights is None else ct_weights
         if passes:
@@ -416,13 +416,13 @@ def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, passes: bool, **pa
     outs = _bind_tangent(given, others, passes=passes, **params)
     terms = []
     passed = [d_given[2]] if passes else []
-    moving = [None if d is None or _is_zero(d) else d for d in d_given]
+    moving = [None if d is None or is_zero(d) else d for d in d_given]
     if any(d is not None for d in moving):
         moves = passes and moving[2] is not None
         term, *found = _bind_tangent(moving, others, passes=moves, **params)
         passed = found or passed
         terms.append(term)
-    if not all(map(_is_zero, d_others)):
+    if not all(map(is_zero, d_others)):
         fixed = [d for d in given if d is not None]
         fn = partial(_act_dot_tangent, *fixed, linear=linear, passes=False, selects=False, **params)
         terms += _jvp_of(fn, others, d_others)[1]
@@ -432,13 +432,13 @@ def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, passes: bool, **pa
 def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Compute the jvp: ct has the same primitive, the others the composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
-    outs = _bind(act_dot_grad_p, *primals, **params)
+    outs = bind(act_dot_grad_p, *primals, **params)
     d_outs: list[list[Any]] = [[] for _ in outs]
-    if not _is_zero(d_ct):
-        d_ct_pre, _, d_ct_weights = _bind(act_dot_grad_p, d_ct, *others, **params)
+    if not is_zero(d_ct):
+        d_ct_pre, _, d_ct_weights = bind(act_dot_grad_p, d_ct, *others, **params)
         d_outs[0].append(d_ct_pre)
         d_outs[2].append(d_ct_weights)
-    if not all(map(_is_zero, d_others)):
+    if not all(map(is_zero, d_others)):
         fn = partial(_act_dot_grad, ct, selects=False, **params)
         for terms, term in zip(d_outs, _jvp_of(fn, others, d_others)[1], strict=True):
             terms.append(term)
@@ -446,27 +446,20 @@ def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _dot_act_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    outs = _bind(dot_act_p, *primals, **params)
-    if all(map(_is_zero, tangents)):
+    outs = bind(dot_act_p, *primals, **params)
+    if all(map(is_zero, tangents)):
         return outs, [_sum(out, []) for out in outs]
     return _jvp_of(partial(_dot_act, selects=False, **params), primals, tangents)
 
 
 def _jvp_of(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
-    moves = [not _is_zero(d) for d in tangents]
-
-    def of_moving(*moving: Any) -> Any:
-        given = iter(moving)
-        return fn(*(next(given) if is_moving else x for x, is_moving in zip(primals, moves)))
-
-    pick = lambda xs: [x for x, is_moving in zip(xs, moves, strict=True) if is_moving]
-    return jax.jvp(of_moving, pick(primals), pick(tangents))
+    return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
 def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
-    ct_pre, _, ct_weights = (None if _is_zero(c) else c for c in cts)
+    ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
         (found,) = _bind_tangent([ct_pre, ct_weights, None], others, passes=False, **params)
@@ -516,15 +509,8 @@ def _batch(
     Args:
       shared: returns for parameters which operands the batch may share.
     """
-    (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
-
-    def with_axis(arg: Any, dim: int | None, may_share: bool) -> Any:
-        if dim is not None:
-            return jnp.moveaxis(arg, dim, 0)
-        return jnp.broadcast_to(arg, (1 if may_share else size, *arg.shape))
-
-    args = [with_axis(*each) for each in zip(args, dims, shared(**params), strict=True)]
-    outs = _bind(primitive, *args, **params)
+    args, _ = with_batch(args, dims, [not may_share for may_share in shared(**params)])
+    outs = bind(primitive, *args, **params)
     if not primitive.multiple_results:
         return outs, 0
     if params.get("sums"):
@@ -569,13 +555,8 @@ for _primitive, _abstract, _composition, _jvp, _shared in (
     (act_dot_tangent_p, _tangent_abstract, _act_dot_tangent, _tangent_jvp, _shared_by_tangent),
     (act_dot_grad_p, _grad_abstract, _act_dot_grad, _grad_jvp, _shared_by_grad),
 ):
-    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = _jvp
-    batching.primitive_batchers[_primitive] = partial(_batch, _primitive, _shared)
-    mlir.register_lowering(
-        _primitive, mlir.lower_fun(_composition, multiple_results=_primitive.multiple_results)
-    )
+    _rule = partial(_batch, _primitive, _shared)
+    register(_primitive, abstract=_abstract, jvp=_jvp, batch=_rule, composition=_composition)
 
 ad.primitive_transposes[act_dot_tangent_p] = _tangent_transpose
 ad.primitive_transposes[act_dot_grad_p] = _grad_transpose

@@ -444,21 +444,6 @@ class NvFp4(TokenFormat):
 WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """The way a dispatch quantizes its leaves. It is a static parameter of the primitive."""
-
-    format: TokenFormat
-    decode: bool
-    has_token_scales: bool
-    """True if an operand float32 [T] replaces the format's ``global_scale``."""
-
-    @property
-    def results_per_leaf(self) -> int:
-        """Return 1 if rows are decoded, otherwise 2: values and scales."""
-        return 1 if self.decode else 2
-
-
 def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
     """Return the pairs of a list in which values and scales alternate."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]

@@ -127,9 +127,7 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
     shape = batch * num_rows, batch * num_groups, x.shape[-1], y.shape[-1]
     if total.shape[:-3] != lead_of(x) or why_no_kernel(x.dtype, *shape):
         return lower_fun(ctx, by_product, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return lower_fun(ctx, _add_outer_kernel, operands, params)
+    return lower_kernel(ctx, operands, params, _add_outer_kernel)
 
 
 def _lower(
@@ -145,15 +143,31 @@ def _lower(
     batch, num_rows = math.prod(lead_of(rows_aval)), rows_aval.shape[-2]
     why = why_no_kernel(rows_aval.dtype, batch * num_rows, batch * num_groups, k, n)
     if not why:
-        native.register_targets()
-        logger.info("%s: the kernel", ctx.primitive)
-        return lower_fun(ctx, kernel, operands, params)
+        return lower_kernel(ctx, operands, params, kernel)
     has_elements = 0 not in (batch, num_rows, num_groups, k, n)
     if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
         return lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
-    logger.info("%s: lax.ragged_dot, because %s", ctx.primitive, why)
-    return lower_fun(ctx, reference, operands, params)
+    return lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
+
+
+def lower_kernel(
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    kernel: Callable[..., Any],
+    why: str = "",
+    composition: Callable[..., Any] | None = None,
+    what: str = "not fused",
+) -> Any:
+    """Lower a function that calls a kernel. If ``why`` says why no kernel applies, lower
+    ``composition``, which ``what`` describes for the log."""
+    if why:
+        logger.info("%s: %s, because %s", ctx.primitive, what, why)
+        return lower_fun(ctx, composition, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return lower_fun(ctx, kernel, operands, params)
 
 
 def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:

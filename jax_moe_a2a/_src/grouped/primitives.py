@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
+from ..exchange.rules import is_zero, zero_tangent
 from . import lowering as lowered
 from . import reference
 
@@ -33,14 +34,41 @@ grouped_dot_p = compat.Primitive("moe_a2a_grouped_dot")
 grouped_outer_p = compat.Primitive("moe_a2a_grouped_outer")
 
 
-def bind_dot(rows: Any, w: Any, sizes: Any, **params: Any) -> jax.Array:
-    """Bind ``grouped_dot_p`` after casting all operands to vary over the same mesh axes."""
-    return grouped_dot_p.bind(*compat.align_varying([rows, w, sizes], ()), **params)
+def bind(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Bind a primitive after casting all operands to vary over the same mesh axes."""
+    return primitive.bind(*compat.align_varying(operands, ()), **params)
 
 
-def bind_outer(x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
-    """Bind ``grouped_outer_p`` after casting all operands to vary over the same mesh axes."""
-    return grouped_outer_p.bind(*compat.align_varying([x, y, sizes], ()), **params)
+bind_dot: Callable[..., jax.Array] = partial(bind, grouped_dot_p)
+bind_outer: Callable[..., jax.Array] = partial(bind, grouped_outer_p)
+
+
+def register(
+    primitive: Any,
+    *,
+    abstract: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    composition: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+    cuda: Callable[..., Any] | None = None,
+) -> None:
+    """Register the rules of a primitive.
+
+    Args:
+      composition: what the primitive computes, with jnp and other primitives.
+      cuda: its lowering on NVIDIA GPUs, or None for that of the composition.
+    """
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    lower = mlir.lower_fun(composition, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, lower)
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    if cuda is not None:
+        mlir.register_lowering(primitive, cuda, platform="cuda")
 
 
 def check_unsharded(*avals: Any) -> None:
@@ -76,26 +104,25 @@ def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
     a, b, *others = primals
     a_dot, b_dot, *_ = tangents
     out = primitive.bind(a, b, *others, **params)
-    terms = []
-    if type(a_dot) is not ad.Zero:
-        terms.append(primitive.bind(a_dot, b, *others, **params))
-    if type(b_dot) is not ad.Zero:
-        terms.append(primitive.bind(a, b_dot, *others, **params))
-    if not terms:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, sum(terms[1:], terms[0])
+    moving = [pair for pair in ((a_dot, b), (a, b_dot)) if not any(map(is_zero, pair))]
+    return out, sum_of(out, [primitive.bind(*pair, *others, **params) for pair in moving])
+
+
+def sum_of(like: Any, terms: Sequence[Any]) -> Any:
+    """Return the sum of the terms of a tangent of ``like``."""
+    return sum(terms[1:], terms[0]) if terms else zero_tangent(like)
 
 
 def _dot_transpose(
     ct: Any, rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any
 ) -> list[Any]:
     if ad.is_undefined_primal(rows):
-        if type(ct) is ad.Zero:
+        if is_zero(ct):
             return [ad.Zero(rows.aval), None, None]
         dtype = rows.aval.dtype
         params = dict(params, dtype=dtype, transposed=not transposed)
         return [bind_dot(ct.astype(dtype), w, sizes, **params), None, None]
-    if type(ct) is ad.Zero:
+    if is_zero(ct):
         return [None, ad.Zero(w.aval), None]
     dtype = w.aval.dtype
     x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
@@ -109,7 +136,7 @@ def _outer_transpose(
     of_x = ad.is_undefined_primal(x)
     wanted, other = (x, y) if of_x else (y, x)
     found: Any = ad.Zero(wanted.aval)
-    if type(ct) is not ad.Zero:
+    if not is_zero(ct):
         dtype = wanted.aval.dtype
         params = dict(params, dtype=dtype, transposed=of_x)
         found = bind_dot(other, ct.astype(dtype), sizes, **params)
@@ -147,28 +174,21 @@ def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
 
 # Registration
 
-for _primitive, _abstract, _transpose, _reference, _cuda, _batch in (
-    (
-        grouped_dot_p,
-        dot_abstract,
-        _dot_transpose,
-        reference.dot,
-        lowered.dot_cuda,
-        partial(dot_batch, bind_dot),
-    ),
-    (
-        grouped_outer_p,
-        _outer_abstract,
-        _outer_transpose,
-        reference.outer,
-        lowered.outer_cuda,
-        _outer_batch,
-    ),
-):
-    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = partial(bilinear_jvp, _primitive)
-    ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = _batch
-    mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=False))
-    mlir.register_lowering(_primitive, _cuda, platform="cuda")
+register(
+    grouped_dot_p,
+    abstract=dot_abstract,
+    jvp=partial(bilinear_jvp, grouped_dot_p),
+    transpose=_dot_transpose,
+    batch=partial(dot_batch, bind_dot),
+    composition=reference.dot,
+    cuda=lowered.dot_cuda,
+)
+register(
+    grouped_outer_p,
+    abstract=_outer_abstract,
+    jvp=partial(bilinear_jvp, grouped_outer_p),
+    transpose=_outer_transpose,
+    batch=_outer_batch,
+    composition=reference.outer,
+    cuda=lowered.outer_cuda,
+)

@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from .. import compat
 from ..checks import Tail, as_array, short
+from ..exchange.rules import is_zero, zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..formats.weights import (
     BLOCK,
@@ -37,7 +37,7 @@ from ..formats.weights import (
 from ..group import native
 from . import lowering as lowered
 from . import reference
-from .primitives import bind_dot, check_unsharded, with_batch
+from .primitives import bind, bind_dot, check_unsharded, register, with_batch
 from .reference import lead_of
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -178,8 +178,7 @@ def bind_dot_fp8(
 ) -> jax.Array:
     """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes."""
     operands = [*map(jnp.asarray, (*rows, w.values, w.scales)), sizes]
-    params = dict(dtype=dtype, tail=tail, num_sms=num_sms)
-    return grouped_dot_fp8_p.bind(*compat.align_varying(operands, ()), **params)
+    return bind(grouped_dot_fp8_p, *operands, dtype=dtype, tail=tail, num_sms=num_sms)
 
 
 # Rules of the primitive
@@ -192,17 +191,18 @@ def _abstract(
     return compat.result_aval(values, (*values.shape[:-1], w_values.shape[-2]), dtype)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    if any(type(tangent) is not ad.Zero for tangent in tangents):
+def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    """Compute the jvp of a primitive without a gradient."""
+    if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
-    out = grouped_dot_fp8_p.bind(*primals, **params)
-    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    out = primitive.bind(*primals, **params)
+    return out, jax.tree.map(zero_tangent, out)
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
     """Add the batch as a leading axis, so that it can run in one launch."""
     args, _ = with_batch(args, dims, (True, True, False, False, False))
-    return grouped_dot_fp8_p.bind(*compat.align_varying(args, ()), **params), 0
+    return bind(grouped_dot_fp8_p, *args, **params), 0
 
 
 def _decoded(parts: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
@@ -259,17 +259,16 @@ def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     rows, _, w, _, sizes = ctx.avals_in
     batch, num_groups = math.prod(lead_of(rows)), sizes.shape[-1]
     shape = batch * rows.shape[-2], batch * num_groups, rows.shape[-1], w.shape[-2]
-    if why := lowered.why_no_fp8_kernel(*shape):
-        logger.info("%s: decoded to bfloat16, because %s", ctx.primitive, why)
-        return lowered.lower_fun(ctx, _in_bfloat16, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return lowered.lower_fun(ctx, _kernel, operands, params)
+    why = lowered.why_no_fp8_kernel(*shape)
+    what = "decoded to bfloat16"
+    return lowered.lower_kernel(ctx, operands, params, _kernel, why, _in_bfloat16, what)
 
 
-grouped_dot_fp8_p.def_impl(partial(compat.apply_primitive, grouped_dot_fp8_p))
-grouped_dot_fp8_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[grouped_dot_fp8_p] = _jvp
-batching.primitive_batchers[grouped_dot_fp8_p] = _batch
-mlir.register_lowering(grouped_dot_fp8_p, mlir.lower_fun(_reference, multiple_results=False))
-mlir.register_lowering(grouped_dot_fp8_p, _cuda, platform="cuda")
+register(
+    grouped_dot_fp8_p,
+    abstract=_abstract,
+    jvp=partial(refusing_jvp, grouped_dot_fp8_p),
+    batch=_batch,
+    composition=_reference,
+    cuda=_cuda,
+)

@@ -20,17 +20,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from .. import compat
+from ..exchange.rules import is_zero
 from ..formats.formats import BlockwiseFp8
 from ..formats.weights import QuantizedExperts, encode_experts
 from .primitives import (
     bilinear_jvp,
+    bind,
     bind_dot,
     bind_outer,
     dot_abstract,
     dot_batch,
+    register,
 )
 from .quantized import bind_dot_fp8
 
@@ -62,11 +65,7 @@ def dot_in_fp8(
         product.
     """
     params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=None)
-    return _bind(quantizing_dot_p, rows, w, sizes, *jax.tree.leaves(quantized), **params)
-
-
-def _bind(primitive: Any, *operands: Any, **params: Any) -> jax.Array:
-    return primitive.bind(*compat.align_varying(operands, ()), **params)
+    return bind(quantizing_dot_p, rows, w, sizes, *jax.tree.leaves(quantized), **params)
 
 
 def _quantizing_dot(
@@ -87,12 +86,12 @@ def _transpose(
 ) -> Any:
     others = [None] * (1 + len(parts))
     if ad.is_undefined_primal(rows):
-        if type(ct) is ad.Zero:
+        if is_zero(ct):
             return [ad.Zero(rows.aval), None, *others]
         params = dict(params, dtype=rows.aval.dtype, transposed=not transposed)
         ct = ct.astype(rows.aval.dtype)
-        return [_bind(quantizing_dot_p, ct, w, sizes, *parts, **params), None, *others]
-    if type(ct) is ad.Zero:
+        return [bind(quantizing_dot_p, ct, w, sizes, *parts, **params), None, *others]
+    if is_zero(ct):
         return [None, ad.Zero(w.aval), *others]
     dtype, lead = w.aval.dtype, w.aval.shape[:-3]
     x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
@@ -101,7 +100,7 @@ def _transpose(
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Compute the jvp, which is that of ``turning_dot_p``."""
-    out = _bind(quantizing_dot_p, *primals, **params)
+    out = bind(quantizing_dot_p, *primals, **params)
     return out, bilinear_jvp(turning_dot_p, primals, tangents, **params)[1]
 
 
@@ -109,9 +108,11 @@ for _primitive, _rule, _composition in (
     (quantizing_dot_p, _jvp, _quantizing_dot),
     (turning_dot_p, partial(bilinear_jvp, turning_dot_p), _turning_dot),
 ):
-    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(dot_abstract)
-    ad.primitive_jvps[_primitive] = _rule
-    ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = partial(dot_batch, partial(_bind, _primitive))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_composition, multiple_results=False))
+    register(
+        _primitive,
+        abstract=dot_abstract,
+        jvp=_rule,
+        transpose=_transpose,
+        batch=partial(dot_batch, partial(bind, _primitive)),
+        composition=_composition,
+    )

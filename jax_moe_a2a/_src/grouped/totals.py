@@ -25,14 +25,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.reference import accumulation_dtype
+from ..exchange.rules import is_zero
 from ..formats.weights import QuantizedExperts
 from . import lowering as lowered
 from . import reference
-from .primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p, with_batch
+from .primitives import (
+    bind,
+    bind_dot,
+    bind_outer,
+    check_unsharded,
+    grouped_dot_p,
+    register,
+    sum_of,
+    with_batch,
+)
 from .straight_through import quantizing_dot_p, turning_dot_p
 
 total_of_p = compat.Primitive("moe_a2a_total_of")
@@ -81,13 +91,13 @@ def summing_dot(
     """
     params = dict(in_fp8=in_fp8, num_sms=None)
     parts = jax.tree.leaves(quantized)
-    product, total = _bind(summing_dot_p, rows, w, total, sizes, *parts, **params)
+    product, total = bind(summing_dot_p, rows, w, total, sizes, *parts, **params)
     return product, total
 
 
 def bind_passing(rows: Any, d: Any, sizes: Any, num_sms: int | None) -> list[jax.Array]:
     """Bind ``passing_dot_p``."""
-    return _bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
+    return bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
 
 
 def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) -> jax.Array:
@@ -95,25 +105,12 @@ def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) 
     if isinstance(total, ad.Zero):
         aval: Any = total.aval
         total = jnp.zeros(aval.shape, aval.dtype)
-    return _bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
-
-
-def _bind(primitive: Any, *operands: Any, **params: Any) -> Any:
-    return primitive.bind(*compat.align_varying(operands, ()), **params)
-
-
-def _is_zero(tangent: Any) -> bool:
-    return type(tangent) is ad.Zero
+    return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
 
 
 def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
     params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
     return bind_dot(rows, w.astype(rows.dtype), sizes, **params)
-
-
-def sum_of(like: Any, terms: Sequence[Any]) -> Any:
-    """Return the sum of the terms of a tangent of ``like``."""
-    return sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(like).to_tangent_aval())
 
 
 # The total of weights
@@ -126,7 +123,7 @@ def _total_of(w: jax.Array) -> jax.Array:
 def _total_of_jvp(primals: Any, tangents: Any) -> Any:
     total = total_of(*primals)
     (tangent,) = tangents
-    if _is_zero(tangent):
+    if is_zero(tangent):
         return total, sum_of(total, [])
     return total, tangent.astype(total.dtype)
 
@@ -143,7 +140,7 @@ def _summing_dot(
 
 def _product(primitive: Any, rows: Any, *others: Any, num_sms: int | None) -> jax.Array:
     params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return _bind(primitive, rows, *others, **params)
+    return bind(primitive, rows, *others, **params)
 
 
 def _summing_dot_abstract(rows: Any, w: Any, total: Any, *others: Any, **_: Any) -> list[Any]:
@@ -154,12 +151,12 @@ def _summing_dot_abstract(rows: Any, w: Any, total: Any, *others: Any, **_: Any)
 def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
     rows, w, _, sizes, *parts = primals
     d_rows, _, d_total, *_ = tangents
-    outs = _bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
+    outs = bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
     terms = []
-    if not _is_zero(d_rows):
+    if not is_zero(d_rows):
         primitive = turning_dot_p if in_fp8 else grouped_dot_p
         terms.append(_product(primitive, d_rows, w, sizes, *parts, num_sms=num_sms))
-    if not _is_zero(d_total):
+    if not is_zero(d_total):
         term, d_total = bind_passing(rows, d_total, sizes, num_sms)
         terms.append(term)
     return outs, [sum_of(outs[0], terms), d_total]
@@ -178,9 +175,9 @@ def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any
     (rows, d, sizes), (d_rows, d_d, _) = primals, tangents
     outs = bind_passing(rows, d, sizes, num_sms)
     terms = []
-    if not _is_zero(d_rows):
+    if not is_zero(d_rows):
         terms.append(_dot(d_rows, d, sizes, num_sms))
-    if not _is_zero(d_d):
+    if not is_zero(d_d):
         term, d_d = bind_passing(rows, d_d, sizes, num_sms)
         terms.append(term)
     return outs, [sum_of(outs[0], terms), d_d]
@@ -190,7 +187,7 @@ def _passing_dot_transpose(
     cts: Any, rows: Any, d: Any, sizes: Any, *, num_sms: int | None
 ) -> list[Any]:
     ct, total = cts
-    if not _is_zero(ct):
+    if not is_zero(ct):
         total = bind_add_outer(total, rows, ct.astype(rows.dtype), sizes, num_sms)
     return [None, total, None]
 
@@ -218,7 +215,7 @@ def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
     total, x, y, sizes = primals
     tangent, d_x, d_y, _ = tangents
     for pair in ((d_x, y), (x, d_y)):
-        if not any(map(_is_zero, pair)):
+        if not any(map(is_zero, pair)):
             tangent = bind_add_outer(tangent, *pair, sizes, num_sms)
     return bind_add_outer(total, x, y, sizes, num_sms), tangent
 
@@ -232,7 +229,7 @@ def _add_outer_transpose(
     for i, (wanted, other) in enumerate(((x, y), (y, x))):
         if ad.is_undefined_primal(wanted):
             found[1 + i] = ad.Zero(wanted.aval)
-            if not _is_zero(ct):
+            if not is_zero(ct):
                 of_other = other.astype(wanted.aval.dtype)
                 found[1 + i] = _dot(of_other, ct, sizes, num_sms, transposed=i == 0)
     return found
@@ -247,10 +244,6 @@ def without_batch(x: jax.Array, is_batched: bool) -> tuple[jax.Array, int | None
     return (x, 0) if is_batched else (jnp.squeeze(x, 0), None)
 
 
-def _total_of_batch(args: Any, dims: Any) -> Any:
-    return total_of(*args), dims[0]
-
-
 def _products_batch(
     primitive: Any, place: int, has_all: Sequence[bool], args: Any, dims: Any, **params: Any
 ) -> Any:
@@ -258,41 +251,46 @@ def _products_batch(
     those of ``has_all``."""
     more = [False] * (len(args) - len(has_all))
     moved, _ = with_batch(args, dims, (*has_all, *more))
-    product, passed = _bind(primitive, *moved, **params)
+    product, passed = bind(primitive, *moved, **params)
     passed, dim = without_batch(passed, dims[place] is not None)
     return [product, passed], [0, dim]
 
 
 def _add_outer_batch(args: Any, dims: Any, **params: Any) -> Any:
     moved, _ = with_batch(args, dims, (True, True, True, False))
-    return _bind(add_outer_p, *moved, **params), 0
+    return bind(add_outer_p, *moved, **params), 0
 
 
 # Registration
 
-_dot_batch = partial(_products_batch, summing_dot_p, 2, (True, False, False, False))
-_passing_batch = partial(_products_batch, passing_dot_p, 1, (True, False, False))
-for _primitive, _abstract, _composition, _jvp, _batch in (
-    (
-        total_of_p,
-        lambda w: compat.result_aval(w, w.shape, accumulation_dtype(w.dtype)),
-        _total_of,
-        _total_of_jvp,
-        _total_of_batch,
-    ),
-    (summing_dot_p, _summing_dot_abstract, _summing_dot, _summing_dot_jvp, _dot_batch),
-    (passing_dot_p, _passing_dot_abstract, _passing_dot, _passing_dot_jvp, _passing_batch),
-    (add_outer_p, _add_outer_abstract, _add_outer, _add_outer_jvp, _add_outer_batch),
-):
-    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = _jvp
-    batching.primitive_batchers[_primitive] = _batch
-    mlir.register_lowering(
-        _primitive, mlir.lower_fun(_composition, multiple_results=_primitive.multiple_results)
-    )
-
-ad.primitive_transposes[passing_dot_p] = _passing_dot_transpose
-ad.primitive_transposes[add_outer_p] = _add_outer_transpose
-_cuda = partial(lowered.add_outer_cuda, _add_outer_by_product)
-mlir.register_lowering(add_outer_p, _cuda, platform="cuda")
+register(
+    total_of_p,
+    abstract=lambda w: compat.result_aval(w, w.shape, accumulation_dtype(w.dtype)),
+    jvp=_total_of_jvp,
+    batch=lambda args, dims: (total_of(*args), dims[0]),
+    composition=_total_of,
+)
+register(
+    summing_dot_p,
+    abstract=_summing_dot_abstract,
+    jvp=_summing_dot_jvp,
+    batch=partial(_products_batch, summing_dot_p, 2, (True, False, False, False)),
+    composition=_summing_dot,
+)
+register(
+    passing_dot_p,
+    abstract=_passing_dot_abstract,
+    jvp=_passing_dot_jvp,
+    transpose=_passing_dot_transpose,
+    batch=partial(_products_batch, passing_dot_p, 1, (True, False, False)),
+    composition=_passing_dot,
+)
+register(
+    add_outer_p,
+    abstract=_add_outer_abstract,
+    jvp=_add_outer_jvp,
+    transpose=_add_outer_transpose,
+    batch=_add_outer_batch,
+    composition=_add_outer,
+    cuda=partial(lowered.add_outer_cuda, _add_outer_by_product),
+)

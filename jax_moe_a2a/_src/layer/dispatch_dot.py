@@ -7,7 +7,7 @@ derivatives and checkpoint name of ``dispatch_dot``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..api import bind_dispatch, bind_dispatch_start, dispatch_done, routing_of
 from ..exchange.arguments import DispatchArguments
 from ..exchange.inflight import overlap
 from ..exchange.recv import Recv, recv_of
-from ..exchange.rules import select, spread
+from ..exchange.rules import jvp_of_moving
 from ..grouped.api import grouped_dot
 from ..routing.two_level import AnyRouting
 
@@ -104,11 +104,9 @@ def _with_overlapped_backward(arguments: DispatchArguments, w: jax.Array) -> tup
         (payload, w, routing), (d_payload, dw, _) = primals, tangents
         # If either tangent is zero, there is nothing to send, or nothing to compute meanwhile.
         if _is_zero(d_payload[0]) or _is_zero(dw):
-            return _jvp_of_moving(
-                lambda *args: compute(args[:-1], args[-1], routing),
-                [*payload, w],
-                [*d_payload, dw],
-            )
+            of_all = lambda *args: compute(args[:-1], args[-1], routing)
+            moves = [not _is_zero(dx) for dx in (*d_payload, dw)]
+            return jvp_of_moving(of_all, moves, [*payload, w], [*d_payload, dw])
         out = rows, weights, _ = compute(payload, w, routing)
         moving = [dx for dx in d_payload if not _is_zero(dx)]
         inflight = bind_dispatch_start(arguments_of(moving, routing))
@@ -129,16 +127,6 @@ def _with_overlapped_backward(arguments: DispatchArguments, w: jax.Array) -> tup
 def _is_zero(tangent: Any) -> bool:
     """Return True if a tangent is a symbolic zero of ``jax.custom_jvp``."""
     return isinstance(tangent, SymbolicZero)
-
-
-def _jvp_of_moving(fn: Callable[..., Any], primals: list[Any], tangents: list[Any]) -> Any:
-    """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
-    moves = [not _is_zero(tangent) for tangent in tangents]
-
-    def of_moving(*moving: Any) -> Any:
-        return fn(*spread(moves, moving, primals))
-
-    return jax.jvp(of_moving, select(moves, primals), select(moves, tangents))
 
 
 def _typed_as(tangent: jax.Array, primal: jax.Array) -> jax.Array:

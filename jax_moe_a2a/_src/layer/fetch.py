@@ -16,6 +16,7 @@ import numpy as np
 from .. import compat
 from ..checks import PyTree, as_array, short
 from ..exchange.dispatch_combine import DISPATCH
+from ..exchange.record import Options
 from ..exchange.reference import own_rank
 from ..group.group import Group
 from ..placement.types import Placement
@@ -121,7 +122,7 @@ def fetch(
         group=group,
         num_leaves=len(tokens),
         num_choice_arrays=0,
-        wire_dtype=jnp.dtype(jnp.float32),
+        options=Options(wire_dtype=jnp.dtype(jnp.float32)),
     )
     found = [
         rows.reshape(spare, -1)[:, :size].reshape(spare, *x.shape[1:])

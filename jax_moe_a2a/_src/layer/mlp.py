@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.fixed import fixed
-from ..exchange.payload_checks import DispatchOptions
+from ..exchange.record import Options
 from ..exchange.recv import Recv
 from ..exchange.reference import accumulation_dtype
 from ..experts.act_encode import why_no_act_encode
@@ -61,6 +61,18 @@ FETCHED = "fetched_"  # starts the names of weights of spare slots
 QUANTIZED = "quantized_"  # starts the names of weights that are quantized for all chunks
 SUMMED = ("w_in", "w_out")
 """The weights whose totals a layer passes to its products."""
+
+
+class LayerOptions(NamedTuple):
+    """The arguments of ``moe_mlp`` that are neither arrays of tokens, nor weights, nor arguments of
+    the route."""
+
+    activation: Activation
+    wire_dtype: DTypeLike | TokenFormat | None
+    format: TokenFormat | None
+    overlap_backward: bool
+    experts_format: TokenFormat | None
+    placement: Placement | None
 
 
 def moe_mlp(
@@ -204,17 +216,8 @@ def moe_mlp(
       [[15.0, 20.0], [15.0, 60.0]]
       ```
     """
-    layer = partial(
-        mlp_and_routing,
-        route_arguments=taken_from(locals(), RouteArguments),
-        activation=activation,
-        wire_dtype=wire_dtype,
-        format=format,
-        overlap_backward=overlap_backward,
-        experts_format=experts_format,
-        placement=placement,
-    )
-
+    route_arguments = taken_from(locals(), RouteArguments)
+    options = taken_from(locals(), LayerOptions)
     per_token: dict[str, Any] = dict(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
     )
@@ -223,12 +226,12 @@ def moe_mlp(
     weights |= {QUANTIZED + name: q for name, q in given.items()}
 
     def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
-        y, _, totals = layer(**of_chunk(arrays))
+        y, _, totals = mlp_and_routing(route_arguments, options, **of_chunk(arrays))
         return y, totals
 
     if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
         check_one_global_scale(format, "num_chunks divides the tokens", "Omit num_chunks")
-        weights = with_fetched(weights, layer.keywords["route_arguments"], placement)
+        weights = with_fetched(weights, route_arguments, placement)
         chunks = partial(in_chunks, apply, num_chunks, per_token, summed=SUMMED)
         y = quantized_once(chunks, weights, experts_format)
         return y.reshape(-1, y.shape[-1])
@@ -290,22 +293,17 @@ def of_chunk(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def mlp_and_routing(
+    route_arguments: RouteArguments,
+    layer_options: LayerOptions,
+    *,
     x: ArrayLike,
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None,
     w_in: ArrayLike | QuantizedExperts,
     w_out: ArrayLike | QuantizedExperts,
-    *,
-    route_arguments: RouteArguments,
-    activation: Activation,
     b_in: ArrayLike | None,
     b_out: ArrayLike | None,
     shared_weights: ArrayLike | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None,
-    format: TokenFormat | None,
-    overlap_backward: bool = False,
-    experts_format: TokenFormat | None = None,
-    placement: Placement | None = None,
     totals: Totals | None = None,
     fetched: Weights | None = None,
     quantized: dict[str, QuantizedExperts] | None = None,
@@ -319,6 +317,7 @@ def mlp_and_routing(
       fetched: the weights of spare slots, or None to fetch them.
       quantized: ``w_in`` and ``w_out`` for ``experts_format``, or None to quantize them.
     """
+    activation, wire_dtype, format, overlap_backward, experts_format, placement = layer_options
     totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
     if in_fp8:
@@ -334,9 +333,7 @@ def mlp_and_routing(
         topk_weights,
         shared_weights,
         route_arguments,
-        DispatchOptions(
-            wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"
-        ),
+        Options(wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"),
     )
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
@@ -421,8 +418,8 @@ def mlp_and_routing(
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    y = back.sums(bind(COMBINE, back.payload, routing, tail=arguments.options.tail, **back.params))
-    return y, routing, totals
+    back = back._replace(options=back.options._replace(tail=arguments.options.tail))
+    return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
 
 
 def _product(

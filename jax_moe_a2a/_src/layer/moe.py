@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat
-from ..checks import as_array, check_bool, check_int, short
+from ..checks import as_array, check_bool, check_int, short, taken_from
 from ..exchange.reference import accumulation_dtype
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
@@ -28,7 +28,15 @@ from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
 from .load import ExpertLoad, expert_load
-from .mlp import SUMMED, Activation, mlp_and_routing, of_chunk, quantized_once, with_fetched
+from .mlp import (
+    SUMMED,
+    Activation,
+    LayerOptions,
+    mlp_and_routing,
+    of_chunk,
+    quantized_once,
+    with_fetched,
+)
 from .parameters import names_of, place, quantized_spec, spec_of
 from .router import RouterChoices, Score, top_k_router
 
@@ -252,6 +260,16 @@ def moe(
         specs |= {name: tuple(map(quantized_spec, specs[name])) for name in EXPERT_WEIGHTS}
     params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
 
+    route_arguments = RouteArguments(
+        group=scope.group,
+        num_experts=None,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        alignment=alignment,
+        replicated=tokens.replicated,
+    )
+    options = taken_from(locals(), LayerOptions)
+
     def on_rank(
         x: jax.Array,
         of_tokens: Mapping[str, jax.Array],
@@ -307,21 +325,8 @@ def moe(
             of_experts,
             weights,
             num_chunks or 1,
-            RouteArguments(
-                group=scope.group,
-                num_experts=logits.shape[-1],
-                capacity=capacity,
-                capacity_factor=capacity_factor,
-                alignment=alignment,
-                shared_expert=None,
-                replicated=tokens.replicated,
-            ),
-            activation=activation,
-            wire_dtype=wire_dtype,
-            format=format,
-            overlap_backward=overlap_backward,
-            experts_format=experts_format,
-            placement=placement,
+            route_arguments._replace(num_experts=logits.shape[-1]),
+            options._replace(placement=placement),
         )
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
@@ -351,34 +356,24 @@ def _experts(
     weights: Mapping[str, Any],
     num_chunks: int,
     route_arguments: RouteArguments,
-    **options: Any,
+    options: LayerOptions,
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
 
     def layer(
         x: jax.Array,
-        topk_ids: jax.Array,
-        topk_weights: jax.Array,
         shared_weights: jax.Array | None = None,
-        totals: dict[str, jax.Array] | None = None,
-        **weights: Any,
+        shared_in: Any = None,
+        shared_out: Any = None,
+        **arrays: Any,
     ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
-        shared_in, shared_out = weights.pop("shared_in", None), weights.pop("shared_out", None)
-        y, routing, totals = mlp_and_routing(
-            x,
-            topk_ids,
-            topk_weights,
-            route_arguments=route_arguments,
-            totals=totals,
-            **of_chunk(weights),
-            **options,
-        )
+        y, routing, totals = mlp_and_routing(route_arguments, options, x=x, **of_chunk(arrays))
         if shared_weights is not None:
-            act = options["activation"](jnp.dot(x, shared_in))
+            act = options.activation(jnp.dot(x, shared_in))
             act_dtype = accumulation_dtype(act.dtype)
             weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
             y += jnp.dot(weighted.astype(x.dtype), shared_out)
-        return (y, expert_load(routing, placement=options["placement"])), totals
+        return (y, expert_load(routing, placement=options.placement)), totals
 
     if num_chunks == 1:
         return layer(**tokens, **weights)[0]
@@ -392,9 +387,9 @@ def _experts(
         )
         for name, array in tokens.items()
     }
-    weights = with_fetched(dict(weights), route_arguments, options["placement"])
+    weights = with_fetched(dict(weights), route_arguments, options.placement)
     chunks = partial(in_chunks, layer, num_chunks, padded, summed=SUMMED)
-    y, loads = quantized_once(chunks, weights, options["experts_format"])
+    y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return y.reshape(-1, y.shape[-1])[:num_tokens], load
 

@@ -4,11 +4,63 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..checks import check_factor, check_int
+from ..checks import check_factor, check_int, taken_from
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+
+
+class Sizes(NamedTuple):
+    """The sizes that decide how many rows a rank reserves: arguments of ``default_capacity``."""
+
+    num_tokens: int
+    top_k: int
+    group_size: int
+    num_experts: int
+    alignment: int
+    shared_expert: bool
+    replicated: bool
+
+    def rows(self, factor: float | None = None) -> int:
+        """Return the number of rows that holds ``factor`` times the balanced load, or with None the
+        worst case.
+
+        Raises:
+          TypeError: if a size is not an int.
+          ValueError: if a size is out of range.
+        """
+        leasts = dict(num_tokens=0, top_k=0, group_size=1, num_experts=1, alignment=1)
+        num_tokens, top_k, group_size, num_experts, alignment = (
+            check_int(name, getattr(self, name), least=least) for name, least in leasts.items()
+        )
+        num_rows = (1 if self.replicated else group_size) * num_tokens * top_k
+        if factor is not None:
+            # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
+            share = Fraction(str(factor)) / group_size
+            num_rows = min(num_rows, math.ceil(share * num_rows))
+        shared = 0
+        if self.shared_expert:
+            shared = shared_tokens(num_tokens, group_size, self.replicated)
+        padded = _padded_rows(num_rows, num_experts // group_size, alignment)
+        return padded + -(-shared // alignment) * alignment
+
+    def capacity(self, rows: Any, factor: Any) -> int:
+        """Return the capacity for the arguments ``capacity`` (here ``rows``) and
+        ``capacity_factor`` (here ``factor``), or the worst case if both are None.
+
+        Raises:
+          TypeError: if an argument has the wrong type.
+          ValueError: if an argument is out of range, or both are given.
+        """
+        if rows is not None and factor is not None:
+            raise ValueError(
+                f"capacity must be None with a capacity_factor; got {rows!r} and {factor!r}. Pass "
+                "one of them"
+            )
+        if rows is not None:
+            return check_int("capacity", rows, least=0)
+        return self.rows(factor if factor is None else check_factor("capacity_factor", factor))
 
 
 def default_capacity(
@@ -42,8 +94,7 @@ def default_capacity(
       TypeError: if a size is not an int.
       ValueError: if a size is out of range.
     """
-    modes = dict(shared_expert=shared_expert, replicated=replicated)
-    return _capacity(None, num_tokens, top_k, group_size, num_experts, alignment, **modes)
+    return taken_from(locals(), Sizes).rows()
 
 
 def capacity(
@@ -101,71 +152,7 @@ def capacity(
       10240 11264
       ```
     """
-    factor = check_factor("factor", factor)
-    modes = dict(shared_expert=shared_expert, replicated=replicated)
-    return _capacity(factor, num_tokens, top_k, group_size, num_experts, alignment, **modes)
-
-
-def chosen_capacity(
-    rows: Any,
-    factor: Any,
-    num_tokens: int,
-    top_k: int,
-    group_size: int,
-    num_experts: int,
-    alignment: int,
-    **modes: bool,
-) -> int:
-    """Return the capacity for the arguments ``capacity`` (here ``rows``) and ``capacity_factor``
-    (here ``factor``), or the worst case if both are None.
-
-    Raises:
-      TypeError: if an argument has the wrong type.
-      ValueError: if an argument is out of range, or both are given.
-    """
-    if rows is not None and factor is not None:
-        raise ValueError(
-            f"capacity must be None with a capacity_factor; got {rows!r} and {factor!r}. Pass one "
-            "of them"
-        )
-    if rows is not None:
-        return check_int("capacity", rows, least=0)
-    if factor is not None:
-        factor = check_factor("capacity_factor", factor)
-    return _capacity(factor, num_tokens, top_k, group_size, num_experts, alignment, **modes)
-
-
-def _capacity(
-    factor: float | None,
-    num_tokens: int,
-    top_k: int,
-    group_size: int,
-    num_experts: int,
-    alignment: int,
-    *,
-    shared_expert: bool,
-    replicated: bool,
-) -> int:
-    """Return the number of rows that holds ``factor`` times the balanced load, or with None the
-    worst case.
-
-    Raises:
-      TypeError: if a size is not an int.
-      ValueError: if a size is out of range.
-    """
-    num_tokens = check_int("num_tokens", num_tokens, least=0)
-    top_k = check_int("top_k", top_k, least=0)
-    group_size = check_int("group_size", group_size, least=1)
-    num_experts = check_int("num_experts", num_experts, least=1)
-    alignment = check_int("alignment", alignment, least=1)
-    num_rows = (1 if replicated else group_size) * num_tokens * top_k
-    if factor is not None:
-        # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
-        share = Fraction(str(factor)) / group_size
-        num_rows = min(num_rows, math.ceil(share * num_rows))
-    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
-    padded = _padded_rows(num_rows, num_experts // group_size, alignment)
-    return padded + -(-shared // alignment) * alignment
+    return taken_from(locals(), Sizes).rows(check_factor("factor", factor))
 
 
 def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..formats.formats import NvFp4, TokenFormat
-from .capacity import check_top_k, chosen_capacity, default_capacity
+from .capacity import Sizes, check_top_k
 from .plan import plan_shapes
 
 RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
@@ -181,11 +181,10 @@ def memory_estimate(
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={num_ranks}; got {num_experts}"
         )
-    modes = dict(shared_expert=shared_expert, replicated=replicated)
-    worst_case = default_capacity(num_tokens, top_k, num_ranks, num_experts, alignment, **modes)
-    capacity = chosen_capacity(
-        capacity, capacity_factor, num_tokens, top_k, num_ranks, num_experts, alignment, **modes
+    reserved = Sizes(
+        num_tokens, top_k, num_ranks, num_experts, alignment, shared_expert, replicated
     )
+    worst_case, capacity = reserved.rows(), reserved.capacity(capacity, capacity_factor)
     row_bytes = _row_bytes(hidden, dtype, format)
     sum_bytes = _row_bytes(
         hidden,

@@ -121,8 +121,14 @@ def renumbered_ids(
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
-# The parameters of the primitives that route, without those of every exchange.
-PLAN_PARAMS = ("num_experts", "capacity", "alignment", "first_choice")
+class PlanOptions(NamedTuple):
+    """The static options of a route, which are arguments of ``plan_route``."""
+
+    num_local_experts: int
+    capacity: int
+    alignment: int
+    first_choice: int | None
+    parts: int = 1
 
 
 def plan_route(

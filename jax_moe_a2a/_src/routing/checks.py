@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from ..checks import as_array, check_bool, check_int, merge_axes, short
 from ..group.group import Group
 from ..group.value import check_axis_name
-from ..plan.capacity import check_top_k, chosen_capacity, default_capacity
+from ..plan.capacity import Sizes, check_top_k
 from .two_level import AnyRouting
 from .types import RouteOptions
 
@@ -74,12 +74,9 @@ def check_ids_or_routing(
             f"{missing} must be given with topk_ids; got None. Pass it, or pass a Routing in place "
             "of topk_ids"
         )
-    given = given._replace(
-        alignment=1 if given.alignment is None else given.alignment,
-        shared_expert=False if given.shared_expert is None else given.shared_expert,
-        replicated=False if given.replicated is None else given.replicated,
-    )
-    return check_route(topk_ids, given)
+    defaults: dict[str, Any] = dict(alignment=1, shared_expert=False, replicated=False)
+    omitted = {name: value for name, value in defaults.items() if getattr(given, name) is None}
+    return check_route(topk_ids, given._replace(**omitted))
 
 
 def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
@@ -99,9 +96,8 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
             f"got {num_experts}"
         )
     alignment = check_int("alignment", given.alignment, least=1)
-    sizes = num_tokens, top_k, group.size, num_experts, alignment
-    modes = dict(shared_expert=shared_expert, replicated=replicated)
-    most_rows = default_capacity(*sizes, **modes)
+    sizes = Sizes(num_tokens, top_k, group.size, num_experts, alignment, shared_expert, replicated)
+    most_rows = sizes.rows()
     if most_rows > INT32_MAX:  # kernels count all rows before they drop any
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
@@ -111,7 +107,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     options = RouteOptions(
         group=group,
         num_experts=num_experts,
-        capacity=chosen_capacity(given.capacity, given.capacity_factor, *sizes, **modes),
+        capacity=sizes.capacity(given.capacity, given.capacity_factor),
         alignment=alignment,
         shared_expert=shared_expert,
         replicated=replicated,
@@ -162,17 +158,8 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
             )
     if given.capacity_factor is None:
         return
-    rows = chosen_capacity(
-        given.capacity,
-        given.capacity_factor,
-        routing.num_tokens,
-        routing.top_k,
-        routing.group.size,
-        routing.num_experts,
-        routing.alignment,
-        shared_expert=routing.shared_expert,
-        replicated=routing.replicated,
-    )
+    sizes = routing.sizes(routing.num_tokens, routing.top_k)
+    rows = sizes.capacity(given.capacity, given.capacity_factor)
     if rows != routing.capacity:
         raise ValueError(
             "capacity_factor must be omitted or lead to the Routing's capacity, "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..checks import as_array, short
 from ..group.group import Group
+from ..plan.capacity import Sizes
 from ..plan.plan import RoutingArrays, plan_shapes
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
@@ -53,6 +54,18 @@ class RouteOptions:
     def num_local_experts(self) -> int:
         """Return L, the number of experts of each rank, the shared expert included."""
         return self.num_experts // self.group.size + self.shared_expert
+
+    def sizes(self, num_tokens: int, top_k: int) -> Sizes:
+        """Return the sizes that decide the capacity."""
+        return Sizes(
+            num_tokens,
+            top_k,
+            self.group.size,
+            self.num_experts,
+            self.alignment,
+            self.shared_expert,
+            self.replicated,
+        )
 
 
 STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))

@@ -18,7 +18,7 @@ def combine_calls(
 ) -> list[KernelCall]:
     """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
     the first call also moves the choice arrays."""
-    num_leaves, wire = params["num_leaves"], params["wire_dtype"]
+    num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves = payload[:num_leaves]
     calls = []
     choice_arrays_left = list(range(num_leaves, len(payload)))
@@ -36,7 +36,7 @@ def weighted_combine_calls(
     """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
     them."""
     counts = dict(num_choice_arrays=0, num_pairs=params["num_leaves"])
-    dtype, wire = payload[0].dtype, params["wire_dtype"]
+    dtype, wire = payload[0].dtype, params["options"].wire_dtype
     return [_call(call_placement, range(len(payload)), [0], dtype, wire, counts)]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...formats.formats import Encoding, NvFp4, TokenFormat
+from ...formats.formats import NvFp4, TokenFormat
+from ..record import Options
 from .budgets import FORMAT_NUM_SMS, WEIGHTED_NUM_SMS
 from .call_placement import CallPlacement, Refused
 from .exchange import KernelCall
@@ -17,21 +18,21 @@ def global_scale(fmt: TokenFormat | None) -> float:
 
 
 def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
-    """Return how a dispatch moves its payload, and quantizes it if there is an encoding."""
-    encoding: Encoding | None = params.get("encoding")
+    """Return how a dispatch moves its payload, and quantizes it if there is a format."""
+    options: Options = params["options"]
     attributes = dict(
         num_choice_arrays=params["num_choice_arrays"],
-        leaves_tail=params.get("tail") == "unspecified",
+        leaves_tail=options.tail == "unspecified",
     )
-    if encoding is None:
+    if options.format is None:
         return attributes
     return dict(
         attributes,
         num_leaves=params["num_leaves"],
-        format=type(encoding.format).__name__,
-        decode=encoding.decode,
-        has_token_scales=encoding.has_token_scales,
-        global_scale=global_scale(encoding.format),
+        format=type(options.format).__name__,
+        decode=options.decode,
+        has_token_scales=options.has_token_scales,
+        global_scale=global_scale(options.format),
     )
 
 
@@ -39,12 +40,12 @@ def dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
-    quantizes the leaves if there is an encoding."""
-    encoding: Encoding | None = params.get("encoding")
+    quantizes the leaves if there is a format."""
+    options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
-    if encoding is None:
+    if options.format is None:
         return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
-    num_results = encoding.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
+    num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
     num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
     return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ... import compat
 from ...group import native
+from ...plan.plan import PlanOptions
 from .budgets import num_sms_of
 from .call_placement import CallPlacement
 from .custom_call import custom_call, half_bytes_of, own_rank, rank_aval
@@ -25,9 +26,9 @@ def route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any) -> l
     (aval,) = ctx.avals_in
     *lead, num_tokens, top_k = call_placement.of_rank(aval).shape
     batch = math.prod(lead)
-    local_experts = params["num_experts"] // group.size
+    options: PlanOptions = params["plan_options"]
     tokens_per_chunk, chunks = route_chunks(num_tokens)
-    levels = 1 if params["first_choice"] is None else top_k
+    levels = 1 if options.first_choice is None else top_k
 
     def int32(*shape: int) -> Any:
         shape = (*aval.shape[: call_placement.lead], *shape)
@@ -36,12 +37,10 @@ def route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any) -> l
     scratch = [
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
         # choices per expert (for each choice index if rows may drop), and tokens for this rank
-        int32(batch, group.size, chunks, levels * local_experts + 1),
+        int32(batch, group.size, chunks, levels * options.num_local_experts + 1),
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
-    attributes = _attributes(params) | dict(
-        tokens_per_chunk=tokens_per_chunk, parts=params["parts"]
-    )
+    attributes = _attributes(params) | dict(tokens_per_chunk=tokens_per_chunk, parts=options.parts)
     return _call(ctx, call_placement, "route", [ids], attributes, scratch)[: len(ctx.avals_out)]
 
 
@@ -56,9 +55,11 @@ def routed_dispatch(
 def _attributes(params: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a route. ``first_choice`` is -1 if the capacity holds any
     routing."""
-    first_choice = -1 if params["first_choice"] is None else params["first_choice"]
+    options: PlanOptions = params["plan_options"]
     return dict(
-        num_experts=params["num_experts"], alignment=params["alignment"], first_choice=first_choice
+        num_experts=options.num_local_experts * params["group"].size,
+        alignment=options.alignment,
+        first_choice=-1 if options.first_choice is None else options.first_choice,
     )
 
 
