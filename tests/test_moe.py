@@ -323,7 +323,8 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
         "shared_expert": "shared_gate_up",
     }
     options = inspect.signature(ma.moe).parameters
-    for name in inspect.signature(ma.moe_mlp).parameters:
+    # Global weights have no quantized form for training yet.
+    for name in inspect.signature(ma.moe_mlp).parameters.keys() - {"quantized"}:
         assert in_moe.get(name, name) in options
     router = set(inspect.signature(ma.top_k_router).parameters) - {"logits"}
     assert router < set(options)
