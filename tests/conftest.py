@@ -19,7 +19,6 @@ import functools
 import inspect
 import os
 import sys
-from unittest import mock
 
 import processes
 
@@ -135,7 +134,7 @@ def pytest_runtest_protocol(item):
     defaults."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
-    with mock.patch.dict(os.environ):
+    with harness.environment_restored():
         for name in PROMOTION:
             os.environ.pop(name, None)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -43,6 +43,24 @@ FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
 
 
+@contextlib.contextmanager
+def environment_restored():
+    """Restore the variables of the environment that changed, and write no others.
+
+    ``mock.patch.dict(os.environ)`` writes all of them. Threads of XLA that still run a program read
+    them, and then the process crashes (seen with jax 0.12 on the CPU).
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+
 def devices(count):
     """Return the first `count` devices; with several processes the first devices of each, equally
     many of each."""

@@ -20,14 +20,12 @@ import functools
 import importlib
 import inspect
 import io
-import os
 import re
 import subprocess
 import sys
 import textwrap
 import types
 from pathlib import Path
-from unittest import mock
 
 import harness
 import jax
@@ -99,8 +97,7 @@ def run(snippet, namespace):
     if snippet.skip_reason:
         return
     printed, error = io.StringIO(), None
-    kept_jit = mock.patch.object(jax, "jit", jit_that_is_kept)
-    with mock.patch.dict(os.environ), kept_jit, contextlib.redirect_stdout(printed):
+    with harness.environment_restored(), contextlib.redirect_stdout(printed):
         try:
             exec(code, namespace)
         except Exception as raised:
@@ -116,18 +113,6 @@ def run(snippet, namespace):
     assert re.fullmatch(expected, one_line(actual)), (
         f"{place} says\n{snippet.output}\nbut gives\n{actual}"
     )
-
-
-# Some snippets print a shape and drop the program, which still runs. In loops over such a section,
-# each round with `jax.clear_caches()` after it, a thread of XLA:CPU of jax 0.12.0.1 crashed within
-# 250 rounds, twice in two loops. That a dropped program is the cause is likely, and not shown.
-KEPT = []
-
-
-def jit_that_is_kept(*args, _jit=jax.jit, **options):
-    """Return the result of `jax.jit`, which lives as long as this process."""
-    KEPT.append(_jit(*args, **options))
-    return KEPT[-1]
 
 
 def one_line(text):
