@@ -47,8 +47,8 @@ MANY = RANK_COUNTS[-1]
 def environment_restored():
     """Restore the variables of the environment that changed, and write no others.
 
-    ``mock.patch.dict(os.environ)`` writes all of them. Threads of XLA that still run a program read
-    them, and then the process crashes (seen with jax 0.12 on the CPU).
+    ``mock.patch.dict(os.environ)`` writes all of them, while the last program may still run. XLA on
+    CPUs (jax 0.12) calls ``getenv`` when it runs a fusion for the first time, and crashes.
     """
     before = dict(os.environ)
     try:
