@@ -20,6 +20,7 @@ import inspect
 import os
 import sys
 
+import environment
 import processes
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
@@ -134,7 +135,7 @@ def pytest_runtest_protocol(item):
     defaults."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
-    with harness.environment_restored():
+    with environment.restored():
         for name in PROMOTION:
             os.environ.pop(name, None)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -27,6 +27,7 @@ import textwrap
 import types
 from pathlib import Path
 
+import environment
 import harness
 import jax
 import pytest
@@ -97,7 +98,7 @@ def run(snippet, namespace):
     if snippet.skip_reason:
         return
     printed, error = io.StringIO(), None
-    with harness.environment_restored(), contextlib.redirect_stdout(printed):
+    with environment.restored(), contextlib.redirect_stdout(printed):
         try:
             exec(code, namespace)
         except Exception as raised:

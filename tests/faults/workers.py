@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 from multiprocessing import forkserver
-from unittest import mock
+
+import environment
 
 from . import leaks
 
@@ -51,10 +52,11 @@ def forks():
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
     # The flags are those of `conftest.py`. Each worker has one device.
-    environment = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS)
+    variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS)
     if os.environ.get("MOE_A2A_TEST_GPU") != "1":
-        environment["JAX_PLATFORMS"] = "cpu"
-    with mock.patch.dict(os.environ, environment):
+        variables["JAX_PLATFORMS"] = "cpu"
+    with environment.restored():
+        os.environ.update(variables)
         forkserver.ensure_running()
         first = context.Process(target=os.getpid)  # starts when the server has imported all
         first.start()
