@@ -1,8 +1,7 @@
-"""A tenth of the campaign of faults (`make faults` runs 200). Each commit draws others."""
+"""A tenth of the campaign of faults. `make faults` runs 200, and draws others with another SEED."""
 
 import pathlib
 import signal
-import subprocess
 import time
 from concurrent import futures
 
@@ -20,21 +19,15 @@ pytestmark = [
 
 # Runs of each place, which take about 2, 1 and 8 seconds; they mostly wait.
 RUNS = {"memory": 11, "kernels": 5, "programs": 3}
-
-
-def seed_of_commit():
-    """Return a number that changes with each commit."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return int(done.stdout.strip()[:6] or "0", 16)
+SEED = 1
 
 
 @pytest.mark.parametrize("place", RUNS)
 def test_a_fault_ends_with_its_cause_or_the_right_result(place):
-    seed = seed_of_commit()
     kinds = [kind for kind in campaign.KINDS if kind.startswith(place)]
-    found = campaign.run_many(seed, range(RUNS[place]), kinds)
+    found = campaign.run_many(SEED, range(RUNS[place]), kinds)
     failures = [done for done in found if done.outcome == "FAILURE"]
-    again = f"python -m tests.faults --seed {seed} --kinds {place} --first N --last N"
+    again = f"python -m tests.faults --seed {SEED} --kinds {place} --first N --last N"
     assert not failures, f"{again}\n{failures}"
 
 

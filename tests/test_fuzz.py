@@ -1,10 +1,9 @@
 """Random exchanges, layers and products are those of the oracle, and the fuzzer notices a package
 that is broken.
 
-Each commit draws others. `python -m tests.fuzz` runs for as long as wanted, and repeats a failure.
+`python -m tests.fuzz` runs for as long as wanted, draws others with another seed, and repeats a
+failure.
 """
-
-import subprocess
 
 import jax.numpy as jnp
 import pytest
@@ -20,17 +19,11 @@ pytestmark = [
 ]
 
 SECONDS = 15
-SEED = 1  # of what a broken package is tried with
-
-
-def seed_of_commit():
-    """Return a number that changes with each commit."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return int(done.stdout.strip()[:6] or "0", 16)
+SEED = 1
 
 
 def test_exchanges_are_those_of_the_oracle():
-    done = fuzzer.fuzz(seed_of_commit(), seconds=SECONDS)
+    done = fuzzer.fuzz(SEED, seconds=SECONDS)
     print(done)
     assert not done.failures, done.failures[0]
 

@@ -432,6 +432,8 @@ ABORTS = (
     r"(Is there a distributed collective mismatch in your code|"
     r"Terminating process because the JAX distributed service detected fatal errors)"
 )
+# What processes that call different collectives may end as over gloo, which knows sizes only.
+OTHER_CALLS = dict(may_be_undetected=not ON_GPU, may_end=not ON_GPU)
 
 
 def survivors_go_on(run):
@@ -616,8 +618,7 @@ def different_call(act):
         at = run.rng.randrange(STEPS - 1)
         start = time.monotonic()
         churn(run, at, act, (run.names[at % 2], run.names[(at + 1) % 2], at))
-        on_cpu = dict(may_be_undetected=not ON_GPU, may_end=not ON_GPU)
-        return settle(run, *MISSING, start=start, **on_cpu)
+        return settle(run, *MISSING, start=start, **OTHER_CALLS)
 
     return kind
 
@@ -631,14 +632,15 @@ def an_exception_between_start_and_done(run):
 
 def a_failing_callback(name):
     """Return a kind in which a host callback raises, in one process or in all. XLA may then leave
-    collectives of the program out. On CPUs gloo gives their rows to the next call."""
+    collectives of the program out. On CPUs gloo gives their rows to the next call, or ends the
+    process if that call is of another size."""
 
     def kind(run):
         begin(run, "exchange", "layer", name)
         at = run.rng.randrange(STEPS)
         act = "fail" if run.rng.random() < 0.5 else None
         churn(run, at, "act_on_host", ("fail", name, at), of_others=(act, name, at))
-        return settle(run, *MISSING, may_be_undetected=not ON_GPU)
+        return settle(run, *MISSING, **OTHER_CALLS)
 
     return kind
 
