@@ -81,6 +81,19 @@ def test_spare_slots_have_the_weights_of_their_experts(monkeypatch, ranks, spare
     assert fetched._cache_size() == 1
 
 
+def test_gradients_of_fetched_weights_in_float64_are_exact():
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+    placement = ma.Placement.from_slots([0, 1, 1, 2, 3, 1], 4, num_ranks=2)
+    fetch_all = jax.vmap(
+        lambda w: ma.fetch_experts(w, placement, group=group), axis_name="ep", axis_size=2
+    )
+    with jax.enable_x64(True):
+        ct = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 3)))
+        (found,) = jax.vjp(fetch_all, jnp.zeros((2, 2, 3)))[1](ct)
+        assert found.dtype == jnp.float64
+        np.testing.assert_array_equal(found[0, 1], ct[0, 0] + ct[1, 0])
+
+
 LOCAL, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 5, 2, 8, 4
 SWIGLU = ma.gated(jax.nn.silu)
 

@@ -38,8 +38,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
     All arrays travel in one exchange, bit for bit, and without a routing exchange. Call it on every
     rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
-    all replicas in spare slots, computed in float32 in the order of ranks, and rounded once to the
-    dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
+    all replicas in spare slots, computed in float32 (float64 for float64) in the order of ranks, and
+    rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
 
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
@@ -116,13 +116,15 @@ def fetch(
     own = own_rank(group)
     routing = _in_pieces(_routing_of_experts(placement, own, num_ranks, first), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
+    # Gradients of several slots of a rank travel as one sum.
+    is_wide = any(x.dtype == jnp.float64 for x in tokens)
     moved = DISPATCH.bind(
         tokens,
         routing,
         group=group,
         num_leaves=len(tokens),
         num_choice_arrays=0,
-        options=Options(wire_dtype=jnp.dtype(jnp.float32)),
+        options=Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32)),
     )
     found = [
         rows.reshape(spare, -1)[:, :size].reshape(spare, *x.shape[1:])
