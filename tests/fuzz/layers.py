@@ -269,7 +269,8 @@ def program(seed, number, *, has_mesh=True):
 def with_parts(rng, program):
     """Draw chunks and a placement for a program in which they drop no choices.
 
-    Both may move work between ranks, which changes the partial sums of replicated tokens.
+    Both may move work between ranks, which changes the partial sums of replicated tokens. A replica
+    reads the `p` of its own rank, which is another one than at the home rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -280,7 +281,7 @@ def with_parts(rng, program):
     if rng.random() < 0.3:
         numbers = [n for n in range(2, p.tokens + 1) if p.tokens % n == 0]
         changed["num_chunks"] = draw.one_of(rng, numbers) if numbers else None
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and ACTIVATIONS[p.activation][3] is None:
         experts = rng.integers(-1, p.num_experts, p.ranks * draw.one_of(rng, (1, 2)))
         changed["spare"] = tuple(map(int, experts))
     return dataclasses.replace(p, **changed)

@@ -181,7 +181,8 @@ def moe_mlp(
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
         they are fetched once for all chunks, and kept. If the weights are those of all P / R slots
-        of this rank, nothing is fetched. A ``Routing`` must be one of slots.
+        of this rank, nothing is fetched. A ``Routing`` must be one of slots. Arrays that
+        ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
