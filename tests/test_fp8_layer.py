@@ -1,5 +1,6 @@
 """Layers with weights in FP8 are the explicit calls, and refuse gradients."""
 
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -238,8 +239,8 @@ def test_training_needs_multiples_of_128():
             dict(placement=ma.Placement.from_slots(range(8), 8, num_ranks=RANKS)),
             "placement must be",
         ),
-        (dict(order=False), "transposed=True.*got .* without transposed"),
-        (dict(exchanged=True), "quantized w_in must be quantize_experts.w_in, transposed=True"),
+        (dict(order=False), "transposed=True.*got it without transposed"),
+        (dict(exchanged=True), r"quantized.0. must be quantize_experts.w_in, .* got .2, 128, 128"),
     ],
     ids=("experts_format", "placement", "transposed", "shape"),
 )
@@ -370,6 +371,37 @@ def test_modules_hold_weights_in_fp8(make):
 
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
+@pytest.mark.promotes("Flax relies on it")
+@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
+def test_modules_read_weights_that_were_quantized_once(make):
+    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep", experts_format=FP8)
+    x = jax.random.normal(jax.random.key(1), (6, 128))
+    with jax.set_mesh(mesh_of(ep=2)):
+        if make is NnxMoE:
+            model = NnxMoE(128, rngs=nnx.Rngs(0), **sizes)
+            graph, params = nnx.split(model)
+            apply = lambda params, **of_call: nnx.merge(graph, params)(x, **of_call)
+            weights = nnx.to_pure_dict
+        else:
+            module = LinenMoE(**sizes)
+            params = quick_jit(module.init)(jax.random.key(0), x)
+            apply = lambda params, **of_call: module.apply(params, x, **of_call)
+            weights = lambda params: linen.unbox(params)["params"]
+
+        def layers(params):
+            quantize = functools.partial(ma.quantize_experts, transposed=True)
+            given = [weights(params)[name] for name in ("w_gate_up", "w_down")]
+            pairs = None, map(quantize, given), map(quantize, (given[0], 2 * given[1]))
+            pairs = [pair and tuple(pair) for pair in pairs]
+            return [apply(params, quantized=pair)[0] for pair in pairs]
+
+        y, same, twice = quick_jit(layers)(params)
+    np.testing.assert_array_equal(same, y)
+    np.testing.assert_array_equal(twice, 2 * y)
+
+
+@pytest.mark.several_devices("meshes of several axes")
+@pytest.mark.one_process("meshes of several axes")
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_moe_over_expert_and_tensor_axes(axis_type):
     mesh = mesh_of(axis_type, ep=2, tensor=2)
@@ -399,3 +431,65 @@ def test_moe_over_expert_and_tensor_axes(axis_type):
             ma.moe(x, params["router"], narrow, short, **options)
     assert 0 < relative_error(found, close) < 0.08
     assert placed["w_down"].scales.sharding.spec == P("ep", None, "tensor")
+
+
+@pytest.mark.several_devices("meshes of several axes")
+@pytest.mark.one_process("meshes of several axes")
+def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
+    """The weights are stored in parts that are no whole squares: of 64 rows."""
+    mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
+    where = dict(tensor_axis="tensor", two_arrays=True, fsdp_axes="data")
+    options = dict(top_k=2, group="ep", data_axes="data", tensor_axis="tensor", num_chunks=2)
+    x = np.random.default_rng(1).normal(size=(2, 16, 128)).astype(np.float32)
+
+    def step(params, other, x):
+        """Return outputs and gradients, with the weights of `other` instead of its own, or None."""
+        quantize = functools.partial(ma.quantize_experts, transposed=True)
+        once = other and (quantize(jnp.stack(other["w_gate_up"], 2)), quantize(other["w_down"]))
+
+        def loss(params, x):
+            y, _ = ma.moe(x, **params, **options, experts_format=FP8, quantized=once)
+            return jnp.sin(y).sum(), y
+
+        def add(total, x):
+            (_, y), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+            return jax.tree.map(jnp.add, total, grads), y
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)
+
+    with jax.set_mesh(mesh):
+        specs = ma.moe_partition_specs("ep", **where)
+        params = ma.init_moe(jax.random.key(0), 128, 256, 4, two_arrays=True, specs=specs)
+        run = quick_jit(step)
+        expected, y = run(params, None, x)
+        found, same = run(params, params, x)
+        _, twice = run(params, {**params, "w_down": 2 * params["w_down"]}, x)
+    jax.tree.map(np.testing.assert_array_equal, (found, same), (expected, y))
+    np.testing.assert_array_equal(twice, 2 * y)
+
+
+@pytest.mark.several_devices("meshes of several axes")
+@pytest.mark.one_process("meshes of several axes")
+@pytest.mark.exchanges(0)
+def test_moe_checks_weights_that_were_quantized_once():
+    gate, w_down = np.ones((4, 128, 256), np.float32), np.ones((4, 256, 128), np.float32)
+    layer = functools.partial(ma.moe, top_k=2, group="ep", experts_format=FP8)
+    args = np.ones((6, 128), np.float32), np.ones((128, 4), np.float32), (gate, gate), w_down
+    quantize = functools.partial(ma.quantize_experts, transposed=True)
+    once = jax.eval_shape(lambda w: (quantize(jnp.stack(w[2], 2)), quantize(w[3])), args)
+    wrong = [
+        (lambda a, b: [a], TypeError, "pair of .*jnp.stack.w_gate_up, axis=2.* got 1 elements"),
+        (lambda a, b: (w_down, b), TypeError, "quantized.0. must be .*; got float32.4,256,128"),
+        (lambda a, b: (b, b), ValueError, "shape .4, 128, 2, 256.; got .4, 256, 128"),
+        (
+            lambda a, b: (a, dataclasses.replace(b, transposed=w_down)),
+            TypeError,
+            "the values of quantized.1. must be float8_e4m3fn.* got float32",
+        ),
+    ]
+    with jax.set_mesh(mesh_of(ep=2, tensor=4)):
+        for make, error, message in wrong:
+            with pytest.raises(error, match=message):
+                jax.eval_shape(lambda once: layer(*args, quantized=make(*once)), once)
+        with pytest.raises(ValueError, match="w_gate_up must .* multiple of 128 times the size 4"):
+            layer(*args, tensor_axis="tensor")

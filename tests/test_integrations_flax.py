@@ -237,8 +237,7 @@ def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
     parameters = lambda function: inspect.signature(function).parameters
     options = {**parameters(make.__init__), **parameters(make.__call__)}
     for function in (ma.moe, ma.moe_mlp):
-        # A module quantizes its own weights.
-        names = {renamed.get(name, name) for name in parameters(function)} - {"quantized"}
+        names = {renamed.get(name, name) for name in parameters(function)}
         assert names <= set(options)
     own = "x", "group", "select_bias", "return_logits", *renamed
     for name, parameter in parameters(ma.moe).items():

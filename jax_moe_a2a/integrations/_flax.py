@@ -21,7 +21,7 @@ GroupOrAxes = ma.Group | str | tuple[str, ...]
 SCALES = {name: f"{name}_scales" for name in ("w_gate_up", "w_down")}
 # Arrays, which are parameters of a module, or arguments of each of its calls.
 PARAMETERS = *ma.moe_partition_specs("ep"), *SCALES.values()
-OF_A_CALL = "x", "mask", "shared_weights", "placement"
+OF_A_CALL = "x", "mask", "shared_weights", "quantized", "placement"
 # Options of ``moe`` that the modules have, too.
 OPTIONS = tuple(
     name for name in inspect.signature(ma.moe).parameters if name not in (*PARAMETERS, *OF_A_CALL)

@@ -128,6 +128,7 @@ class MoE(linen.Module):
         *,
         mask: ArrayLike | None = None,
         shared_weights: ArrayLike | None = None,
+        quantized: tuple[ma.QuantizedExperts, ma.QuantizedExperts] | None = None,
         placement: ma.Placement | None = None,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks.
@@ -136,6 +137,7 @@ class MoE(linen.Module):
           x: floats [..., H].
           mask: as in ``moe``.
           shared_weights: as in ``moe``.
+          quantized: as in ``moe``, of the parameters in ``dtype``.
           placement: as in ``moe``, in the home form, because parameters have E experts.
 
         Returns:
@@ -167,5 +169,11 @@ class MoE(linen.Module):
             params["select_bias"] = unboxed(variable.value)
         layer = Layer.of(given)
         return layer(
-            x, params, self.dtype, mask=mask, shared_weights=shared_weights, placement=placement
+            x,
+            params,
+            self.dtype,
+            mask=mask,
+            shared_weights=shared_weights,
+            quantized=quantized,
+            placement=placement,
         )

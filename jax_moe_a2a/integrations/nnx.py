@@ -152,6 +152,7 @@ class MoE(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         shared_weights: ArrayLike | None = None,
+        quantized: tuple[ma.QuantizedExperts, ma.QuantizedExperts] | None = None,
         placement: ma.Placement | None = None,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks.
@@ -160,6 +161,7 @@ class MoE(nnx.Module):
           x: floats [..., H].
           mask: as in ``moe``.
           shared_weights: as in ``moe``.
+          quantized: as in ``moe``, of the parameters in ``dtype``.
           placement: as in ``moe``, in the home form, because parameters have E experts.
 
         Returns:
@@ -168,5 +170,11 @@ class MoE(nnx.Module):
         """
         params = {name: getattr(self, name)[...] for name in PARAMETERS if hasattr(self, name)}
         return self.layer(
-            x, params, self.dtype, mask=mask, shared_weights=shared_weights, placement=placement
+            x,
+            params,
+            self.dtype,
+            mask=mask,
+            shared_weights=shared_weights,
+            quantized=quantized,
+            placement=placement,
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import as_array, check_bool, is_known, short
@@ -169,10 +171,32 @@ def encode_experts(w: jax.Array, k_axis: int) -> Quantized:
     XLA reads the weights once for the scales and once for each orientation of the values that is
     used, because no array is transposed before it is quantized.
     """
-    k, n = w.shape[k_axis], w.shape[-1]
-    padding = [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)]
-    padded = jnp.pad(w, padding)
-    shape = (*w.shape[:k_axis], k // BLOCK, BLOCK, *w.shape[k_axis + 1 : -1], -(-n // BLOCK), BLOCK)
-    axes = k_axis + 1, len(shape) - 1
-    values, scales = BlockwiseFp8().encode_blocks(padded.reshape(shape), axes)
-    return Quantized(values.reshape(padded.shape)[..., :n], jnp.squeeze(scales, axes))
+    n = w.shape[-1]
+    w = _in_whole_squares(w, (k_axis, w.ndim - 1))
+    padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
+    # Over Explicit mesh axes, JAX places the result of a reshape that divides or merges one axis.
+    by_rows = _divided(padded, k_axis)
+    squares = _divided(by_rows, w.ndim)
+    values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))
+    values = values.reshape(by_rows.shape).reshape(padded.shape)
+    return Quantized(values[..., :n], jnp.squeeze(scales, (k_axis + 1, w.ndim + 1)))
+
+
+def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Gather those of both axes whose parts, over Explicit mesh axes, are not whole squares. Over
+    Auto axes, the compiler does so."""
+    sharding = jax.typeof(w).sharding
+    spec = list(sharding.spec)
+    for axis in axes:
+        names = spec[axis] or ()
+        names = (names,) if isinstance(names, str) else names
+        if w.shape[axis] % (BLOCK * math.prod(sharding.mesh.shape[name] for name in names)):
+            spec[axis] = None
+    if spec == list(sharding.spec):
+        return w
+    return jax.sharding.reshard(w, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def _divided(x: jax.Array, axis: int) -> jax.Array:
+    """Divide an axis into blocks of 128."""
+    return x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :])

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..checks import Tail, as_array, short
+from ..checks import Tail, short
 from ..exchange.arguments import DispatchArguments
 from ..exchange.recv import Recv
 from ..experts.act_encode import bind_act_encode
 from ..experts.activations import FusedActivation
 from ..experts.primitives import bias_of_rows
 from ..formats.formats import BlockwiseFp8, TokenFormat
-from ..formats.weights import BLOCK, QuantizedExperts
+from ..formats.weights import BLOCK, QuantizedExperts, check_dtypes
 from ..grouped.quantized import (
     RESULT_DTYPES,
     bind_dot_fp8,
@@ -65,36 +64,45 @@ def check_training(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> None:
 
 
 def check_quantized(
-    quantized: Any, experts_format: TokenFormat | None, placement: Placement | None, weights: Any
-) -> dict[str, QuantizedExperts]:
-    """Return weights that are already quantized for training, by name, or raise an error.
+    quantized: Any,
+    experts_format: TokenFormat | None,
+    placement: Placement | None,
+    weights: Mapping[str, tuple[int, ...]],
+) -> tuple[QuantizedExperts, ...]:
+    """Return weights that are already quantized for training, or raise an error.
 
     Args:
-      weights: w_in and w_out.
+      weights: the shapes of both weights of the layer, by the expression that makes them.
     """
     if quantized is None:
-        return {}
-    for name, ok in (("experts_format", experts_format is not None), ("placement", not placement)):
-        if not ok:
-            needed = "BlockwiseFp8()" if name == "experts_format" else "None"
-            raise ValueError(f"{name} must be {needed} with quantized")
-    if not isinstance(quantized, tuple | list) or len(quantized) != 2:
-        raise TypeError(
-            "quantized must be the pair of quantize_experts(w_in, transposed=True) and "
-            f"quantize_experts(w_out, transposed=True); got {type(quantized).__name__}"
+        return ()
+    if experts_format is None:
+        raise ValueError(
+            "experts_format must be BlockwiseFp8() with quantized; got None. Pass it, too"
         )
-    found = {}
-    for name, q, w in zip(("w_in", "w_out"), quantized, weights, strict=True):
-        q = check_experts(f"quantized {name}", q)
-        shape = None if q.transposed is None else q.transposed.shape
-        if shape != np.shape(w) or q.shape != shape:
+    if placement is not None:
+        raise ValueError("placement must be None with quantized; got a Placement. Omit quantized")
+    calls = [f"quantize_experts({expression}, transposed=True)" for expression in weights]
+    if not isinstance(quantized, tuple | list) or len(quantized) != len(calls):
+        is_pair = isinstance(quantized, tuple | list)
+        got = f"{len(quantized)} elements" if is_pair else type(quantized).__name__
+        raise TypeError(f"quantized must be the pair of {' and '.join(calls)}; got {got}")
+    found = []
+    for i, (q, call, shape) in enumerate(zip(quantized, calls, weights.values(), strict=True)):
+        if not isinstance(q, QuantizedExperts):
+            got = short(q) if hasattr(q, "dtype") else type(q).__name__
+            raise TypeError(f"quantized[{i}] must be {call}; got {got}")
+        check_experts(f"quantized[{i}]", q, may_be_pairs=len(shape) == 4)
+        if q.transposed is None:
+            raise ValueError(f"quantized[{i}] must be {call}; got it without transposed")
+        check_dtypes(f"quantized[{i}]", q.transposed, q.scales)
+        if not q.shape == q.transposed.shape == shape:
             raise ValueError(
-                f"quantized {name} must be quantize_experts({name}, transposed=True) for {name} "
-                f"{short(as_array(w))}; got {list(q.shape)}"
-                f"{' without transposed' if shape is None else ''}"
+                f"quantized[{i}] must be {call} of the shape {list(shape)}; got {list(q.shape)}, "
+                f"and transposed {short(q.transposed)}"
             )
-        found[name] = jax.tree.map(without_gradient, q)
-    return found
+        found.append(jax.tree.map(without_gradient, q))
+    return tuple(found)
 
 
 def check_weights(

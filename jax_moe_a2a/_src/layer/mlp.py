@@ -223,8 +223,9 @@ def moe_mlp(
         x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
     )
     weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
-    given = check_quantized(quantized, experts_format, placement, (w_in, w_out))
-    weights |= {QUANTIZED + name: q for name, q in given.items()}
+    shapes = {name: np.shape(weights[name]) for name in SUMMED}
+    given = check_quantized(quantized, experts_format, placement, shapes)
+    weights |= {QUANTIZED + name: q for name, q in zip(SUMMED, given)}
 
     def apply(**arrays: Any) -> tuple[jax.Array, Totals]:
         y, _, totals = mlp_and_routing(route_arguments, options, **of_chunk(arrays))

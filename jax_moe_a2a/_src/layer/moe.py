@@ -27,8 +27,10 @@ from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
+from .fp8 import check_quantized
 from .load import ExpertLoad, expert_load
 from .mlp import (
+    QUANTIZED,
     SUMMED,
     Activation,
     LayerOptions,
@@ -98,6 +100,7 @@ def moe(
     format: TokenFormat | None = None,
     overlap_backward: bool = False,
     experts_format: TokenFormat | None = None,
+    quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     return_logits: bool = False,
     placement: Placement | None = None,
 ) -> tuple[jax.Array, MoEStatistics]:
@@ -180,6 +183,9 @@ def moe(
       format: as in ``moe_mlp``.
       overlap_backward: as in ``moe_mlp``.
       experts_format: as in ``moe_mlp``.
+      quantized: as in ``moe_mlp``: ``w_gate_up`` and ``w_down`` by ``quantize_experts(...,
+        transposed=True)``, which keeps their placement; or None. With a tuple (gate, up), quantize
+        ``jnp.stack(w_gate_up, axis=2)``.
       return_logits: True to return the logits in the statistics. Results of a jitted function stay
         in memory, so return them from there only if you need them.
       placement: as in ``moe_mlp``: replicas of experts, or None. ``w_gate_up``, ``w_down`` and
@@ -236,7 +242,17 @@ def moe(
         shared_down,
         activation,
         placement,
+        experts_format,
     )
+    shapes = {}
+    for name, w in zip(EXPERT_WEIGHTS, (w_gate_up, w_down)):
+        (experts, inputs, *columns), *up = (array.shape for array in _one_or_two(w))
+        expression, between = (f"jnp.stack({name}, axis=2)", (2,)) if up else (name, ())
+        shapes[expression] = experts, inputs, *between, *columns
+    for name, q in zip(
+        EXPERT_WEIGHTS, check_quantized(quantized, experts_format, placement, shapes)
+    ):
+        params[QUANTIZED + name] = tuple(map(jnp.asarray, (q.values, q.scales, q.transposed)))
     if num_chunks is not None:
         check_int("num_chunks", num_chunks, least=1)
     reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
@@ -252,12 +268,13 @@ def moe(
     x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
 
     in_fp8 = isinstance(w_gate_up, QuantizedExperts)
-    specs = {
-        name: tuple(spec_of(name, w.ndim, scope.group.axes, tensor_axis) for w in arrays)
-        for name, arrays in params.items()
-    }
-    if in_fp8:
-        specs |= {name: tuple(map(quantized_spec, specs[name])) for name in EXPERT_WEIGHTS}
+    specs = {}
+    for name, arrays in params.items():
+        own = name.removeprefix(QUANTIZED)
+        spec = spec_of(own, arrays[0].ndim, scope.group.axes, tensor_axis)
+        specs[name] = (spec,) * len(arrays)
+        if name != own or (in_fp8 and name in EXPERT_WEIGHTS):
+            specs[name] = (quantized_spec(spec),) * 2 + specs[name][2:]
     params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
 
     route_arguments = RouteArguments(
@@ -312,6 +329,9 @@ def moe(
             b_in=_side_by_side(params["b_gate_up"], 2) if "b_gate_up" in params else None,
             b_out=b_down,
         )
+        for name, of_mlp in zip(EXPERT_WEIGHTS, SUMMED):
+            if QUANTIZED + name in params:
+                weights[QUANTIZED + of_mlp] = _quantized(params[QUANTIZED + name])
         if "shared_down" in only:
             kept = of_rows["shared_weights"]
             if mask is not None:  # masked tokens have zero output
@@ -415,7 +435,11 @@ def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int) -> jax.Array:
 
 def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
     """Return a rank's quantized weights in the form of ``moe_mlp``: gate and up side by side."""
-    return QuantizedExperts(*(x.reshape(x.shape[0], -1, x.shape[-1]) for x in arrays))
+    values, scales, *transposed = arrays
+    return QuantizedExperts(
+        *(x.reshape(x.shape[0], -1, x.shape[-1]) for x in (values, scales)),
+        *(_side_by_side((x,), 3) for x in transposed),
+    )
 
 
 class _Tokens(NamedTuple):
@@ -626,6 +650,7 @@ def _check_arrays(
     shared_down: Any,
     activation: Activation | None,
     placement: Placement | None,
+    experts_format: TokenFormat | None,
 ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, tuple[jax.Array, ...]], Activation]:
     """Return tokens, the mask and weights of tokens, parameters (each a tuple of one or two arrays)
     and activation, or raise an error."""
@@ -670,7 +695,8 @@ def _check_arrays(
             f"w_gate_up must have one of the forms {', '.join(forms)}, with E={experts} and "
             f"H={hidden}; got {', '.join(map(short, first))}"
         )
-    _check_tensor_parts(scope, "w_gate_up", width, first, BLOCK if in_fp8 else 1)
+    least = BLOCK if in_fp8 or experts_format is not None else 1
+    _check_tensor_parts(scope, "w_gate_up", width, first, least)
     found: dict[str, tuple[Any, ...]] = {"router": (router,), "w_gate_up": first}
 
     def add(name: str, value: Any, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
@@ -772,11 +798,11 @@ def _check_tensor_parts(
     multiples of ``least``."""
     num_parts = 1 if scope.tensor_axis is None else scope.size((scope.tensor_axis,))
     if columns % (num_parts * least):
-        times = f"{least} times " if least > 1 else ""
+        times = f"the size {num_parts} of the tensor axis {scope.tensor_axis!r}"
+        factors = [str(least)] * (least > 1) + [times] * (num_parts > 1)
         raise ValueError(
-            f"{name} must have a number of columns that is a multiple of {times}the size "
-            f"{num_parts} of the tensor axis {scope.tensor_axis!r}; got "
-            f"{', '.join(map(short, arrays))}"
+            f"{name} must have a number of columns that is a multiple of {' times '.join(factors)}"
+            f"; got {', '.join(map(short, arrays))}"
         )
 
 
