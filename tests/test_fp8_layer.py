@@ -269,7 +269,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["combine"] == 2
     # The products with weights of two biases, and outer products of weights and biases.
     assert counts["grouped_outer"] == 4
-    run = functools.partial(value_and_grads, experts_format=FP8, num_chunks=2)
+    run = functools.partial(value_and_grads, experts_format=FP8)
     counts = small_layer.counts(run, floats, ids, ct)
     # Products of the forward pass, which have a total, and those of the backward pass.
     assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
@@ -374,7 +374,8 @@ def test_modules_hold_weights_in_fp8(make):
 @pytest.mark.promotes("Flax relies on it")
 @pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 def test_modules_read_weights_that_were_quantized_once(make):
-    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep", experts_format=FP8)
+    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep")
+    sizes |= dict(experts_format=FP8, num_chunks=2)
     x = jax.random.normal(jax.random.key(1), (6, 128))
     with jax.set_mesh(mesh_of(ep=2)):
         if make is NnxMoE:
@@ -436,11 +437,11 @@ def test_moe_over_expert_and_tensor_axes(axis_type):
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """The weights are stored in parts that are no whole squares: of 64 rows."""
+    """The weights are stored in parts that are no whole squares: of 192 rows."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     where = dict(tensor_axis="tensor", two_arrays=True, fsdp_axes="data")
-    options = dict(top_k=2, group="ep", data_axes="data", tensor_axis="tensor", num_chunks=2)
-    x = np.random.default_rng(1).normal(size=(2, 16, 128)).astype(np.float32)
+    options = dict(top_k=2, group="ep", data_axes="data", tensor_axis="tensor")
+    x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)
 
     def step(params, other, x):
         """Return outputs and gradients, with the weights of `other` instead of its own, or None."""
@@ -459,7 +460,7 @@ def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
 
     with jax.set_mesh(mesh):
         specs = ma.moe_partition_specs("ep", **where)
-        params = ma.init_moe(jax.random.key(0), 128, 256, 4, two_arrays=True, specs=specs)
+        params = ma.init_moe(jax.random.key(0), 384, 256, 4, two_arrays=True, specs=specs)
         run = quick_jit(step)
         expected, y = run(params, None, x)
         found, same = run(params, params, x)

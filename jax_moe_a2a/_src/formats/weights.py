@@ -76,8 +76,9 @@ def quantize_experts(
       transposed: True to also keep the orientation that the gradient of rows reads.
 
     Returns:
-      ``QuantizedExperts``. ``jax.vmap`` quantizes the experts of several layers. If the weights are
-      already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
+      ``QuantizedExperts``, placed like the weights over a mesh. An axis whose parts are not
+      multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of several layers. If the
+      weights are already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
 
     Raises:
       TypeError: if an array has the wrong dtype.

@@ -183,9 +183,8 @@ def moe(
       format: as in ``moe_mlp``.
       overlap_backward: as in ``moe_mlp``.
       experts_format: as in ``moe_mlp``.
-      quantized: as in ``moe_mlp``: ``w_gate_up`` and ``w_down`` by ``quantize_experts(...,
-        transposed=True)``, which keeps their placement; or None. With a tuple (gate, up), quantize
-        ``jnp.stack(w_gate_up, axis=2)``.
+      quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
+        None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
       return_logits: True to return the logits in the statistics. Results of a jitted function stay
         in memory, so return them from there only if you need them.
       placement: as in ``moe_mlp``: replicas of experts, or None. ``w_gate_up``, ``w_down`` and
