@@ -406,6 +406,10 @@ X, PARAMS = draw(2, 3)
             r"shared_gate_up must have the shape \[8, 2, 4\].*without E",
         ),
         (dict(return_logits=1), "return_logits must be a bool"),
+        (
+            dict(placement=ma.Placement.from_slots([0, 2, -1, 1, 3, -1], 4, num_ranks=2)),
+            "placement must have the home form",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

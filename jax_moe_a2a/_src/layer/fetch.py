@@ -95,12 +95,7 @@ def fetch(
     """Return the weights of spare slots. Each array begins with ``first`` experts that have no
     replicas, such as a shared expert."""
     num_experts, num_ranks = placement.num_experts, group.size
-    known = not any(isinstance(x, jax.core.Tracer) for x in placement)
-    if known and not placement.is_home(num_ranks):
-        raise ValueError(
-            "placement must have the home form, because weights of all other slots stay where they "
-            "are; got another one. Plan it with home=True, or pass weights of all slots"
-        )
+    placement.check_home(num_ranks)
     placement = Placement(*map(jnp.asarray, placement))
     placement.check("placement", num_experts, num_ranks)
     if group.two_level:

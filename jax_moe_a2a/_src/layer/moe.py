@@ -683,6 +683,8 @@ def _check_arrays(
         placement.check("placement", experts, scope.group.size)
         if first and first[0].shape[:1] == (placement.num_slots,):
             experts = placement.num_slots  # weights that are already placed
+        else:
+            placement.check_home(scope.group.size)  # inside shard_map, nothing is known
     width = first[0].shape[-1] if first and first[0].ndim else 0
     forms = {
         "[E, H, 2, I]": [(experts, hidden, 2, width)],

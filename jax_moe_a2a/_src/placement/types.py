@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_int, short
+from ..checks import as_array, check_int, is_known, short
 from ..plan import plan
 
 # A token's slots on ranks, and the ranks of an expert's replicas, are sets of at most 32 bits.
@@ -147,6 +147,14 @@ class Placement(NamedTuple):
         home = home_experts(self.num_experts, num_ranks)
         slots = table.reshape(*table.shape[:-1], num_ranks, -1)
         return bool((slots[..., : home.shape[1]] == home).all())
+
+    def check_home(self, num_ranks: int) -> None:
+        """Raise a ValueError if the arrays are known and do not have the home form."""
+        if all(map(is_known, self)) and not self.is_home(num_ranks):
+            raise ValueError(
+                "placement must have the home form, because weights of all other slots stay where "
+                "they are; got another one. Plan it with home=True, or pass weights of all slots"
+            )
 
     def check(self, argument: str, num_experts: int, num_ranks: int) -> None:
         """Check the dtypes and shapes of a placement without leading axes, but not its values.
