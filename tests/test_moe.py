@@ -366,6 +366,16 @@ X, PARAMS = draw(2, 3)
 
 
 @pytest.mark.exchanges(0)
+def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
+    with jax.enable_x64(True), jax.set_mesh(mesh_of(ep=2)):
+        x, params = jax.tree.map(np.float64, draw(4, bias=False))
+        params |= dict(shared_gate_up=np.ones((HIDDEN, 2, 1)), shared_down=np.ones((1, HIDDEN)))
+        layer = lambda weight: ma.moe(x, **params, top_k=2, group="ep", shared_weights=weight)
+        traced = jax.make_jaxpr(layer)(np.float64(1))
+    assert "new_dtype=float32" not in str(traced)
+
+
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -777,7 +777,8 @@ def _check_arrays(
                 f" or be a number; got {short(shared_weights)}"
             )
     if "shared_down" in found:
-        value = jnp.asarray(1 if shared_weights is None else shared_weights, jnp.float32)
+        dtype = accumulation_dtype(x.dtype)
+        value = jnp.asarray(1 if shared_weights is None else shared_weights, dtype)
         of_tokens["shared_weights"] = jnp.broadcast_to(value, x.shape[:-1])
     found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
     params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
