@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import harness
 import jax
@@ -203,6 +204,12 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
     np.testing.assert_allclose(found.weights.sum(), 1, rtol=1e-6)
     weights = lambda x: route(x, 3, score=score).weights
     assert np.isfinite(jax.jit(jax.jacobian(weights))(logits)).all()
+
+
+def test_numpy_logits_of_float64_raise_no_warning():
+    logits = np.asarray(logits_of(7), np.float64)
+    with warnings.catch_warnings(action="error"):
+        assert jax.eval_shape(lambda: ma.top_k_router(logits, TOP_K)).weights.dtype == np.float32
 
 
 def test_logits_of_bfloat16_are_routed_in_float32():

@@ -190,7 +190,8 @@ def check_logits(value: Any, name: str = "logits") -> jax.Array:
             f"{name} must be an array [..., num_experts] with at least one expert; got "
             f"{short(array)}"
         )
-    return jnp.asarray(array, accumulation_dtype(array.dtype))
+    array = jnp.asarray(array)  # without a warning if it holds float64, which JAX has not enabled
+    return array.astype(accumulation_dtype(array.dtype))
 
 
 def check_mask(value: Any, logits: jax.Array) -> jax.Array:
