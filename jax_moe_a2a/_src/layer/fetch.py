@@ -38,8 +38,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
     All arrays travel in one exchange, bit for bit, and without a routing exchange. Call it on every
     rank, where the group's axes are in scope. The gradient of ``w`` is the sum of the gradients of
-    all replicas in spare slots, computed in float32 (float64 for float64) in the order of ranks, and
-    rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
+    all replicas in spare slots, computed in float32 (float64 for float64) in the order of ranks,
+    and rounded once to the dtype of ``w``. Integers, and floats of 8 bits, have no gradient.
 
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
