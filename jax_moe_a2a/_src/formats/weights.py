@@ -200,4 +200,4 @@ def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
 
 def _divided(x: jax.Array, axis: int) -> jax.Array:
     """Divide an axis into blocks of 128."""
-    return x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
