@@ -269,7 +269,7 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["combine"] == 2
     # The products with weights of two biases, and outer products of weights and biases.
     assert counts["grouped_outer"] == 4
-    run = functools.partial(value_and_grads, experts_format=FP8)
+    run = functools.partial(value_and_grads, experts_format=FP8, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
     # Products of the forward pass, which have a total, and those of the backward pass.
     assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
