@@ -1,5 +1,6 @@
 """`ma.moe` equals the dense layer of its parameters, however mesh axes divide the arrays."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -363,6 +364,19 @@ def traced(change=None, mesh=None, **options):
 
 
 X, PARAMS = draw(2, 3)
+
+
+@pytest.mark.exchanges(0)
+def test_an_initializer_may_be_an_object_without_a_hash():
+    @dataclasses.dataclass
+    class Constant:
+        value: float
+
+        def __call__(self, key, shape, dtype):
+            return jnp.full(shape, self.value, dtype)
+
+    params = ma.init_moe(jax.random.key(0), 2, 3, 4, initializer=Constant(0.5))
+    np.testing.assert_array_equal(params["w_down"], 0.5)
 
 
 @pytest.mark.exchanges(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -161,11 +161,14 @@ def init_moe(
     if shared_hidden is not None:
         shared_hidden = check_int("shared_hidden", shared_hidden, least=1)
     dtypes = jnp.dtype(dtype), jnp.dtype(router_dtype)
-    draw = _drawing(hidden, width, experts, *dtypes, bias, shared_hidden, two_arrays, initializer)
+    drawing, compiled = _drawing, _compiled
+    if not isinstance(initializer, Hashable):  # such as an object of a dataclass
+        drawing, compiled = _drawing.__wrapped__, _compiled.__wrapped__
+    draw = drawing(hidden, width, experts, *dtypes, bias, shared_hidden, two_arrays, initializer)
     if specs is None:
-        return _compiled(draw, None)(key)
+        return compiled(draw, None)(key)
     own = {name: specs[name] for name in jax.eval_shape(draw, key)}
-    params = _compiled(draw, tuple(own.items()))(key)
+    params = compiled(draw, tuple(own.items()))(key)
     # While an outer program is traced, the types of an inner program's results have no placement.
     return jax.tree.map(place, params, own)
 
