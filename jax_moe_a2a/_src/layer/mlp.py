@@ -236,7 +236,7 @@ def moe_mlp(
         weights = with_fetched(weights, route_arguments, placement)
         chunks = partial(in_chunks, apply, num_chunks, per_token, summed=SUMMED)
         y = quantized_once(chunks, weights, experts_format)
-        return y.reshape(-1, y.shape[-1])
+        return lax.collapse(y, 0, -1)
     return apply(**per_token, **weights)[0]
 
 

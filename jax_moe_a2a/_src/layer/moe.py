@@ -410,7 +410,7 @@ def _experts(
     chunks = partial(in_chunks, layer, num_chunks, padded, summed=SUMMED)
     y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
-    return y.reshape(-1, y.shape[-1])[:num_tokens], load
+    return lax.collapse(y, 0, -1)[:num_tokens], load
 
 
 def _logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
