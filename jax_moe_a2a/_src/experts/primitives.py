@@ -38,7 +38,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.rules import is_zero, jvp_of_moving
@@ -46,13 +46,12 @@ from ..grouped.primitives import (
     bind,
     bind_dot,
     bind_outer,
-    check_unsharded,
     grouped_dot_p,
     register,
-    with_batch,
+    rows_like,
 )
 from ..grouped.primitives import sum_of as _sum
-from ..grouped.totals import bind_add_outer, bind_passing, without_batch
+from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
 
@@ -252,39 +251,29 @@ def _split(operands: Sequence[Any], linear: Sequence[bool]) -> tuple[list[Any], 
 
 
 def _dot_act_abstract(
-    *avals: Any, keep: bool, activation: FusedActivation, has_bias: bool, **_: Any
+    rows: Any, w: Any, *_: Any, keep: bool, activation: FusedActivation, **__: Any
 ) -> list[Any]:
-    rows, w, *others = avals
-    check_unsharded(*avals)
     width = w.shape[-1]
-    pre = compat.result_aval(rows, (*rows.shape[:-1], width), rows.dtype)
-    columns = width // 2 if activation.gated else width
-    h = compat.result_aval(rows, (*rows.shape[:-1], columns), rows.dtype)
-    return [h, pre] if keep else [h]
+    h = rows_like(rows, width // activation.width(1))
+    return [h, rows_like(rows, width)] if keep else [h]
 
 
 def _experts_abstract(*avals: Any, has_b_out: bool, sums: bool, **_: Any) -> list[Any]:
     (rows, *_others), w_out, _, _, totals = _split_experts(avals, has_b_out, sums)
-    check_unsharded(*avals)
-    return [compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype), *totals]
+    return [rows_like(rows, w_out.shape[-1]), *totals]
 
 
-def _dot_bias_abstract(h: Any, w_out: Any, *others: Any, **_: Any) -> Any:
-    check_unsharded(h, w_out, *others)
-    return compat.result_aval(h, (*h.shape[:-1], w_out.shape[-1]), h.dtype)
+def _dot_bias_abstract(h: Any, w_out: Any, *_: Any, **__: Any) -> Any:
+    return rows_like(h, w_out.shape[-1])
 
 
 def _tangent_abstract(*avals: Any, passes: bool, **_: Any) -> list[Any]:
     pre, _, w_out, _ = avals[-4:]
-    check_unsharded(*avals)
-    d_y = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-1]), pre.dtype)
-    return [d_y, *avals[-5:-4]] if passes else [d_y]
+    return [rows_like(pre, w_out.shape[-1]), *([avals[-5]] if passes else [])]
 
 
-def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> list[Any]:
-    check_unsharded(ct, pre, weights, w_out, sizes)
-    h = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-2]), pre.dtype)
-    return [compat.result_aval(pre, pre.shape, pre.dtype), h, weights]
+def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(pre, pre.shape[-1]), rows_like(pre, w_out.shape[-2]), weights]
 
 
 # Derivatives
@@ -498,72 +487,60 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [True, True, False, True], eqn
 
 
-# Batching
+# Which operands have all leading axes in full
 
 
-def _batch(
-    primitive: Any, shared: Callable[..., Sequence[bool]], args: Any, dims: Any, **params: Any
-) -> Any:
-    """Add the batch as a leading axis, so that it runs in one launch.
-
-    Args:
-      shared: returns for parameters which operands the batch may share.
-    """
-    args, _ = with_batch(args, dims, [not may_share for may_share in shared(**params)])
-    outs = bind(primitive, *args, **params)
-    if not primitive.multiple_results:
-        return outs, 0
-    if params.get("sums"):
-        passed = dims[-2:]
-    elif params.get("passes"):
-        passed = dims[-5:-4]
-    else:
-        return outs, [0] * len(outs)
-    y, *outs = outs
-    found = [without_batch(out, dim is not None) for out, dim in zip(outs, passed, strict=True)]
-    return [y, *(out for out, _ in found)], [0, *(dim for _, dim in found)]
+def _full_of_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
+    return [True, False, *[False] * has_bias, True]
 
 
-def _shared_by_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
-    return [False, True, *[True] * has_bias, False, True]
-
-
-def _shared_by_experts(*, has_bias: bool, has_b_out: bool, sums: bool, **_: Any) -> list[bool]:
-    of_out = [True] * (has_b_out + 1 + 2 * sums)
-    return [False, True, *[True] * has_bias, False, True, *of_out]
-
-
-def _shared_by_dot_bias(**_: Any) -> list[bool]:
-    return [False, True, True, False, True]
-
-
-def _shared_by_tangent(*, linear: Sequence[bool], **_: Any) -> list[bool]:
-    may_share = zip((False, False, True), linear, strict=True)
-    return [each for each, is_given in may_share if is_given] + _shared_by_grad()[1:]
-
-
-def _shared_by_grad(**_: Any) -> list[bool]:
-    return [False, False, False, True, True]
+def _full_of_tangent(*, linear: Sequence[bool], **_: Any) -> list[bool]:
+    of_linear = zip((True, True, False), linear, strict=True)
+    return [*(each for each, is_given in of_linear if is_given), True, True]
 
 
 # Registration
 
-for _primitive, _abstract, _composition, _jvp, _shared in (
-    (experts_p, _experts_abstract, _experts, _experts_jvp, _shared_by_experts),
-    (dot_act_p, _dot_act_abstract, _dot_act, _dot_act_jvp, _shared_by_dot_act),
-    (dot_bias_p, _dot_bias_abstract, _dot_bias, _dot_bias_jvp, _shared_by_dot_bias),
-    (act_dot_tangent_p, _tangent_abstract, _act_dot_tangent, _tangent_jvp, _shared_by_tangent),
-    (act_dot_grad_p, _grad_abstract, _act_dot_grad, _grad_jvp, _shared_by_grad),
-):
-    _rule = partial(_batch, _primitive, _shared)
-    register(_primitive, abstract=_abstract, jvp=_jvp, batch=_rule, composition=_composition)
-
-ad.primitive_transposes[act_dot_tangent_p] = _tangent_transpose
-ad.primitive_transposes[act_dot_grad_p] = _grad_transpose
+register(
+    experts_p,
+    abstract=_experts_abstract,
+    jvp=_experts_jvp,
+    is_full=_full_of_dot_act,
+    passed=lambda sums, **_: (-2, -1) if sums else (),
+    composition=_experts,
+)
+register(
+    dot_act_p,
+    abstract=_dot_act_abstract,
+    jvp=_dot_act_jvp,
+    is_full=_full_of_dot_act,
+    composition=_dot_act,
+    cuda=partial(lowered.dot_act_cuda, _dot_act),
+)
+register(
+    dot_bias_p,
+    abstract=_dot_bias_abstract,
+    jvp=_dot_bias_jvp,
+    is_full=(True, False, False, True),
+    composition=_dot_bias,
+    cuda=partial(lowered.dot_bias_cuda, _dot_bias),
+)
+register(
+    act_dot_tangent_p,
+    abstract=_tangent_abstract,
+    jvp=_tangent_jvp,
+    transpose=_tangent_transpose,
+    is_full=_full_of_tangent,
+    passed=lambda passes, **_: (-5,) if passes else (),
+    composition=_act_dot_tangent,
+)
+register(
+    act_dot_grad_p,
+    abstract=_grad_abstract,
+    jvp=_grad_jvp,
+    transpose=_grad_transpose,
+    is_full=(True, True, True),
+    composition=_act_dot_grad,
+    cuda=partial(lowered.act_dot_grad_cuda, _act_dot_grad),
+)
 compat.register_dce_rule(dot_act_p, _dot_act_dce)
-for _primitive, _cuda, _composition in (
-    (dot_act_p, lowered.dot_act_cuda, _dot_act),
-    (dot_bias_p, lowered.dot_bias_cuda, _dot_bias),
-    (act_dot_grad_p, lowered.act_dot_grad_cuda, _act_dot_grad),
-):
-    mlir.register_lowering(_primitive, partial(_cuda, _composition), platform="cuda")

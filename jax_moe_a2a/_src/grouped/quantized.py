@@ -37,7 +37,7 @@ from ..formats.weights import (
 from ..group import native
 from . import lowering as lowered
 from . import reference
-from .primitives import bind, bind_dot, check_unsharded, register, with_batch
+from .primitives import bind, bind_dot, register, rows_like
 from .reference import lead_of
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -184,11 +184,8 @@ def bind_dot_fp8(
 # Rules of the primitive
 
 
-def _abstract(
-    values: Any, scales: Any, w_values: Any, w_scales: Any, sizes: Any, *, dtype: Any, **_: Any
-) -> Any:
-    check_unsharded(values, scales, w_values, w_scales, sizes)
-    return compat.result_aval(values, (*values.shape[:-1], w_values.shape[-2]), dtype)
+def _abstract(values: Any, _: Any, w_values: Any, *__: Any, dtype: Any, **___: Any) -> Any:
+    return rows_like(values, w_values.shape[-2], dtype)
 
 
 def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
@@ -197,12 +194,6 @@ def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
     return out, jax.tree.map(zero_tangent, out)
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Add the batch as a leading axis, so that it can run in one launch."""
-    args, _ = with_batch(args, dims, (True, True, False, False, False))
-    return bind(grouped_dot_fp8_p, *args, **params), 0
 
 
 def _decoded(parts: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
@@ -268,7 +259,7 @@ register(
     grouped_dot_fp8_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
-    batch=_batch,
+    is_full=(True, True),
     composition=_reference,
     cuda=_cuda,
 )

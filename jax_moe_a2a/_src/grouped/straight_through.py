@@ -32,7 +32,6 @@ from .primitives import (
     bind_dot,
     bind_outer,
     dot_abstract,
-    dot_batch,
     register,
 )
 from .quantized import bind_dot_fp8
@@ -113,6 +112,6 @@ for _primitive, _rule, _composition in (
         abstract=dot_abstract,
         jvp=_rule,
         transpose=_transpose,
-        batch=partial(dot_batch, partial(bind, _primitive)),
+        is_full=(True,),
         composition=_composition,
     )

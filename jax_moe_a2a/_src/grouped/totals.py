@@ -19,7 +19,6 @@ Operands are as in ``primitives.py``. A total has the leading axes of its weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,11 +36,10 @@ from .primitives import (
     bind,
     bind_dot,
     bind_outer,
-    check_unsharded,
     grouped_dot_p,
     register,
+    rows_like,
     sum_of,
-    with_batch,
 )
 from .straight_through import quantizing_dot_p, turning_dot_p
 
@@ -143,9 +141,8 @@ def _product(primitive: Any, rows: Any, *others: Any, num_sms: int | None) -> ja
     return bind(primitive, rows, *others, **params)
 
 
-def _summing_dot_abstract(rows: Any, w: Any, total: Any, *others: Any, **_: Any) -> list[Any]:
-    check_unsharded(rows, w, total, *others)
-    return [compat.result_aval(rows, (*rows.shape[:-1], w.shape[-1]), rows.dtype), total]
+def _summing_dot_abstract(rows: Any, w: Any, total: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(rows, w.shape[-1]), total]
 
 
 def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
@@ -166,9 +163,8 @@ def _passing_dot(rows: Any, d: Any, sizes: Any, *, num_sms: int | None) -> list[
     return [_dot(rows, d, sizes, num_sms), d]
 
 
-def _passing_dot_abstract(rows: Any, d: Any, sizes: Any, **_: Any) -> list[Any]:
-    check_unsharded(rows, d, sizes)
-    return [compat.result_aval(rows, (*rows.shape[:-1], d.shape[-1]), rows.dtype), d]
+def _passing_dot_abstract(rows: Any, d: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(rows, d.shape[-1]), d]
 
 
 def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
@@ -206,11 +202,6 @@ def _add_outer_by_product(total: Any, x: Any, y: Any, sizes: Any, **params: Any)
     return total + outer.astype(total.dtype)
 
 
-def _add_outer_abstract(total: Any, x: Any, y: Any, sizes: Any, **_: Any) -> Any:
-    check_unsharded(total, x, y, sizes)
-    return total
-
-
 def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
     total, x, y, sizes = primals
     tangent, d_x, d_y, _ = tangents
@@ -235,32 +226,6 @@ def _add_outer_transpose(
     return found
 
 
-# Batching
-
-
-def without_batch(x: jax.Array, is_batched: bool) -> tuple[jax.Array, int | None]:
-    """Return an operand that a primitive returned, and its batch axis: it has none if the operand
-    is not batched."""
-    return (x, 0) if is_batched else (jnp.squeeze(x, 0), None)
-
-
-def _products_batch(
-    primitive: Any, place: int, has_all: Sequence[bool], args: Any, dims: Any, **params: Any
-) -> Any:
-    """Batch products that return their operand at ``place``. The batch may share operands after
-    those of ``has_all``."""
-    more = [False] * (len(args) - len(has_all))
-    moved, _ = with_batch(args, dims, (*has_all, *more))
-    product, passed = bind(primitive, *moved, **params)
-    passed, dim = without_batch(passed, dims[place] is not None)
-    return [product, passed], [0, dim]
-
-
-def _add_outer_batch(args: Any, dims: Any, **params: Any) -> Any:
-    moved, _ = with_batch(args, dims, (True, True, True, False))
-    return bind(add_outer_p, *moved, **params), 0
-
-
 # Registration
 
 register(
@@ -274,7 +239,8 @@ register(
     summing_dot_p,
     abstract=_summing_dot_abstract,
     jvp=_summing_dot_jvp,
-    batch=partial(_products_batch, summing_dot_p, 2, (True, False, False, False)),
+    is_full=(True,),
+    passed=lambda **_: (2,),
     composition=_summing_dot,
 )
 register(
@@ -282,15 +248,16 @@ register(
     abstract=_passing_dot_abstract,
     jvp=_passing_dot_jvp,
     transpose=_passing_dot_transpose,
-    batch=partial(_products_batch, passing_dot_p, 1, (True, False, False)),
+    is_full=(True,),
+    passed=lambda **_: (1,),
     composition=_passing_dot,
 )
 register(
     add_outer_p,
-    abstract=_add_outer_abstract,
+    abstract=lambda total, *_, **__: total,
     jvp=_add_outer_jvp,
     transpose=_add_outer_transpose,
-    batch=_add_outer_batch,
+    is_full=(True, True, True),
     composition=_add_outer,
     cuda=partial(lowered.add_outer_cuda, _add_outer_by_product),
 )
