@@ -108,11 +108,9 @@ def _kernel(
     return [lax.optimization_barrier(x).reshape(*lead, num_rows, x.shape[-1]) for x in found]
 
 
-def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    product, _, sizes = ctx.avals_in
-    batch = math.prod(lead_of(product))
-    why = why_no_act_encode(batch * product.shape[-2], sizes.shape[-1], product.shape[-1])
-    return grouped.lower_kernel(ctx, operands, params, _kernel, why, _composition)
+def _why_no_kernel(product: Any, _: Any, sizes: Any, **__: Any) -> str:
+    num_rows, num_groups, *_rest = grouped.sizes_of(product, sizes, product.shape)
+    return why_no_act_encode(num_rows, num_groups, product.shape[-1])
 
 
 register(
@@ -121,5 +119,5 @@ register(
     jvp=partial(refusing_jvp, act_encode_p),
     is_full=(True, True),
     composition=_composition,
-    cuda=_cuda,
+    cuda=grouped.by_kernel(_why_no_kernel, _kernel, _composition),
 )

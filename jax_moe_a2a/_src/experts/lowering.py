@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_kernel, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, sizes_of, table
 from ..grouped.reference import lead_of
 from .activations import KINDS, FusedActivation
 
@@ -39,37 +37,22 @@ def why_not_dot_act(
     return next(filter(None, whys), "")
 
 
-def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``dot_act_p``."""
-    rows, w = ctx.avals_in[:2]
-    batch, (num_groups, k, width) = math.prod(lead_of(rows)), w.shape[-3:]
-    sizes = batch * rows.shape[-2], batch * num_groups, k, width
-    why = why_not_dot_act(params["activation"], rows.dtype, *sizes)
-    return lower_kernel(ctx, operands, params, _dot_act, why, composition)
+def why_no_dot_act(rows: Any, w: Any, *others: Any, activation: FusedActivation, **_: Any) -> str:
+    """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
+    return why_not_dot_act(activation, rows.dtype, *sizes_of(rows, others[-1], w.shape))
 
 
-def dot_bias_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``dot_bias_p``."""
-    h, w_out = ctx.avals_in[:2]
-    why = _why_no_product(h, w_out)
-    return lower_kernel(ctx, operands, params, _dot_bias, why, composition)
+def why_no_dot_bias(h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, **_: Any) -> str:
+    """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
+    return grouped.why_no_kernel(h.dtype, *sizes_of(h, sizes, w_out.shape))
 
 
-def act_dot_grad_cuda(
-    composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
-) -> Any:
-    """Lower ``act_dot_grad_p``."""
-    ct, _, _, w_out, _ = ctx.avals_in
-    why = _why_no_product(ct, w_out)
-    return lower_kernel(ctx, operands, params, _act_dot_grad, why, composition)
+def why_no_act_dot_grad(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> str:
+    """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
+    return grouped.why_no_kernel(ct.dtype, *sizes_of(ct, sizes, w_out.shape))
 
 
-def _why_no_product(rows: Any, w: Any) -> str:
-    batch, own = math.prod(lead_of(rows)), w.shape[-3:]
-    return grouped.why_no_kernel(rows.dtype, batch * rows.shape[-2], batch * own[0], *own[1:])
-
-
-def _dot_act(
+def dot_act(
     rows: jax.Array,
     w: jax.Array,
     *others: jax.Array,
@@ -86,7 +69,7 @@ def _dot_act(
     )
 
 
-def _dot_bias(
+def dot_bias(
     h: jax.Array,
     w_out: jax.Array,
     b_out: jax.Array,
@@ -138,7 +121,7 @@ def _product(
     return [x.reshape(*rows.shape[:-1], x.shape[-1]) for x in found]
 
 
-def _act_dot_grad(
+def act_dot_grad(
     ct: jax.Array,
     pre: jax.Array,
     weights: jax.Array,

@@ -42,6 +42,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.rules import is_zero, jvp_of_moving
+from ..grouped.lowering import by_kernel
 from ..grouped.primitives import (
     bind,
     bind_dot,
@@ -515,7 +516,7 @@ register(
     jvp=_dot_act_jvp,
     is_full=_full_of_dot_act,
     composition=_dot_act,
-    cuda=partial(lowered.dot_act_cuda, _dot_act),
+    cuda=by_kernel(lowered.why_no_dot_act, lowered.dot_act, _dot_act),
 )
 register(
     dot_bias_p,
@@ -523,7 +524,7 @@ register(
     jvp=_dot_bias_jvp,
     is_full=(True, False, False, True),
     composition=_dot_bias,
-    cuda=partial(lowered.dot_bias_cuda, _dot_bias),
+    cuda=by_kernel(lowered.why_no_dot_bias, lowered.dot_bias, _dot_bias),
 )
 register(
     act_dot_tangent_p,
@@ -541,6 +542,6 @@ register(
     transpose=_grad_transpose,
     is_full=(True, True, True),
     composition=_act_dot_grad,
-    cuda=partial(lowered.act_dot_grad_cuda, _act_dot_grad),
+    cuda=by_kernel(lowered.why_no_act_dot_grad, lowered.act_dot_grad, _act_dot_grad),
 )
 compat.register_dce_rule(dot_act_p, _dot_act_dce)

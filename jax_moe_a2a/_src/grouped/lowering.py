@@ -100,19 +100,26 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
     return ""
 
 
+def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the rows and groups of all leading axes together, and the last two sizes of the
+    weights: the sizes of ``why_no_kernel``."""
+    batch, (k, n) = math.prod(lead_of(rows)), weights[-2:]
+    return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
+
+
 def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
-    _, w_aval, _ = ctx.avals_in
+    rows, w, sizes = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
-    return _lower(ctx, operands, params, w_aval.shape[-3:], *paths)
+    return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_outer_p``."""
-    x_aval, y_aval, sizes_aval = ctx.avals_in
+    x, y, sizes = ctx.avals_in
     paths = _outer_kernel, reference.outer, mosaic_outer
-    shape = sizes_aval.shape[-1], x_aval.shape[-1], y_aval.shape[-1]
-    return _lower(ctx, operands, params, shape, *paths)
+    weights = x.shape[-1], y.shape[-1]
+    return _lower(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
 
 def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -122,10 +129,9 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
       by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
         does not apply, or if the batch shares the total.
     """
-    total, x, y, sizes = ctx.avals_in
-    batch, num_rows, num_groups = math.prod(lead_of(x)), x.shape[-2], sizes.shape[-1]
-    shape = batch * num_rows, batch * num_groups, x.shape[-1], y.shape[-1]
-    if total.shape[:-3] != lead_of(x) or why_no_kernel(x.dtype, *shape):
+    total, x, _, sizes = ctx.avals_in
+    why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
+    if total.shape[:-3] != lead_of(x) or why:
         return lower_fun(ctx, by_product, operands, params)
     return lower_kernel(ctx, operands, params, _add_outer_kernel)
 
@@ -134,21 +140,34 @@ def _lower(
     ctx: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
-    weights_shape: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     kernel: Callable[..., jax.Array],
     reference: Callable[..., jax.Array],
     by_mosaic: Callable[..., jax.Array],
 ) -> Any:
-    rows_aval, (num_groups, k, n) = ctx.avals_in[0], weights_shape
-    batch, num_rows = math.prod(lead_of(rows_aval)), rows_aval.shape[-2]
-    why = why_no_kernel(rows_aval.dtype, batch * num_rows, batch * num_groups, k, n)
-    if not why:
-        return lower_kernel(ctx, operands, params, kernel)
-    has_elements = 0 not in (batch, num_rows, num_groups, k, n)
-    if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
+    rows = ctx.avals_in[0]
+    why = why_no_kernel(rows.dtype, *sizes)
+    has_elements = 0 not in sizes
+    if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
         return lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
     return lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
+
+
+def by_kernel(
+    why_not: Callable[..., str],
+    kernel: Callable[..., Any],
+    composition: Callable[..., Any],
+    what: str = "not fused",
+) -> Callable[..., Any]:
+    """Return a lowering by ``lower_kernel``. ``why_not`` returns the reason for the types of the
+    operands and the parameters."""
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        why = why_not(*ctx.avals_in, **params)
+        return lower_kernel(ctx, operands, params, kernel, why, composition, what)
+
+    return lower
 
 
 def lower_kernel(

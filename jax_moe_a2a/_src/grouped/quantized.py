@@ -13,7 +13,6 @@ hold a gradient.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -246,13 +245,9 @@ def _kernel(
     return result.reshape(*values.shape[:-1], columns)
 
 
-def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    rows, _, w, _, sizes = ctx.avals_in
-    batch, num_groups = math.prod(lead_of(rows)), sizes.shape[-1]
-    shape = batch * rows.shape[-2], batch * num_groups, rows.shape[-1], w.shape[-2]
-    why = lowered.why_no_fp8_kernel(*shape)
-    what = "decoded to bfloat16"
-    return lowered.lower_kernel(ctx, operands, params, _kernel, why, _in_bfloat16, what)
+def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, **___: Any) -> str:
+    n, k = w.shape[-2:]
+    return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 
 
 register(
@@ -261,5 +256,5 @@ register(
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
     is_full=(True, True),
     composition=_reference,
-    cuda=_cuda,
+    cuda=lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16"),
 )
