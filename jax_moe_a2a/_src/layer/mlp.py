@@ -30,7 +30,7 @@ from ..exchange.reference import accumulation_dtype
 from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
-from ..experts.primitives import bias_of_rows, bind_experts
+from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
 from ..formats.weights import BLOCK, QuantizedExperts
 from ..grouped.api import check_arrays
@@ -472,18 +472,11 @@ def _apply(
     if fused is None:
         product, totals = multiply(rows.rows, weights.w_in, sizes, totals, "w_in")
         return _after_first_product(product, rows, weights, sizes, totals, activation, multiply)
-    names = [name for name in ("w_in", "w_out") if name in totals]
-    y, found = bind_experts(
-        rows.rows,
-        weights.w_in,
-        weights.b_in,
-        rows.weights,
-        weights.w_out,
-        weights.b_out,
-        sizes,
-        totals=[totals[name] for name in names],
-        activation=fused,
-    )
+    names = [name for name in SUMMED if name in totals]
+    of_names = tuple(totals[name] for name in names)
+    w_in, b_in, w_out, b_out = weights
+    operands = Experts(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, of_names)
+    y, found = bind_experts(operands, activation=fused)
     return y, {**totals, **dict(zip(names, found, strict=True))}
 
 
