@@ -113,11 +113,13 @@ def _why_no_kernel(product: Any, _: Any, sizes: Any, **__: Any) -> str:
     return why_no_act_encode(num_rows, num_groups, product.shape[-1])
 
 
+_cuda = grouped.by_kernel(_why_no_kernel, _kernel, _composition)
+
 register(
     act_encode_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, act_encode_p),
     is_full=(True, True),
     composition=_composition,
-    cuda=grouped.by_kernel(_why_no_kernel, _kernel, _composition),
+    cuda=_cuda,
 )

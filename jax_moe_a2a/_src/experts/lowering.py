@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, sizes_of, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import lead_of
 from .activations import KINDS, FusedActivation
 
@@ -109,12 +108,12 @@ def _product(
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
-    h, pre = _call(
+    h, pre = call(
         DOT_ACT,
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
         (rows2, flat(w, 3), groups, bias2, weights.reshape(-1)),
         num_sms,
-        product=np.int64(FORWARD_FEW if few else FORWARD),
+        product=FORWARD_FEW if few else FORWARD,
         **attributes,
     )
     found = [h, pre] if keep else [h]
@@ -135,7 +134,7 @@ def act_dot_grad(
     groups = table(sizes, lead_of(ct), ct.shape[-2], w_out.shape[:-3], has_tail=False)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
     num_rows, num_tiles = ct2.shape[0], -(-columns // TILE_COLUMNS)
-    ct_pre, h, partial = _call(
+    ct_pre, h, partial = call(
         ACT_DOT_GRAD,
         [
             jax.ShapeDtypeStruct(pre2.shape, pre.dtype),
@@ -144,7 +143,7 @@ def act_dot_grad(
         ],
         (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
         num_sms,
-        input_output_aliases={3: 0},  # a warp reads its elements before it writes them
+        aliases={3: 0},  # a warp reads its elements before it writes them
         **attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.
@@ -163,20 +162,3 @@ def attributes_of(activation: FusedActivation) -> dict[str, Any]:
         alpha=np.float32(activation.alpha),
         limit=np.float32(activation.limit),
     )
-
-
-def _call(
-    target: str,
-    results: list[jax.ShapeDtypeStruct],
-    operands: tuple[jax.Array, ...],
-    num_sms: int | None,
-    input_output_aliases: dict[int, int] | None = None,
-    **attributes: Any,
-) -> list[jax.Array]:
-    """Call a kernel and return its results without the counter."""
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=input_output_aliases)
-    *found, _ = call(*operands, num_sms=np.int64(num_sms or 0), **attributes)
-    # As in grouped/lowering.py. Each result has a barrier of its own, because XLA removes unused
-    # results from a shared barrier. Two equal calls would then not be merged.
-    return [lax.optimization_barrier(x) for x in found]

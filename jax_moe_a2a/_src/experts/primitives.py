@@ -430,7 +430,8 @@ def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        linear = Tangent(ct_pre, ct_weights, None, *others)
+        pre, weights, w_out, sizes = others
+        linear = Tangent(ct_pre, ct_weights, None, pre, weights, w_out, sizes)
         (found,) = _bind(act_dot_tangent_p, linear, passes=False, **params)
     return [found] + [None] * len(others)
 

@@ -28,8 +28,8 @@ from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h.
-FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
+# GroupedProduct in cuda/gemm/grouped_gemm.h, int64 as the attributes of the kernels.
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = np.arange(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"
@@ -214,7 +214,7 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
     rows2, w3 = flat(rows, 2), flat(w, 3)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    result = call(TARGET, product, out, (rows2, w3, groups), num_sms)
+    (result,) = call(TARGET, [out], (rows2, w3, groups), num_sms, product=product)
     return result.reshape(*rows.shape[:-1], columns)
 
 
@@ -232,7 +232,8 @@ def _outer_kernel(
     groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
     own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
     shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    out = call(TARGET, WEIGHT_GRADIENT, shape, (flat(x, 2), flat(y, 2), groups), num_sms)
+    operands = flat(x, 2), flat(y, 2), groups
+    (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
     return sum_lead(out.reshape(*batch, *own), lead)
 
 
@@ -250,7 +251,8 @@ def _add_outer_kernel(
         part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
         num = part.shape[1]
         shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        own = call(TARGET, WEIGHT_GRADIENT, shape, (x2, y2, part), num_sms).astype(sums.dtype)
+        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT)
+        own = own.astype(sums.dtype)
         own += lax.dynamic_slice_in_dim(sums, first, num)
         sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)
         sums, x2, y2 = lax.optimization_barrier((sums, x2, y2))
@@ -289,16 +291,22 @@ def table(
 
 
 def call(
-    target: str, product: int, out: Any, operands: Sequence[jax.Array], num_sms: int | None
-) -> jax.Array:
-    """Call a kernel whose results are one array and the counter."""
+    target: str,
+    results: Sequence[Any],
+    operands: Sequence[jax.Array],
+    num_sms: int | None,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Call a kernel, and return its results without the counter, its last result."""
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    kernel = jax.ffi.ffi_call(target, [out, counter])
-    d, _ = kernel(*operands, product=np.int64(product), num_sms=np.int64(num_sms or 0))
+    kernel = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=aliases)
+    *found, _ = kernel(*operands, num_sms=np.int64(num_sms or 0), **attributes)
     # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
-    # prevents the copy.
-    return lax.optimization_barrier(d)
+    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
+    # from a shared barrier. Two equal calls would then not be merged.
+    return [lax.optimization_barrier(x) for x in found]
 
 
 # JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.

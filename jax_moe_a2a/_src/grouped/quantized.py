@@ -241,7 +241,7 @@ def _kernel(
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3
-    result = lowered.call(TARGET, product, out, operands, num_sms)
+    (result,) = lowered.call(TARGET, [out], operands, num_sms, product=product)
     return result.reshape(*values.shape[:-1], columns)
 
 
@@ -250,11 +250,13 @@ def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, **___: Any) -
     return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 
 
+_cuda = lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16")
+
 register(
     grouped_dot_fp8_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
     is_full=(True, True),
     composition=_reference,
-    cuda=lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16"),
+    cuda=_cuda,
 )
