@@ -408,7 +408,7 @@ def mlp_and_routing(
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
         if overlap_backward and experts_format is None:
-            recv, product = dispatch_dot(arguments, weights_in, overlap_backward=True)
+            recv, product = dispatch_dot(arguments, weights_in)
         else:
             recv = dispatch_rows(arguments)
             product, totals = multiply(recv.rows, weights_in, recv.group_sizes, totals, "w_in")
