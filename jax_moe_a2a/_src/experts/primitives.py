@@ -45,13 +45,13 @@ from ..exchange.rules import is_zero, jvp_of_moving
 from ..grouped.lowering import by_kernel
 from ..grouped.primitives import (
     bind,
-    bind_dot,
     bind_outer,
     grouped_dot_p,
     register,
     rows_like,
 )
 from ..grouped.primitives import sum_of as _sum
+from ..grouped.primitives import unspecified_dot as _dot
 from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
@@ -137,11 +137,6 @@ def _bind_dot_bias(h: Any, o: Experts, num_sms: int | None) -> jax.Array:
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
-
-
-def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
-    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot(rows, w, sizes, **params)
 
 
 def bias_of_rows(

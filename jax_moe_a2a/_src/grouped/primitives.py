@@ -43,6 +43,20 @@ bind_dot: Callable[..., jax.Array] = partial(bind, grouped_dot_p)
 bind_outer: Callable[..., jax.Array] = partial(bind, grouped_outer_p)
 
 
+def unspecified_dot(
+    rows: Any,
+    w: Any,
+    sizes: Any,
+    num_sms: int | None,
+    *parts: Any,
+    transposed: bool = False,
+    primitive: Any = grouped_dot_p,
+) -> jax.Array:
+    """Bind a product in the dtype of its rows, unspecified after the last group."""
+    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    return bind(primitive, rows, w.astype(rows.dtype), sizes, *parts, **params)
+
+
 def register(
     primitive: Any,
     *,

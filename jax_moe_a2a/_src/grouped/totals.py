@@ -34,12 +34,12 @@ from . import lowering as lowered
 from . import reference
 from .primitives import (
     bind,
-    bind_dot,
     bind_outer,
     grouped_dot_p,
     register,
     rows_like,
     sum_of,
+    unspecified_dot,
 )
 from .straight_through import quantizing_dot_p, turning_dot_p
 
@@ -106,11 +106,6 @@ def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) 
     return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
 
 
-def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
-    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot(rows, w.astype(rows.dtype), sizes, **params)
-
-
 # The total of weights
 
 
@@ -130,15 +125,10 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _summing_dot(
-    rows: Any, w: Any, total: Any, *others: Any, in_fp8: bool, num_sms: int | None
+    rows: Any, w: Any, total: Any, sizes: Any, *parts: Any, in_fp8: bool, num_sms: int | None
 ) -> list[Any]:
     primitive = quantizing_dot_p if in_fp8 else grouped_dot_p
-    return [_product(primitive, rows, w, *others, num_sms=num_sms), total]
-
-
-def _product(primitive: Any, rows: Any, *others: Any, num_sms: int | None) -> jax.Array:
-    params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind(primitive, rows, *others, **params)
+    return [unspecified_dot(rows, w, sizes, num_sms, *parts, primitive=primitive), total]
 
 
 def _summing_dot_abstract(rows: Any, w: Any, total: Any, *_: Any, **__: Any) -> list[Any]:
@@ -152,7 +142,7 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
     terms = []
     if not is_zero(d_rows):
         primitive = turning_dot_p if in_fp8 else grouped_dot_p
-        terms.append(_product(primitive, d_rows, w, sizes, *parts, num_sms=num_sms))
+        terms.append(unspecified_dot(d_rows, w, sizes, num_sms, *parts, primitive=primitive))
     if not is_zero(d_total):
         term, d_total = bind_passing(rows, d_total, sizes, num_sms)
         terms.append(term)
@@ -160,7 +150,7 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
 
 
 def _passing_dot(rows: Any, d: Any, sizes: Any, *, num_sms: int | None) -> list[Any]:
-    return [_dot(rows, d, sizes, num_sms), d]
+    return [unspecified_dot(rows, d, sizes, num_sms), d]
 
 
 def _passing_dot_abstract(rows: Any, d: Any, *_: Any, **__: Any) -> list[Any]:
@@ -172,7 +162,7 @@ def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any
     outs = bind_passing(rows, d, sizes, num_sms)
     terms = []
     if not is_zero(d_rows):
-        terms.append(_dot(d_rows, d, sizes, num_sms))
+        terms.append(unspecified_dot(d_rows, d, sizes, num_sms))
     if not is_zero(d_d):
         term, d_d = bind_passing(rows, d_d, sizes, num_sms)
         terms.append(term)
@@ -222,7 +212,7 @@ def _add_outer_transpose(
             found[1 + i] = ad.Zero(wanted.aval)
             if not is_zero(ct):
                 of_other = other.astype(wanted.aval.dtype)
-                found[1 + i] = _dot(of_other, ct, sizes, num_sms, transposed=i == 0)
+                found[1 + i] = unspecified_dot(of_other, ct, sizes, num_sms, transposed=i == 0)
     return found
 
 
