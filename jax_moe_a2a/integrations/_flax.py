@@ -75,20 +75,11 @@ def init_moe(key: jax.Array, hidden: int, given: Mapping[str, Any]) -> dict[str,
     specs = None
     if mesh_in_scope():
         specs = specs_of(dict(given, weights_format=None))
-    params = ma.init_moe(
-        key,
-        hidden,
-        expert_hidden=given["expert_hidden"],
-        num_experts=given["num_experts"],
-        dtype=given["param_dtype"],
-        router_dtype=given["router_dtype"],
-        bias=given["bias"],
-        shared_hidden=(given["shared_hidden"] or given["expert_hidden"])
-        if given["shared_expert"]
-        else None,
-        initializer=given["initializer"],
-        specs=specs,
-    )
+    same = "expert_hidden", "num_experts", "router_dtype", "bias", "initializer"
+    options = {name: given[name] for name in same} | dict(dtype=given["param_dtype"], specs=specs)
+    if given["shared_expert"]:
+        options["shared_hidden"] = given["shared_hidden"] or given["expert_hidden"]
+    params = ma.init_moe(key, hidden, **options)
     if given["weights_format"] is not None:
         params |= {name: ma.quantize_experts(params[name]) for name in SCALES}
     return _with_scales(params)

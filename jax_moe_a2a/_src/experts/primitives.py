@@ -224,7 +224,7 @@ def _act_dot_tangent(
         out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
     if d_w_out is not None:
         h = scaled(act, weights, selects).astype(pre.dtype)
-        out.append(_dot(h, d_w_out.astype(h.dtype), sizes, num_sms))
+        out.append(_dot(h, d_w_out, sizes, num_sms))
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
@@ -446,21 +446,11 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
         return [True] * len(eqn.invars), eqn
     if eqn.params["has_bias"]:
         return [True] * len(eqn.invars), eqn
-    rows, w, weights, sizes = eqn.invars
-    del weights
-    params = dict(
-        transposed=False,
-        dtype=rows.aval.dtype,
-        tail="unspecified",
-        num_sms=eqn.params["num_sms"],
-    )
-    eqn = eqn.replace(
-        primitive=grouped_dot_p,
-        invars=[rows, w, sizes],
-        outvars=eqn.outvars[1:],
-        params=params,
-    )
-    return [True, True, False, True], eqn
+    rows, w, _, sizes = eqn.invars
+    num_sms = eqn.params["num_sms"]
+    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
+    dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes], params=params)
+    return [True, True, False, True], eqn.replace(outvars=eqn.outvars[1:], **dot)
 
 
 # Registration

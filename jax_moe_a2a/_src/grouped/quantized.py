@@ -31,6 +31,7 @@ from ..formats.weights import (
     as_quantized,
     check_dtypes,
     check_scales,
+    check_squares,
     decode_experts,
 )
 from ..group import native
@@ -122,12 +123,7 @@ def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> Quantized
             f"{short(values)}"
         )
     *lead, n, k = values.shape
-    expected = (*lead, -(-n // BLOCK), k // BLOCK)
-    if scales.shape != expected:
-        raise ValueError(
-            f"the scales of {name} must have the shape {list(expected)}, one number for each square"
-            f" of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
-        )
+    check_squares(name, values, scales, (*lead, -(-n // BLOCK), k // BLOCK))
     check_scales(name, scales)
     return QuantizedExperts(values, scales, w.transposed)
 
