@@ -43,13 +43,7 @@ from jax.interpreters import ad
 from .. import compat
 from ..exchange.rules import is_zero, jvp_of_moving
 from ..grouped.lowering import by_kernel
-from ..grouped.primitives import (
-    bind,
-    bind_outer,
-    grouped_dot_p,
-    register,
-    rows_like,
-)
+from ..grouped.primitives import bind, bind_outer, grouped_dot_p, register, rows_like
 from ..grouped.primitives import sum_of as _sum
 from ..grouped.primitives import unspecified_dot as _dot
 from ..grouped.totals import bind_add_outer, bind_passing
