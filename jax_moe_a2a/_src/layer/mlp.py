@@ -329,14 +329,10 @@ def mlp_and_routing(
         format = experts_format.travelling
     if placement is not None:
         topk_ids, route_arguments = to_slots(topk_ids, route_arguments, placement)
-    arguments = check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        shared_weights,
-        route_arguments,
-        Options(wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"),
-    )
+    arrays = x, topk_ids, topk_weights, shared_weights
+    decode = format is not None and not in_fp8
+    exchanged = Options(wire_dtype, format, decode=decode, tail="unspecified")
+    arguments = check_dispatch(*arrays, route_arguments, exchanged)
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
     hidden, experts = tokens.shape[1], options.num_local_experts
@@ -394,16 +390,8 @@ def mlp_and_routing(
         rows = _rows_of(recv) if in_fp8 else _weighted_rows(recv, accumulation_dtype(tokens.dtype))
         if spare:
             assert placement is not None
-            y = apply_to_both(
-                lambda *args: apply(*args, totals={})[0],
-                rows,
-                weights,
-                recv.group_sizes,
-                placement,
-                recv.routing.group,
-                first=int(recv.routing.shared_expert),
-                fetched=fetched,
-            )
+            alone = lambda *args: apply(*args, totals={})[0]
+            y = apply_to_both(alone, rows, weights, recv, placement, fetched)
         else:
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
