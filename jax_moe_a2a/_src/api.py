@@ -197,7 +197,7 @@ def dispatch(
 
 def _checked(given: Mapping[str, Any]) -> DispatchArguments:
     """Return the checked arguments of ``dispatch`` or ``dispatch_start``, given by name."""
-    arrays = (given[name] for name in ("x", "topk_ids", "topk_weights", "shared_weights"))
+    arrays = given["x"], given["topk_ids"], given["topk_weights"], given["shared_weights"]
     return check_dispatch(*arrays, taken_from(given, RouteArguments), taken_from(given, Options))
 
 

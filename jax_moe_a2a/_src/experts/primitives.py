@@ -293,10 +293,10 @@ def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> An
     d_y = []
     if terms or not is_zero(d.weights):
         d_pre = sum(terms[1:], terms[0]) if terms else None
-        others = [None if is_zero(x) else x for x in (d.weights, d_w_out)]
-        of_pre = Tangent(d_pre, *others, pre, o.weights, o.w_out, o.sizes)
-        moves = passes and of_pre.d_w_out is not None
-        term, *passed = _bind(act_dot_tangent_p, of_pre, passes=moves, **params)
+        d_weights, moving = (None if is_zero(x) else x for x in (d.weights, d_w_out))
+        operands = Tangent(d_pre, d_weights, moving, pre, o.weights, o.w_out, o.sizes)
+        moves = passes and moving is not None
+        term, *passed = _bind(act_dot_tangent_p, operands, passes=moves, **params)
         (d_w_out,) = passed or [d_w_out]
         d_y.append(term)
     elif not is_zero(d_w_out):

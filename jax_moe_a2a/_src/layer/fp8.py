@@ -124,7 +124,7 @@ def check_weights(
 
 def steps_in_fp8(
     activate: Callable[..., jax.Array], fused: FusedActivation | None, *, dtype: Any, tail: Tail
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Any]:
     """Return how experts multiply and activate in FP8: arguments of ``experts_of``.
 
     Args:
