@@ -40,18 +40,20 @@ class Layer:
         return cls(tuple((name, given[name]) for name in OPTIONS))
 
     def __call__(
-        self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any, **of_call: Any
+        self, params: Mapping[str, jax.Array], dtype: Any, given: Mapping[str, Any]
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer in a dtype. The router computes in the larger one of both dtypes."""
+        """Apply the layer in a dtype to the arguments of a call of the module, among ``given``. The
+        router computes in the larger one of both dtypes."""
         keeps_dtype = "router", "router_bias", "select_bias"
-        arguments = dict(self.options) | of_call
+        arguments = dict(self.options) | {name: given[name] for name in OF_A_CALL}
+        arguments["x"] = given["x"].astype(dtype)
         for name, param in params.items():
             scales = SCALES.get(name, "")
             if scales in params:
                 arguments[name] = ma.QuantizedExperts(param, params[scales])
             elif name not in SCALES.values():
                 arguments[name] = param if name in keeps_dtype else param.astype(dtype)
-        return ma.moe(x.astype(dtype), **arguments)
+        return ma.moe(**arguments)
 
 
 def specs_of(given: Mapping[str, Any]) -> dict[str, P]:
