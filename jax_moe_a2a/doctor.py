@@ -61,6 +61,10 @@ class Finding:
         return line + (f"\n{'':<18} what to do: {self.advice}" if self.advice else "")
 
 
+def _failed(name: str, said: str, advice: str) -> Finding:
+    return Finding(name, said, ok=False, advice=advice)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Return 0 if all required checks pass, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
@@ -140,19 +144,14 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     try:
         meetings.meet("exchanging with all processes", MEETING_SECONDS)
     except RuntimeError as error:
-        yield Finding(
-            "processes",
-            _first_line(error),
-            ok=False,
-            advice="read the output of the missing processes",
-        )
+        yield _failed("processes", _first_line(error), "read the output of the missing processes")
         return
     yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
     group = _group(jax.devices(), flags.portable, in_two_levels=True)
     try:
         yield _path(group)
     except RuntimeError as error:
-        yield Finding("path", _first_line(error), ok=False, advice=f"see {GUIDE}")
+        yield _failed("path", _first_line(error), f"see {GUIDE}")
         return
     yield _memory(driver, group, flags)
     yield _exchange(group)
@@ -177,11 +176,10 @@ def _local_devices() -> list[jax.Device] | Finding:
     try:
         return jax.local_devices()
     except RuntimeError as error:
-        return Finding(
+        return _failed(
             "devices",
             f"JAX finds no device: {_first_line(error)}",
-            ok=False,
-            advice="check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
+            "check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
         )
 
 
@@ -195,11 +193,10 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
         said += f"; process {jax.process_index()} of {jax.process_count()}"
     unseen = _run("nvidia-smi", "-L").count("GPU ") if first.platform == "cpu" else 0
     if unseen and "JAX_PLATFORMS" not in os.environ:
-        return Finding(
+        return _failed(
             "devices",
             f"{said}; nvidia-smi lists {unseen} GPUs that JAX does not see",
-            ok=False,
-            advice=_how_jax_sees_gpus(driver),
+            _how_jax_sees_gpus(driver),
         )
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
@@ -262,7 +259,7 @@ def _nvcc_for(supported: int) -> str | None:
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
     """Return the finding for a missing requirement of the kernels: a failure if ``wanted``,
     otherwise a note."""
-    return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
+    return _failed(name, said, advice) if wanted else Finding(name, said, ok=None)
 
 
 def _driver(driver: _Driver | None, wanted: bool) -> Finding:
@@ -272,11 +269,10 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     said = f"supports CUDA {driver.cuda_version()}" + (f", release {release[0]}" * bool(release[0]))
     built = re.match(r"CUDA (\d+)", native.cuda_build())
     if wanted and built and int(built[1]) > int(driver.cuda_version().split(".")[0]):
-        return Finding(
+        return _failed(
             "driver",
             f"{said}; the kernels were built with {native.cuda_build()}",
-            ok=False,
-            advice=f"update the driver, or {_how_to_build(driver)}",
+            f"update the driver, or {_how_to_build(driver)}",
         )
     return Finding("driver", said)
 
@@ -287,18 +283,15 @@ def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
     code = {capability: _code_for(capability) for capability in named}
     said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
     if not all(code.values()):
-        return Finding(
-            "architecture", f"{said} of this build", ok=False, advice=_how_to_build(driver)
-        )
+        return _failed("architecture", f"{said} of this build", _how_to_build(driver))
     built = tuple(map(int, re.findall(r"\d+", native.cuda_build())[:2]))
     supported = driver.cuda_version() if driver else ""
     is_older = bool(supported) and tuple(map(int, supported.split("."))) < built
     if "PTX" in code.values() and is_older:
-        return Finding(
+        return _failed(
             "architecture",
             f"{said} of this build, which the driver (CUDA {supported}) cannot compile",
-            ok=False,
-            advice=f"update the driver to one that supports CUDA {built[0]}.{built[1]}",
+            f"update the driver to one that supports CUDA {built[0]}.{built[1]}",
         )
     if untested := [capability for capability in named if capability not in TESTED]:
         return Finding(
@@ -424,7 +417,7 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
             group_size=(levels[0].size, levels[1].size) if group.two_level else group.size,
         )
     except ValueError as error:
-        return Finding("memory", str(error), ok=False, advice="choose another shape with the flags")
+        return _failed("memory", str(error), "choose another shape with the flags")
     said = f"{shape}: rows {readable(estimate.rows_bytes)} at worst-case capacity"
     if group.two_level:
         said += f", collectives between hosts {readable(estimate.collective_bytes)} in XLA's pool"
@@ -445,11 +438,10 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     if free >= needed:
         return Finding("memory", said)
     fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75, the default")
-    return Finding(
+    return _failed(
         "memory",
         said,
-        ok=False,
-        advice=f"lower XLA_PYTHON_CLIENT_MEM_FRACTION (now {fraction}), or end other programs "
+        f"lower XLA_PYTHON_CLIENT_MEM_FRACTION (now {fraction}), or end other programs "
         "that use memory of these GPUs, or use fewer tokens per call",
     )
 
@@ -463,11 +455,10 @@ def _exchange(group: Group) -> Finding:
         problem = f"{type(error).__name__}: {_first_line(error)}"
     if not problem:
         return Finding(name, f"{what} agree with numpy")
-    return Finding(
+    return _failed(
         name,
         f"{what}: {problem}",
-        ok=False,
-        advice="run again with --portable. If that passes, Group(implementation='portable') avoids "
+        "run again with --portable. If that passes, Group(implementation='portable') avoids "
         "the kernels; if it fails too, the cause is JAX or the machine",
     )
 

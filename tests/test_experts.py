@@ -74,7 +74,8 @@ def operands(
 
 def fused(*args, activation=SWIGLU, sizes=SIZES):
     """Return the experts' results in use."""
-    y, _ = experts.bind_experts(*args, jnp.array(sizes, jnp.int32), activation=activation)
+    all_args = experts.Experts(*args, jnp.array(sizes, jnp.int32))
+    y, _ = experts.bind_experts(all_args, activation=activation)
     return y[: sum(sizes)]
 
 
@@ -208,13 +209,10 @@ def test_the_tangent_has_a_transpose_in_each_argument(linear):
 
     def tangent(*given):
         given = iter(given)
-        return experts._bind_tangent(
-            [next(given) if is_given else None for is_given in linear],
-            (pre, weights, w_out, sizes),
-            activation=SWIGLU,
-            passes=False,
-            num_sms=None,
-        )[0]
+        of_linear = [next(given) if is_given else None for is_given in linear]
+        args = experts.Tangent(*of_linear, pre, weights, w_out, sizes)
+        params = dict(activation=SWIGLU, passes=False, num_sms=None)
+        return experts._bind(experts.act_dot_tangent_p, args, **params)[0]
 
     ct = draw(ROWS, HIDDEN)
     found = jax.linear_transpose(tangent, *given)(ct)
@@ -306,7 +304,7 @@ def of_one_element(*args):
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 
     def value(*floats):
-        y, _ = experts.bind_experts(*floats, sizes, activation=SWIGLU)
+        y, _ = experts.bind_experts(experts.Experts(*floats, sizes), activation=SWIGLU)
         return jnp.sum(jnp.where(in_use, jnp.sin(y), 0))
 
     value, (d_rows, *others) = jax.value_and_grad(value, OF_ALL)(*floats)
@@ -462,7 +460,7 @@ def calls(fn, *args):
 
 
 def forward(*args, activation=SWIGLU):
-    return experts.bind_experts(*args, activation=activation)[0]
+    return experts.bind_experts(experts.Experts(*args), activation=activation)[0]
 
 
 def backward(*args, activation=SWIGLU):

@@ -33,14 +33,14 @@ def rows_beyond_are_not_zero(take_rows):
 
 
 def groups_begin_too_early(plan_route):
-    def plan(*args, alignment, **options):
-        return plan_route(*args, alignment=max(1, alignment - 1), **options)
+    def plan(*args, options):
+        return plan_route(*args, options._replace(alignment=max(1, options.alignment - 1)))
 
     return plan
 
 
 def masked_choices_count(plan_route):
-    return lambda ids, rank, **options: plan_route(jnp.where(ids == -1, 0, ids), rank, **options)
+    return lambda ids, rank, options: plan_route(jnp.where(ids == -1, 0, ids), rank, options)
 
 
 def gradients_of_weights_are_halved(scale_and_dot):

@@ -40,8 +40,9 @@ PRIMITIVES = {
 # Paths
 
 
-def read_table(target, product, out, arrays, num_sms):
+def read_table(target, results, arrays, num_sms, product):
     """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
+    (out,) = results
 
     def run(*operands):
         a, b, table = map(np.asarray, operands)
@@ -63,7 +64,7 @@ def read_table(target, product, out, arrays, num_sms):
         return d
 
     assert target == lowered.TARGET
-    return jax.pure_callback(run, out, *arrays)
+    return [jax.pure_callback(run, out, *arrays)]
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):

@@ -66,7 +66,7 @@ def counter_words(region):
 
 @pytest.mark.parametrize("ranks, tokens, top_k", ((1, 1, 1), (4, 128, 8), (64, 4096, 8), (2, 5, 3)))
 def test_counter_regions_lie_in_the_header_and_do_not_overlap(ranks, tokens, top_k):
-    regions = native.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
+    regions = layout.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
     kernels = {region[0] for region in regions}
     for kernel in kernels:
         words = [counter_words(region) for region in regions if region[0] == kernel]
@@ -86,7 +86,7 @@ def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
     ranks, tokens, top_k = 4, 128, 8
 
     def of(kernel):
-        found = native.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
+        found = layout.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
         return {words: size * count for k, words, _, size, count, *_ in found if k == kernel}
 
     for name in ("route", "dispatch", "combine", "routed_dispatch"):

@@ -6,8 +6,8 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -192,15 +192,13 @@ def dispatch(
       [[10.0, 30.0, 40.0, 0.0], [10.0, 20.0, 40.0, 0.0]] [[0, 1, 1, -1], [0, 0, 1, -1]]
       ```
     """
-    arguments = check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        shared_weights,
-        taken_from(locals(), RouteArguments),
-        taken_from(locals(), Options),
-    )
-    return bind_dispatch(arguments)
+    return bind_dispatch(_checked(locals()))
+
+
+def _checked(given: Mapping[str, Any]) -> DispatchArguments:
+    """Return the checked arguments of ``dispatch`` or ``dispatch_start``, given by name."""
+    arrays = given["x"], given["topk_ids"], given["topk_weights"], given["shared_weights"]
+    return check_dispatch(*arrays, taken_from(given, RouteArguments), taken_from(given, Options))
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
@@ -221,11 +219,8 @@ def bind_dispatch(arguments: DispatchArguments) -> Recv:
 
 def routing_of(arguments: DispatchArguments) -> AnyRouting:
     """Return the routing of a dispatch, computed from the ids if there are ids."""
-    return (
-        route_ids(*arguments.source)
-        if isinstance(arguments.source, CheckedIds)
-        else arguments.source
-    )
+    source = arguments.source
+    return route_ids(*source) if isinstance(source, CheckedIds) else source
 
 
 def combine(
@@ -367,15 +362,7 @@ def dispatch_start(
       [12. 12. 12. 12.]
       ```
     """
-    arguments = check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        shared_weights,
-        taken_from(locals(), RouteArguments),
-        taken_from(locals(), Options),
-    )
-    return bind_dispatch_start(arguments)
+    return bind_dispatch_start(_checked(locals()))
 
 
 def bind_dispatch_start(arguments: DispatchArguments) -> InFlight:

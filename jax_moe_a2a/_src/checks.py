@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PyTree: TypeAlias = Any  # of arrays; Python's type system cannot say so
@@ -53,6 +54,12 @@ def check_static(name: str, array: Any) -> None:
             f"{name} must have a static shape; got {short(array)} with a symbolic size: use "
             "jax.export once for each size"
         )
+
+
+def check_floats(name: str, array: Any, remedy: str = "Cast it first") -> None:
+    """Raise a TypeError if an array does not hold floats of 16 bits or more."""
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. {remedy}")
 
 
 def check_int(name: str, value: Any, *, least: int) -> int:

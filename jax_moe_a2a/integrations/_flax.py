@@ -40,18 +40,20 @@ class Layer:
         return cls(tuple((name, given[name]) for name in OPTIONS))
 
     def __call__(
-        self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any, **of_call: Any
+        self, params: Mapping[str, jax.Array], dtype: Any, given: Mapping[str, Any]
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer in a dtype. The router computes in the larger one of both dtypes."""
+        """Apply the layer in a dtype to the arguments of a call of the module, among ``given``. The
+        router computes in the larger one of both dtypes."""
         keeps_dtype = "router", "router_bias", "select_bias"
-        arguments = dict(self.options) | of_call
+        arguments = dict(self.options) | {name: given[name] for name in OF_A_CALL}
+        arguments["x"] = given["x"].astype(dtype)
         for name, param in params.items():
             scales = SCALES.get(name, "")
             if scales in params:
                 arguments[name] = ma.QuantizedExperts(param, params[scales])
             elif name not in SCALES.values():
                 arguments[name] = param if name in keeps_dtype else param.astype(dtype)
-        return ma.moe(x.astype(dtype), **arguments)
+        return ma.moe(**arguments)
 
 
 def specs_of(given: Mapping[str, Any]) -> dict[str, P]:
@@ -75,20 +77,11 @@ def init_moe(key: jax.Array, hidden: int, given: Mapping[str, Any]) -> dict[str,
     specs = None
     if mesh_in_scope():
         specs = specs_of(dict(given, weights_format=None))
-    params = ma.init_moe(
-        key,
-        hidden,
-        expert_hidden=given["expert_hidden"],
-        num_experts=given["num_experts"],
-        dtype=given["param_dtype"],
-        router_dtype=given["router_dtype"],
-        bias=given["bias"],
-        shared_hidden=(given["shared_hidden"] or given["expert_hidden"])
-        if given["shared_expert"]
-        else None,
-        initializer=given["initializer"],
-        specs=specs,
-    )
+    same = "expert_hidden", "num_experts", "router_dtype", "bias", "initializer"
+    options = {name: given[name] for name in same} | dict(dtype=given["param_dtype"], specs=specs)
+    if given["shared_expert"]:
+        options["shared_hidden"] = given["shared_hidden"] or given["expert_hidden"]
+    params = ma.init_moe(key, hidden, **options)
     if given["weights_format"] is not None:
         params |= {name: ma.quantize_experts(params[name]) for name in SCALES}
     return _with_scales(params)

@@ -167,13 +167,4 @@ class MoE(linen.Module):
             box: Any = linen.Partitioned(zeros, names=tuple(specs["select_bias"]))
             variable = self.variable("router_state", "select_bias", lambda: box, unbox=False)
             params["select_bias"] = unboxed(variable.value)
-        layer = Layer.of(given)
-        return layer(
-            x,
-            params,
-            self.dtype,
-            mask=mask,
-            shared_weights=shared_weights,
-            quantized=quantized,
-            placement=placement,
-        )
+        return Layer.of(given)(params, self.dtype, locals())

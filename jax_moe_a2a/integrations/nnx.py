@@ -169,12 +169,4 @@ class MoE(nnx.Module):
           the load, which counts drops, and the logits.
         """
         params = {name: getattr(self, name)[...] for name in PARAMETERS if hasattr(self, name)}
-        return self.layer(
-            x,
-            params,
-            self.dtype,
-            mask=mask,
-            shared_weights=shared_weights,
-            quantized=quantized,
-            placement=placement,
-        )
+        return self.layer(params, self.dtype, locals())

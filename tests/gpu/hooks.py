@@ -21,7 +21,7 @@ class Mutation(enum.IntEnum):
     IGNORE_SIGNATURE = 4
     RECEIVERS_FIRST = 5
     FLAG_BEFORE_STORED = 6
-    OTHER_CALL = 7  # of ranks on one GPU, by `native.set_hooks` of one rank
+    OTHER_CALL = 7  # of ranks on one GPU, by `set_hooks_of` one rank
     IGNORE_CHUNK = 8
     IGNORE_HEAD = 9
     IGNORE_IDS = 10
@@ -69,14 +69,38 @@ def set_hooks(
     """
     devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
-    delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
+    delayed = int(phase), int(delay * 1e9)
     kinds = kinds_of(group, kind)
     with nothing_under_way():
         for each in kinds:
-            common = dict(mutation=int(mutation), depth=depth, kind=each)
-            native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
+            of_all = delayed if rank is None else (0, 0)
+            set_hooks_of(group, -1, mutation, *of_all, depth, each)
             if rank is not None:  # a rank of another process has its hooks set there
-                native.set_hooks(group.topology, rank, **common, **delayed)
+                set_hooks_of(group, rank, mutation, *delayed, depth, each)
+
+
+def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=native.WHOLE):
+    """Set the hooks of the rank with this index in the topology, or (-1) of all ranks of this
+    process, until the group is closed. The workspace must be open."""
+    hooks = index, int(mutation), phase, delay_ns, depth
+    native._raise(native._native.set_hooks(*group.topology, kind, *hooks))
+
+
+def set_epoch_of(group, index, epoch, kind=native.WHOLE):
+    """Let a rank, or (-1) all ranks of this process, continue as if `epoch - 1` exchanges had
+    run."""
+    native._raise(native._native.set_epoch(*group.topology, kind, index, epoch))
+
+
+def set_credits_of(group, index, epoch):
+    """Set the credits of a rank as if its peers had read all its rows up to `epoch`."""
+    native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
+
+
+def set_uncapped(group, is_uncapped):
+    """Let ranks on one GPU launch all blocks of their budget. Without this setting, a launch has
+    only as many blocks as the GPU can run at once."""
+    native._native.set_uncapped(*group.topology, native.WHOLE, is_uncapped)
 
 
 def set_epoch(group, epoch):
@@ -84,7 +108,7 @@ def set_epoch(group, epoch):
     kinds = kinds_of(group, native.WHOLE)
     with nothing_under_way():
         for each in kinds:
-            native.set_epoch(group.topology, epoch, each)
+            set_epoch_of(group, -1, epoch, each)
     checked.restart(group, whole=epoch - 1)
 
 

@@ -8,9 +8,18 @@ import contextlib
 
 import checked
 import pytest
-from hooks import PHASE_TEXT, Mutation, Phase, hooked
+from hooks import (
+    PHASE_TEXT,
+    Mutation,
+    Phase,
+    hooked,
+    set_credits_of,
+    set_epoch_of,
+    set_hooks_of,
+    set_uncapped,
+)
 
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import runtime
 
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,
@@ -27,11 +36,11 @@ GROUP = checked.new_group(timeout=TIMEOUT)
 
 @contextlib.contextmanager
 def more_blocks_than_fit(group):
-    native.set_uncapped(group.topology, True)
+    set_uncapped(group, True)
     try:
         yield
     finally:
-        native.set_uncapped(group.topology, False)
+        set_uncapped(group, False)
 
 
 def is_never_wrong(outcome):
@@ -46,7 +55,7 @@ def test_a_rank_that_makes_another_call_is_noticed(order):
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP):
-        native.set_hooks(GROUP.topology, ODD_RANK, mutation=int(Mutation.OTHER_CALL))
+        set_hooks_of(GROUP, ODD_RANK, Mutation.OTHER_CALL)
         failed = checked.outcome(lambda: run(state), GROUP)
         assert "mismatched calls" in failed.error, failed
         assert is_never_wrong(failed) and failed.seconds < TIMEOUT, failed
@@ -58,7 +67,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP):
-        native.set_credits(GROUP.topology, 0, index=ODD_RANK)
+        set_credits_of(GROUP, ODD_RANK, 0)
         failed = checked.outcome(lambda: run(state), GROUP)
         # It is chance which of them times out first: that rank, or one that waits for its ids.
         waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
@@ -73,7 +82,7 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
-        native.set_credits(GROUP.topology, 0, index=ODD_RANK)
+        set_credits_of(GROUP, ODD_RANK, 0)
         checked.assert_right(checked.repeat(run, 1, state), GROUP)
 
 
@@ -84,7 +93,7 @@ def test_a_rank_that_left_out_calls_is_noticed():
     checked.assert_right(state, GROUP)
     with hooked(GROUP):
         epoch = runtime.counters(GROUP)[ODD_RANK].num_exchanges + 1
-        native.set_epoch(GROUP.topology, epoch + 2, index=ODD_RANK)
+        set_epoch_of(GROUP, ODD_RANK, epoch + 2)
         failed = checked.outcome(lambda: run(state), GROUP)
         assert f"protocol violation: route on rank {ODD_RANK}" not in failed.error, failed
         assert f"rank {ODD_RANK} is ahead of this rank" in failed.error, failed

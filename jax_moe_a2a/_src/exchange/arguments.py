@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, short
+from ..checks import PyTree, check_floats
 from ..formats.formats import NvFp4, TokenFormat, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
@@ -241,10 +241,7 @@ def check_combine(
     rows = ". Pass the experts' outputs, one for each of recv.rows, and not tokens"
     leaves, treedef = check_leaves("y", y, "capacity", routing.capacity, remedy=rows)
     for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
-            raise TypeError(
-                f"y must hold floats of 16 bits or more; got {short(leaf)}. Cast it first"
-            )
+        check_floats("y", leaf)
     wire = check_wire_dtype(wire_dtype, "y", leaves, has_levels=routing.has_levels)
     options = Options(wire_dtype=wire)
     if weights is None:

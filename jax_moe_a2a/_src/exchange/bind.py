@@ -89,19 +89,13 @@ def bind_start(
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
     """Return the ids and the options of ``route_p``."""
-    group, shared_expert, (num_tokens, top_k) = options.group, options.shared_expert, ids.shape
+    num_tokens, top_k = ids.shape
+    sizes = options.sizes(num_tokens, top_k)
     first_choice = None  # the capacity holds any routing
-    if options.capacity < options.sizes(num_tokens, top_k).rows():
-        first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's first
-    if shared_expert or options.replicated:
-        ids = renumbered_ids(
-            ids,
-            own_rank(group),
-            group_size=group.size,
-            num_experts=options.num_experts,
-            shared_expert=shared_expert,
-            replicated=options.replicated,
-        )
+    if options.capacity < sizes.rows():  # the shared expert's choice, or the router's first
+        first_choice = top_k if options.shared_expert else 0
+    if options.shared_expert or options.replicated:
+        ids = renumbered_ids(ids, own_rank(options.group), sizes)
     return ids, PlanOptions(
         options.num_local_experts, options.capacity, options.alignment, first_choice
     )

@@ -110,14 +110,10 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a dispatch or combine that moves only the kept leaves and choice
     arrays."""
-    end_of_leaves = params["num_leaves"]
-    end_of_choice_arrays = end_of_leaves + params["num_choice_arrays"]
-    num_leaves, num_choice_arrays = (
-        sum(keep[:end_of_leaves]),
-        sum(keep[end_of_leaves:end_of_choice_arrays]),
-    )
-    kept_params = dict(params, num_leaves=num_leaves, num_choice_arrays=num_choice_arrays)
-    if num_leaves == 0:
+    first = params["num_leaves"]  # of the choice arrays
+    of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
+    kept_params = dict(params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choices))
+    if not any(of_leaves):
         kept_params["options"] = params["options"].unencoded
     return kept_params
 

@@ -12,6 +12,7 @@ from .. import compat
 from ..checks import PyTree
 from ..group.group import Group
 from ..routing.types import RouteOptions
+from .rules import select, spread
 from .split import tie
 
 T = TypeVar("T")
@@ -142,12 +143,8 @@ def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]
     """Return the same arrays and tree. None of their arrays is available before all of them are."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    others = [leaf for leaf, is_tied in zip(leaves, is_array, strict=True) if is_tied]
-    tied = iter(tie(*arrays, *others))
-    arrays = [next(tied) for _ in arrays]
-    leaves = [
-        next(tied) if is_tied else leaf for leaf, is_tied in zip(leaves, is_array, strict=True)
-    ]
+    tied = tie(*arrays, *select(is_array, leaves))
+    arrays, leaves = tied[: len(arrays)], spread(is_array, tied[len(arrays) :], leaves)
     return arrays, jax.tree.unflatten(treedef, leaves)
 
 

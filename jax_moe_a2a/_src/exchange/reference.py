@@ -40,7 +40,7 @@ def route(
     """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
     the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
-    plan: Callable[..., RoutePlan] = partial(plan_route, **plan_options._asdict())
+    plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
     if emulated:

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from .. import compat
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .dispatch_combine import COMBINE, DISPATCH, of_transpose
+from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
 from .lowering import exchange as lowered
 from .lowering.call_placement import barrier, register
 from .record import Exchange, Layout, Layouts, split_routing
@@ -117,10 +117,8 @@ def _bind_kept(
     """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
     if not operands:
         return []
-    num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
-    keep = [carries_tangent(aval_of(x).dtype) for x in payload[: num_leaves + num_choice_arrays]]
-    kept_counts = dict(num_leaves=sum(keep[:num_leaves]), num_choice_arrays=sum(keep[num_leaves:]))
-    return half.bind(operands, routing, **dict(params, **kept_counts))
+    keep = [carries_tangent(aval_of(x).dtype) for x in payload]
+    return half.bind(operands, routing, **keep_arrays(keep, params))
 
 
 # Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,

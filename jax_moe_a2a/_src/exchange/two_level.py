@@ -51,14 +51,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> TwoLevelP
     # The ids of all ranks with this local index, [T, H, K]. Each rank sends its ids to all hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (num_tokens, hosts.size, hosts.size))
-    (gathered,) = DISPATCH.bind(
-        [ids],
-        _between_hosts(everywhere, host),
-        group=hosts,
-        num_leaves=1,
-        num_choice_arrays=0,
-        options=Options(),
-    )
+    params: dict[str, Any] = dict(num_leaves=1, num_choice_arrays=0, options=Options())
+    (gathered,) = DISPATCH.bind([ids], _between_hosts(everywhere, host), group=hosts, **params)
     gathered = gathered.reshape(num_tokens, hosts.size, top_k)
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching
 
 from .. import compat
 from ..group.group import Group
+from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .dispatch_combine import bind_dispatch
 from .lowering.combine import weighted_combine_calls
@@ -141,17 +142,29 @@ def _combine_transpose(
     moved: list[Any] = []
     if any(wanted):
         rows, weights = payload[:num_leaves], payload[num_leaves:]
-        dot_with = select(wanted[num_leaves:], rows)
-        scale_by = select(wanted[:num_leaves], weights)
-        params.update(num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
-        moved = WEIGHTED_DISPATCH.bind(
-            [cotangent, *dot_with, *scale_by],
-            routing,
-            num_weight_axes=rules.aval_of(weights[0]).ndim - 1 - int(params["emulated"]),
-            **params,
-        )
+        num_axes = rules.aval_of(weights[0]).ndim - 1 - int(params["emulated"])
+        params.update(num_weight_axes=num_axes)
+        moved = _weigh(cotangent, rows, weights, wanted, routing, params)
         moved = _as_operands(moved, select(wanted, payload))
     return cotangents_of(payload, wanted, moved) + [None] * len(routing)
+
+
+def _weigh(
+    g: Any,
+    rows: Sequence[Any],
+    weights: Sequence[Any],
+    wanted: Sequence[bool],
+    routing: RoutingArrays,
+    params: dict[str, Any],
+) -> list[Any]:
+    """Bind a weighted dispatch for the wanted cotangents: first each of the weights times G, then
+    each of the rows dot G."""
+    scale_by, dot_with = (
+        select(wanted[: len(weights)], weights),
+        select(wanted[len(weights) :], rows),
+    )
+    params = dict(params, num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
+    return WEIGHTED_DISPATCH.bind([g, *dot_with, *scale_by], routing, **params)
 
 
 def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -210,16 +223,8 @@ def _dispatch_transpose(
     ]
     moved: list[Any] = []
     if any(keep):
-        scale_by = select(keep[:num_leaves], ct_dotted)
-        dot_with = select(keep[num_leaves:], ct_scaled)
-        moved = WEIGHTED_DISPATCH.bind(
-            [g, *dot_with, *scale_by],
-            routing,
-            num_leaves=len(dot_with),
-            num_choice_arrays=len(scale_by),
-            num_weight_axes=num_weight_axes,
-            **params,
-        )
+        params.update(num_weight_axes=num_weight_axes)
+        moved = _weigh(g, ct_scaled, ct_dotted, keep, routing, params)
         moved = _as_operands(moved, select(keep, payload))
     return [None, *cotangents_of(payload, keep, moved)] + [None] * len(routing)
 

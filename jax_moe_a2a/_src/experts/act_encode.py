@@ -26,7 +26,7 @@ from .. import compat
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..formats.weights import BLOCK
 from ..grouped import lowering as grouped
-from ..grouped.primitives import bind, check_unsharded, register, with_batch
+from ..grouped.primitives import bind, register, rows_like
 from ..grouped.quantized import refusing_jvp
 from ..grouped.reference import lead_of
 from .activations import FusedActivation
@@ -68,20 +68,10 @@ def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
     return grouped.why_no_call(num_rows, num_groups, width)
 
 
-def _abstract(
-    product: Any, weights: Any, sizes: Any, *, activation: FusedActivation, **_: Any
-) -> list[Any]:
-    check_unsharded(product, weights, sizes)
-    *rows, width = product.shape
-    columns = width // activation.width(1)
-    values = compat.result_aval(product, (*rows, columns), jnp.float8_e4m3fn)
-    return [values, compat.result_aval(product, (*rows, columns // BLOCK), jnp.float32)]
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, list[int]]:
-    """Add the batch as a leading axis, so that it can run in one launch."""
-    args, _ = with_batch(args, dims, (True, True, False))
-    return bind(act_encode_p, *args, **params), [0, 0]
+def _abstract(product: Any, *_: Any, activation: FusedActivation, **__: Any) -> list[Any]:
+    columns = product.shape[-1] // activation.width(1)
+    values = rows_like(product, columns, jnp.float8_e4m3fn)
+    return [values, rows_like(product, columns // BLOCK, jnp.float32)]
 
 
 def _composition(
@@ -118,18 +108,18 @@ def _kernel(
     return [lax.optimization_barrier(x).reshape(*lead, num_rows, x.shape[-1]) for x in found]
 
 
-def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    product, _, sizes = ctx.avals_in
-    batch = math.prod(lead_of(product))
-    why = why_no_act_encode(batch * product.shape[-2], sizes.shape[-1], product.shape[-1])
-    return grouped.lower_kernel(ctx, operands, params, _kernel, why, _composition)
+def _why_no_kernel(product: Any, _: Any, sizes: Any, **__: Any) -> str:
+    num_rows, num_groups, *_rest = grouped.sizes_of(product, sizes, product.shape)
+    return why_no_act_encode(num_rows, num_groups, product.shape[-1])
 
+
+_cuda = grouped.by_kernel(_why_no_kernel, _kernel, _composition)
 
 register(
     act_encode_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, act_encode_p),
-    batch=_batch,
+    is_full=(True, True),
     composition=_composition,
     cuda=_cuda,
 )

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_kernel, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import lead_of
 from .activations import KINDS, FusedActivation
 
@@ -39,37 +36,22 @@ def why_not_dot_act(
     return next(filter(None, whys), "")
 
 
-def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``dot_act_p``."""
-    rows, w = ctx.avals_in[:2]
-    batch, (num_groups, k, width) = math.prod(lead_of(rows)), w.shape[-3:]
-    sizes = batch * rows.shape[-2], batch * num_groups, k, width
-    why = why_not_dot_act(params["activation"], rows.dtype, *sizes)
-    return lower_kernel(ctx, operands, params, _dot_act, why, composition)
+def why_no_dot_act(rows: Any, w: Any, *others: Any, activation: FusedActivation, **_: Any) -> str:
+    """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
+    return why_not_dot_act(activation, rows.dtype, *sizes_of(rows, others[-1], w.shape))
 
 
-def dot_bias_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``dot_bias_p``."""
-    h, w_out = ctx.avals_in[:2]
-    why = _why_no_product(h, w_out)
-    return lower_kernel(ctx, operands, params, _dot_bias, why, composition)
+def why_no_dot_bias(h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, **_: Any) -> str:
+    """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
+    return grouped.why_no_kernel(h.dtype, *sizes_of(h, sizes, w_out.shape))
 
 
-def act_dot_grad_cuda(
-    composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
-) -> Any:
-    """Lower ``act_dot_grad_p``."""
-    ct, _, _, w_out, _ = ctx.avals_in
-    why = _why_no_product(ct, w_out)
-    return lower_kernel(ctx, operands, params, _act_dot_grad, why, composition)
+def why_no_act_dot_grad(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> str:
+    """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
+    return grouped.why_no_kernel(ct.dtype, *sizes_of(ct, sizes, w_out.shape))
 
 
-def _why_no_product(rows: Any, w: Any) -> str:
-    batch, own = math.prod(lead_of(rows)), w.shape[-3:]
-    return grouped.why_no_kernel(rows.dtype, batch * rows.shape[-2], batch * own[0], *own[1:])
-
-
-def _dot_act(
+def dot_act(
     rows: jax.Array,
     w: jax.Array,
     *others: jax.Array,
@@ -86,7 +68,7 @@ def _dot_act(
     )
 
 
-def _dot_bias(
+def dot_bias(
     h: jax.Array,
     w_out: jax.Array,
     b_out: jax.Array,
@@ -126,19 +108,19 @@ def _product(
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
-    h, pre = _call(
+    h, pre = call(
         DOT_ACT,
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
         (rows2, flat(w, 3), groups, bias2, weights.reshape(-1)),
         num_sms,
-        product=np.int64(FORWARD_FEW if few else FORWARD),
+        product=FORWARD_FEW if few else FORWARD,
         **attributes,
     )
     found = [h, pre] if keep else [h]
     return [x.reshape(*rows.shape[:-1], x.shape[-1]) for x in found]
 
 
-def _act_dot_grad(
+def act_dot_grad(
     ct: jax.Array,
     pre: jax.Array,
     weights: jax.Array,
@@ -152,7 +134,7 @@ def _act_dot_grad(
     groups = table(sizes, lead_of(ct), ct.shape[-2], w_out.shape[:-3], has_tail=False)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
     num_rows, num_tiles = ct2.shape[0], -(-columns // TILE_COLUMNS)
-    ct_pre, h, partial = _call(
+    ct_pre, h, partial = call(
         ACT_DOT_GRAD,
         [
             jax.ShapeDtypeStruct(pre2.shape, pre.dtype),
@@ -161,7 +143,7 @@ def _act_dot_grad(
         ],
         (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
         num_sms,
-        input_output_aliases={3: 0},  # a warp reads its elements before it writes them
+        aliases={3: 0},  # a warp reads its elements before it writes them
         **attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.
@@ -180,20 +162,3 @@ def attributes_of(activation: FusedActivation) -> dict[str, Any]:
         alpha=np.float32(activation.alpha),
         limit=np.float32(activation.limit),
     )
-
-
-def _call(
-    target: str,
-    results: list[jax.ShapeDtypeStruct],
-    operands: tuple[jax.Array, ...],
-    num_sms: int | None,
-    input_output_aliases: dict[int, int] | None = None,
-    **attributes: Any,
-) -> list[jax.Array]:
-    """Call a kernel and return its results without the counter."""
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=input_output_aliases)
-    *found, _ = call(*operands, num_sms=np.int64(num_sms or 0), **attributes)
-    # As in grouped/lowering.py. Each result has a barrier of its own, because XLA removes unused
-    # results from a shared barrier. Two equal calls would then not be merged.
-    return [lax.optimization_barrier(x) for x in found]

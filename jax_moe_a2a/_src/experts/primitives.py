@@ -2,8 +2,8 @@
 
 ``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out + weights * b_out``. A row is
 multiplied by the weights of its group. Its derivatives need more primitives. Let
-``pre = rows w_in + b_in`` and ``h = weights * act(pre)``. With ``sums``, its last operands are the
-totals of w_in and w_out (``grouped/totals.py``), which are its last results, too.
+``pre = rows w_in + b_in`` and ``h = weights * act(pre)``. Its last operands may be the totals of
+w_in and w_out (``grouped/totals.py``), which are then its last results, too.
 
 - ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
@@ -21,7 +21,7 @@ products and jnp, so derivatives of any order exist.
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
-unspecified.
+unspecified. The parameter ``tree`` says which operands are given (``Experts``, ``Tangent``).
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
@@ -33,26 +33,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.rules import is_zero, jvp_of_moving
-from ..grouped.primitives import (
-    bind,
-    bind_dot,
-    bind_outer,
-    check_unsharded,
-    grouped_dot_p,
-    register,
-    with_batch,
-)
+from ..grouped.lowering import by_kernel
+from ..grouped.primitives import bind, bind_outer, grouped_dot_p, register, rows_like
 from ..grouped.primitives import sum_of as _sum
-from ..grouped.totals import bind_add_outer, bind_passing, without_batch
+from ..grouped.primitives import unspecified_dot as _dot
+from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
 
@@ -69,46 +63,74 @@ for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
 BIAS_ROWS = 8
 
 
+class Experts(NamedTuple):
+    """The operands of ``experts_p``. Biases may be None."""
+
+    rows: Any
+    w_in: Any
+    b_in: Any
+    weights: Any
+    w_out: Any
+    b_out: Any
+    sizes: Any
+    totals: tuple[Any, ...] = ()
+    """The totals of w_in and w_out, or none."""
+
+
+class Tangent(NamedTuple):
+    """The operands of ``act_dot_tangent_p``. Some of the first three, in which it is linear, may be
+    None."""
+
+    d_pre: Any
+    d_weights: Any
+    d_w_out: Any
+    pre: Any
+    weights: Any
+    w_out: Any
+    sizes: Any
+
+
+FULL = ("rows", "weights", "d_pre", "d_weights", "pre")  # operands with all leading axes in full
+
+
+def _bind(primitive: Any, operands: Experts | Tangent, **params: Any) -> list[jax.Array]:
+    leaves, tree = jax.tree.flatten(operands)
+    return bind(primitive, *leaves, tree=tree, **params)
+
+
+def _places(tree: Any) -> Any:
+    """Return the places of the operands in place of the operands."""
+    return tree.unflatten(range(tree.num_leaves))
+
+
+def _is_full(*, tree: Any, **_: Any) -> list[bool]:
+    named = _places(tree)._asdict()
+    return [name in FULL for name, place in named.items() if place not in (None, ())]
+
+
 def bind_experts(
-    rows: Any,
-    w_in: Any,
-    b_in: Any,
-    weights: Any,
-    w_out: Any,
-    b_out: Any,
-    sizes: Any,
-    *,
-    totals: Sequence[Any] = (),
-    activation: FusedActivation,
-    num_sms: int | None = None,
+    operands: Experts, *, activation: FusedActivation, num_sms: int | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return its results, and the totals of w_in and w_out if they are given.
-
-    ``b_in`` and ``b_out`` may be None. With totals, the tangents of w_in and w_out are ignored.
-    """
-    given = lambda bias: [] if bias is None else [bias]
-    operands = [rows, w_in, *given(b_in), weights, w_out, *given(b_out), sizes, *totals]
-    params = dict(activation=activation, num_sms=num_sms, sums=bool(totals))
-    has_biases = dict(has_bias=b_in is not None, has_b_out=b_out is not None)
-    y, *found = bind(experts_p, *operands, **has_biases, **params)
-    return y, found
+    """Bind ``experts_p``. Return its results, and the totals if they are given. With totals, the
+    tangents of w_in and w_out are ignored."""
+    y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
+    return y, totals
 
 
-def _bind_dot_bias(
-    h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, num_sms: int | None = None
-) -> jax.Array:
-    """Bind ``dot_bias_p``, or the grouped product alone if ``b_out`` is None."""
-    if b_out is None:
-        return _dot(h, w_out, sizes, num_sms)
-    return bind(dot_bias_p, h, w_out, b_out, weights, sizes, num_sms=num_sms)
+def _bind_dot_act(o: Experts, **params: Any) -> list[jax.Array]:
+    bias = [] if o.b_in is None else [o.b_in]
+    operands = o.rows, o.w_in, *bias, o.weights, o.sizes
+    return bind(dot_act_p, *operands, has_bias=bool(bias), **params)
+
+
+def _bind_dot_bias(h: Any, o: Experts, num_sms: int | None) -> jax.Array:
+    """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
+    if o.b_out is None:
+        return _dot(h, o.w_out, o.sizes, num_sms)
+    return bind(dot_bias_p, h, o.w_out, o.b_out, o.weights, o.sizes, num_sms=num_sms)
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
-
-
-def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
-    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot(rows, w, sizes, **params)
 
 
 def bias_of_rows(
@@ -162,30 +184,10 @@ def _dot_act(
     return [h, pre] if keep else [h]
 
 
-def _experts(
-    *operands: Any,
-    activation: FusedActivation,
-    has_bias: bool,
-    has_b_out: bool,
-    sums: bool,
-    num_sms: int | None,
-) -> list[jax.Array]:
-    first, w_out, b_out, sizes, totals = _split_experts(operands, has_b_out, sums)
-    params = dict(activation=activation, has_bias=has_bias, num_sms=num_sms)
-    (h,) = bind(dot_act_p, *first, sizes, keep=False, **params)
-    return [_bind_dot_bias(h, w_out, b_out, first[-1], sizes, num_sms), *totals]
-
-
-def _split_experts(
-    operands: Sequence[Any], has_b_out: bool, sums: bool
-) -> tuple[Any, Any, Any, Any, list[Any]]:
-    """Return the operands of the first product, w_out, b_out or None, sizes, and the totals."""
-    given = list(operands)
-    totals = [given.pop() for _ in range(2 * sums)][::-1]
-    sizes = given.pop()
-    b_out = given.pop() if has_b_out else None
-    *first, w_out = given
-    return first, w_out, b_out, sizes, totals
+def _experts(*operands: Any, tree: Any, **params: Any) -> list[jax.Array]:
+    o = tree.unflatten(operands)
+    (h,) = _bind_dot_act(o, keep=False, **params)
+    return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
 
 
 def _dot_bias(
@@ -196,13 +198,13 @@ def _dot_bias(
 
 def _act_dot_tangent(
     *operands: Any,
+    tree: Any,
     activation: FusedActivation,
-    linear: tuple[bool, bool, bool],
     passes: bool,
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
-    (d_pre, d_weights, d_w_out), (pre, weights, w_out, sizes) = _split(operands, linear)
+    d_pre, d_weights, d_w_out, pre, weights, w_out, sizes = tree.unflatten(operands)
     act, terms = None, []
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
@@ -216,7 +218,7 @@ def _act_dot_tangent(
         out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
     if d_w_out is not None:
         h = scaled(act, weights, selects).astype(pre.dtype)
-        out.append(_dot(h, d_w_out.astype(h.dtype), sizes, num_sms))
+        out.append(_dot(h, d_w_out, sizes, num_sms))
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
@@ -241,99 +243,68 @@ def _act_dot_grad(
     return [ct_pre, h, ct_weights]
 
 
-def _split(operands: Sequence[Any], linear: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Return (d_pre, d_weights, d_w_out), None for those that are absent, and the others."""
-    given = iter(operands)
-    found = [next(given) if is_given else None for is_given in linear]
-    return found, list(given)
-
-
 # Abstract values
 
 
 def _dot_act_abstract(
-    *avals: Any, keep: bool, activation: FusedActivation, has_bias: bool, **_: Any
+    rows: Any, w: Any, *_: Any, keep: bool, activation: FusedActivation, **__: Any
 ) -> list[Any]:
-    rows, w, *others = avals
-    check_unsharded(*avals)
     width = w.shape[-1]
-    pre = compat.result_aval(rows, (*rows.shape[:-1], width), rows.dtype)
-    columns = width // 2 if activation.gated else width
-    h = compat.result_aval(rows, (*rows.shape[:-1], columns), rows.dtype)
-    return [h, pre] if keep else [h]
+    h = rows_like(rows, width // activation.width(1))
+    return [h, rows_like(rows, width)] if keep else [h]
 
 
-def _experts_abstract(*avals: Any, has_b_out: bool, sums: bool, **_: Any) -> list[Any]:
-    (rows, *_others), w_out, _, _, totals = _split_experts(avals, has_b_out, sums)
-    check_unsharded(*avals)
-    return [compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype), *totals]
+def _experts_abstract(*avals: Any, tree: Any, **_: Any) -> list[Any]:
+    o = tree.unflatten(avals)
+    return [rows_like(o.rows, o.w_out.shape[-1]), *o.totals]
 
 
-def _dot_bias_abstract(h: Any, w_out: Any, *others: Any, **_: Any) -> Any:
-    check_unsharded(h, w_out, *others)
-    return compat.result_aval(h, (*h.shape[:-1], w_out.shape[-1]), h.dtype)
+def _dot_bias_abstract(h: Any, w_out: Any, *_: Any, **__: Any) -> Any:
+    return rows_like(h, w_out.shape[-1])
 
 
 def _tangent_abstract(*avals: Any, passes: bool, **_: Any) -> list[Any]:
     pre, _, w_out, _ = avals[-4:]
-    check_unsharded(*avals)
-    d_y = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-1]), pre.dtype)
-    return [d_y, *avals[-5:-4]] if passes else [d_y]
+    return [rows_like(pre, w_out.shape[-1]), *([avals[-5]] if passes else [])]
 
 
-def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> list[Any]:
-    check_unsharded(ct, pre, weights, w_out, sizes)
-    h = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-2]), pre.dtype)
-    return [compat.result_aval(pre, pre.shape, pre.dtype), h, weights]
+def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(pre, pre.shape[-1]), rows_like(pre, w_out.shape[-2]), weights]
 
 
 # Derivatives
 
 
-def _experts_jvp(
-    primals: Any,
-    tangents: Any,
-    *,
-    activation: FusedActivation,
-    has_bias: bool,
-    has_b_out: bool,
-    sums: bool,
-    num_sms: Any,
-) -> Any:
-    first, w_out, b_out, sizes, totals = _split_experts(primals, has_b_out, sums)
-    rows, w_in, *bias, weights = first
-    first, d_w_out, d_b_out, _, d_totals = _split_experts(tangents, has_b_out, sums)
-    d_rows, d_w_in, *d_bias, d_weights = first
-    if sums:
-        d_w_in, d_w_out = d_totals
-    params = dict(activation=activation, num_sms=num_sms)
-    h, pre = bind(
-        dot_act_p, rows, w_in, *bias, weights, sizes, keep=True, has_bias=has_bias, **params
-    )
-    y = _bind_dot_bias(h, w_out, b_out, weights, sizes, num_sms)
+def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> Any:
+    o, d, num_sms = tree.unflatten(primals), tree.unflatten(tangents), params["num_sms"]
+    passes = bool(o.totals)
+    d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
+    h, pre = _bind_dot_act(o, keep=True, **params)
+    y = _bind_dot_bias(h, o, num_sms)
     terms = []
-    if not is_zero(d_rows):
-        terms.append(_dot(d_rows, w_in, sizes, num_sms))
+    if not is_zero(d.rows):
+        terms.append(_dot(d.rows, o.w_in, o.sizes, num_sms))
     if not is_zero(d_w_in):
-        term, d_w_in = _dot_of(rows, d_w_in, sizes, num_sms, sums)
+        term, d_w_in = _dot_of(o.rows, d_w_in, o.sizes, num_sms, passes)
         terms.append(term)
-    if has_bias and not is_zero(d_bias[0]):
-        ones = jnp.ones(rows.shape[:-1], rows.dtype)
-        terms.append(bias_of_rows(d_bias[0], ones, sizes, num_sms))
+    if o.b_in is not None and not is_zero(d.b_in):
+        ones = jnp.ones(o.rows.shape[:-1], o.rows.dtype)
+        terms.append(bias_of_rows(d.b_in, ones, o.sizes, num_sms))
     d_y = []
-    if terms or not is_zero(d_weights):
+    if terms or not is_zero(d.weights):
         d_pre = sum(terms[1:], terms[0]) if terms else None
-        others = [None if is_zero(d) else d for d in (d_weights, d_w_out)]
-        params["passes"] = sums and others[1] is not None
-        term, *passed = _bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params)
+        d_weights, moving = (None if is_zero(x) else x for x in (d.weights, d_w_out))
+        operands = Tangent(d_pre, d_weights, moving, pre, o.weights, o.w_out, o.sizes)
+        moves = passes and moving is not None
+        term, *passed = _bind(act_dot_tangent_p, operands, passes=moves, **params)
         (d_w_out,) = passed or [d_w_out]
         d_y.append(term)
     elif not is_zero(d_w_out):
-        term, d_w_out = _dot_of(h, d_w_out, sizes, num_sms, sums)
+        term, d_w_out = _dot_of(h, d_w_out, o.sizes, num_sms, passes)
         d_y.append(term)
-    if has_b_out:
-        d_y += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
-    return [y, *totals], [_sum(y, d_y), *([d_w_in, d_w_out] if sums else [])]
+    if o.b_out is not None:
+        d_y += _bias_terms(o.b_out, d.b_out, o.weights, d.weights, o.sizes, num_sms)
+    return [y, *o.totals], [_sum(y, d_y), *([d_w_in, d_w_out] if passes else [])]
 
 
 def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: Any, passes: bool) -> Sequence[Any]:
@@ -361,24 +332,17 @@ def _dot_bias_jvp(primals: Any, tangents: Any, *, num_sms: Any) -> Any:
     return y, _sum(y, terms)
 
 
-def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -> list[Any]:
-    """Bind ``act_dot_tangent_p`` of linear operands, of which some may be None, and the others."""
-    given = [d for d in linear if d is not None]
-    params["linear"] = tuple(d is not None for d in linear)
-    return bind(act_dot_tangent_p, *given, *others, **params)
-
-
 def _tangent_transpose(
     cts: Any,
     *operands: Any,
+    tree: Any,
     activation: FusedActivation,
-    linear: Any,
     passes: bool,
     num_sms: int | None,
 ) -> list[Any]:
     ct, *passed = cts
-    wanted, (pre, weights, w_out, sizes) = _split(operands, linear)
-    wanted = [d if ad.is_undefined_primal(d) else None for d in wanted]
+    o = tree.unflatten(operands)
+    wanted = [d if ad.is_undefined_primal(d) else None for d in o[:3]]
     d_pre, d_weights, d_w_out = wanted
     found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in wanted]
     if passes:
@@ -386,46 +350,39 @@ def _tangent_transpose(
     if not is_zero(ct):
         params = dict(activation=activation, num_sms=num_sms)
         if d_pre is None and d_weights is None:
-            h = scaled(activation(pre), weights, True).astype(pre.dtype)
+            h = scaled(activation(o.pre), o.weights, True).astype(o.pre.dtype)
         else:
-            ct_pre, h, ct_weights = bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
+            ct_pre, h, ct_weights = bind(act_dot_grad_p, ct, *o[3:], **params)
             found[0] = None if d_pre is None else ct_pre
             found[1] = None if d_weights is None else ct_weights
         if passes:
-            found[2] = bind_add_outer(found[2], h, ct, sizes, num_sms)
+            found[2] = bind_add_outer(found[2], h, ct, o.sizes, num_sms)
             if d_pre is not None:
                 # The product by w_in comes next, when h and ct are no longer needed.
                 found[0], found[2] = lax.optimization_barrier((ct_pre, found[2]))
         elif d_w_out is not None:
-            found[2] = bind_outer(
-                h,
-                ct,
-                sizes,
-                lead=d_w_out.aval.shape[:-3],
-                dtype=d_w_out.aval.dtype,
-                tail="unspecified",
-                num_sms=num_sms,
-            )
-    return [d for d, is_given in zip(found, linear, strict=True) if is_given] + [None] * 4
+            like = dict(lead=d_w_out.aval.shape[:-3], dtype=d_w_out.aval.dtype)
+            found[2] = bind_outer(h, ct, o.sizes, tail="unspecified", num_sms=num_sms, **like)
+    return [x for x, d in zip(found, o[:3], strict=True) if d is not None] + [None] * 4
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, passes: bool, **params: Any) -> Any:
+def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **params: Any) -> Any:
     """Compute the jvp: linear operands have the same primitive, the others the composition."""
-    given, others = _split(primals, linear)
-    d_given, d_others = _split(tangents, linear)
-    outs = _bind_tangent(given, others, passes=passes, **params)
+    o, d = tree.unflatten(primals), tree.unflatten(tangents)
+    outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     terms = []
-    passed = [d_given[2]] if passes else []
-    moving = [None if d is None or is_zero(d) else d for d in d_given]
-    if any(d is not None for d in moving):
+    passed = [d.d_w_out] if passes else []
+    moving = [None if x is None or is_zero(x) else x for x in d[:3]]
+    if any(x is not None for x in moving):
         moves = passes and moving[2] is not None
-        term, *found = _bind_tangent(moving, others, passes=moves, **params)
+        of_moving = Tangent(*moving, *o[3:])
+        term, *found = _bind(act_dot_tangent_p, of_moving, passes=moves, **params)
         passed = found or passed
         terms.append(term)
-    if not all(map(is_zero, d_others)):
-        fixed = [d for d in given if d is not None]
-        fn = partial(_act_dot_tangent, *fixed, linear=linear, passes=False, selects=False, **params)
-        terms += _jvp_of(fn, others, d_others)[1]
+    if not all(map(is_zero, d[3:])):
+        fixed = [x for x in o[:3] if x is not None]
+        fn = partial(_act_dot_tangent, *fixed, tree=tree, passes=False, selects=False, **params)
+        terms += _jvp_of(fn, o[3:], d[3:])[1]
     return outs, [_sum(outs[0], terms), *passed]
 
 
@@ -462,7 +419,9 @@ def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        (found,) = _bind_tangent([ct_pre, ct_weights, None], others, passes=False, **params)
+        pre, weights, w_out, sizes = others
+        linear = Tangent(ct_pre, ct_weights, None, pre, weights, w_out, sizes)
+        (found,) = _bind(act_dot_tangent_p, linear, passes=False, **params)
     return [found] + [None] * len(others)
 
 
@@ -481,89 +440,55 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
         return [True] * len(eqn.invars), eqn
     if eqn.params["has_bias"]:
         return [True] * len(eqn.invars), eqn
-    rows, w, weights, sizes = eqn.invars
-    del weights
-    params = dict(
-        transposed=False,
-        dtype=rows.aval.dtype,
-        tail="unspecified",
-        num_sms=eqn.params["num_sms"],
-    )
-    eqn = eqn.replace(
-        primitive=grouped_dot_p,
-        invars=[rows, w, sizes],
-        outvars=eqn.outvars[1:],
-        params=params,
-    )
-    return [True, True, False, True], eqn
-
-
-# Batching
-
-
-def _batch(
-    primitive: Any, shared: Callable[..., Sequence[bool]], args: Any, dims: Any, **params: Any
-) -> Any:
-    """Add the batch as a leading axis, so that it runs in one launch.
-
-    Args:
-      shared: returns for parameters which operands the batch may share.
-    """
-    args, _ = with_batch(args, dims, [not may_share for may_share in shared(**params)])
-    outs = bind(primitive, *args, **params)
-    if not primitive.multiple_results:
-        return outs, 0
-    if params.get("sums"):
-        passed = dims[-2:]
-    elif params.get("passes"):
-        passed = dims[-5:-4]
-    else:
-        return outs, [0] * len(outs)
-    y, *outs = outs
-    found = [without_batch(out, dim is not None) for out, dim in zip(outs, passed, strict=True)]
-    return [y, *(out for out, _ in found)], [0, *(dim for _, dim in found)]
-
-
-def _shared_by_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
-    return [False, True, *[True] * has_bias, False, True]
-
-
-def _shared_by_experts(*, has_bias: bool, has_b_out: bool, sums: bool, **_: Any) -> list[bool]:
-    of_out = [True] * (has_b_out + 1 + 2 * sums)
-    return [False, True, *[True] * has_bias, False, True, *of_out]
-
-
-def _shared_by_dot_bias(**_: Any) -> list[bool]:
-    return [False, True, True, False, True]
-
-
-def _shared_by_tangent(*, linear: Sequence[bool], **_: Any) -> list[bool]:
-    may_share = zip((False, False, True), linear, strict=True)
-    return [each for each, is_given in may_share if is_given] + _shared_by_grad()[1:]
-
-
-def _shared_by_grad(**_: Any) -> list[bool]:
-    return [False, False, False, True, True]
+    rows, w, _, sizes = eqn.invars
+    num_sms = eqn.params["num_sms"]
+    params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
+    dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes], params=params)
+    return [True, True, False, True], eqn.replace(outvars=eqn.outvars[1:], **dot)
 
 
 # Registration
 
-for _primitive, _abstract, _composition, _jvp, _shared in (
-    (experts_p, _experts_abstract, _experts, _experts_jvp, _shared_by_experts),
-    (dot_act_p, _dot_act_abstract, _dot_act, _dot_act_jvp, _shared_by_dot_act),
-    (dot_bias_p, _dot_bias_abstract, _dot_bias, _dot_bias_jvp, _shared_by_dot_bias),
-    (act_dot_tangent_p, _tangent_abstract, _act_dot_tangent, _tangent_jvp, _shared_by_tangent),
-    (act_dot_grad_p, _grad_abstract, _act_dot_grad, _grad_jvp, _shared_by_grad),
-):
-    _rule = partial(_batch, _primitive, _shared)
-    register(_primitive, abstract=_abstract, jvp=_jvp, batch=_rule, composition=_composition)
-
-ad.primitive_transposes[act_dot_tangent_p] = _tangent_transpose
-ad.primitive_transposes[act_dot_grad_p] = _grad_transpose
+register(
+    experts_p,
+    abstract=_experts_abstract,
+    jvp=_experts_jvp,
+    is_full=_is_full,
+    passed=lambda tree, **_: _places(tree).totals,
+    composition=_experts,
+)
+register(
+    dot_act_p,
+    abstract=_dot_act_abstract,
+    jvp=_dot_act_jvp,
+    is_full=lambda has_bias, **_: (True, *[False] * (1 + has_bias), True),
+    composition=_dot_act,
+    cuda=by_kernel(lowered.why_no_dot_act, lowered.dot_act, _dot_act),
+)
+register(
+    dot_bias_p,
+    abstract=_dot_bias_abstract,
+    jvp=_dot_bias_jvp,
+    is_full=(True, False, False, True),
+    composition=_dot_bias,
+    cuda=by_kernel(lowered.why_no_dot_bias, lowered.dot_bias, _dot_bias),
+)
+register(
+    act_dot_tangent_p,
+    abstract=_tangent_abstract,
+    jvp=_tangent_jvp,
+    transpose=_tangent_transpose,
+    is_full=_is_full,
+    passed=lambda tree, passes, **_: [_places(tree).d_w_out] if passes else [],
+    composition=_act_dot_tangent,
+)
+register(
+    act_dot_grad_p,
+    abstract=_grad_abstract,
+    jvp=_grad_jvp,
+    transpose=_grad_transpose,
+    is_full=(True, True, True),
+    composition=_act_dot_grad,
+    cuda=by_kernel(lowered.why_no_act_dot_grad, lowered.act_dot_grad, _act_dot_grad),
+)
 compat.register_dce_rule(dot_act_p, _dot_act_dce)
-for _primitive, _cuda, _composition in (
-    (dot_act_p, lowered.dot_act_cuda, _dot_act),
-    (dot_bias_p, lowered.dot_bias_cuda, _dot_bias),
-    (act_dot_grad_p, lowered.act_dot_grad_cuda, _act_dot_grad),
-):
-    mlir.register_lowering(_primitive, partial(_cuda, _composition), platform="cuda")

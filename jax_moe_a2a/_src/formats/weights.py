@@ -101,11 +101,7 @@ def quantize_experts(
         _check_weights("the values of w", values)
         lead, n = values.shape[2:-1], values.shape[-1]
         expected = (values.shape[0], values.shape[1] // BLOCK, *lead, -(-n // BLOCK))
-        if scales.shape != expected:
-            raise ValueError(
-                f"the scales of w must have the shape {list(expected)}, one number for each square "
-                f"of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
-            )
+        check_squares("w", values, scales, expected)
         values, scales = map(jnp.asarray, (values, scales))
     check_scales("w", scales)
     return QuantizedExperts(_turned(values), _turned(scales), values if transposed else None)
@@ -136,6 +132,15 @@ def check_dtypes(name: str, values: Any, scales: Any) -> None:
             raise TypeError(
                 f"the {part} of {name} must be {dtype.name}, as in BlockwiseFp8; got {short(array)}"
             )
+
+
+def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError if the scales of the argument ``name`` have another shape."""
+    if scales.shape != shape:
+        raise ValueError(
+            f"the scales of {name} must have the shape {list(shape)}, one number for each square of"
+            f" {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
+        )
 
 
 def check_scales(name: str, scales: Any) -> None:

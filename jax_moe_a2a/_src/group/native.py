@@ -174,12 +174,6 @@ def array_bytes(num_slots: int, row_bytes: int) -> int:
     return _native.array_bytes(num_slots, row_bytes)
 
 
-def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
-    """Return the regions of a header that each kernel uses (``cuda/counters.h``). Each region is
-    (kernel, words, offset, bytes, count, stride, half stride)."""
-    return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
-
-
 def local_gpus() -> list[jax.Device]:
     """Return the GPUs of this process; [] if JAX sees no GPU."""
     try:
@@ -383,42 +377,6 @@ def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_K
     """
     if has_kernels():
         _raise(_native.close(*topology, sorted(kinds), int(timeout * 1e9)))
-
-
-def set_hooks(
-    topology: Topology,
-    index: int = -1,
-    mutation: int = 0,
-    delay_phase: int = 0,
-    delay_ns: int = 0,
-    depth: int = 0,
-    kind: int = WHOLE,
-) -> None:
-    """Break a rule of the protocol (``Mutation`` in ``cuda/device/signal.cuh``), delay a phase
-    (``Phase`` in ``cuda/status.h``) or use fewer ring halves, for tests.
-
-    The workspace must be open. The hooks apply to the rank with that index in the topology, or (-1)
-    to all ranks of this process, until the group is closed.
-    """
-    _raise(_native.set_hooks(*topology, kind, index, mutation, delay_phase, delay_ns, depth))
-
-
-def set_epoch(topology: Topology, epoch: int, kind: int = WHOLE, index: int = -1) -> None:
-    """Let a rank continue as if ``epoch - 1`` exchanges had run, for tests. ``index`` is the index
-    of the rank in the topology, or -1 for all ranks of this process."""
-    _raise(_native.set_epoch(*topology, kind, index, epoch))
-
-
-def set_credits(topology: Topology, epoch: int, kind: int = WHOLE, index: int = -1) -> None:
-    """Set the credits of a rank as if its peers had read all its rows up to ``epoch``, for
-    tests."""
-    _raise(_native.set_credits(*topology, kind, index, epoch))
-
-
-def set_uncapped(topology: Topology, is_uncapped: bool, kind: int = WHOLE) -> None:
-    """Let ranks on one GPU launch all blocks of their budget, for tests. Without this setting, a
-    launch has only as many blocks as the GPU can run at once."""
-    _native.set_uncapped(*topology, kind, is_uncapped)
 
 
 def _raise(problem: tuple[str, bool]) -> None:

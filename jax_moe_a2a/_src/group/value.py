@@ -67,8 +67,10 @@ class GroupValue:
                 f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
             )
         axes = check_axis_name(axis_name)
+        axis_name = axes[0] if len(axes) == 1 else axes
         check_seconds("timeout", timeout)
         check_seconds("first_timeout", first_timeout)
+        timeout, first_timeout = float(timeout), float(first_timeout)
         if on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure must be 'raise' or 'nan'; got {on_failure!r}")
         if implementation not in IMPLEMENTATIONS:
@@ -88,19 +90,10 @@ class GroupValue:
                 f"p2p_world_size must be a positive int that divides the group's {size} ranks, or "
                 f"exceeds them, or None; got {p2p_world_size!r}"
             )
-        self._set(
-            mesh=mesh,
-            axis_name=axes[0] if len(axes) == 1 else axes,
-            size=size,
-            num_sms=_check_num_sms(num_sms),
-            p2p_world_size=p2p_world_size,
-            timeout=float(timeout),
-            first_timeout=float(first_timeout),
-            on_failure=on_failure,
-            implementation=implementation,
-            cuda_graphs=cuda_graphs,
-            two_level=_check_two_level(mesh, axes, two_level),
-        )
+        num_sms = _check_num_sms(num_sms)
+        two_level = _check_two_level(mesh, axes, two_level)
+        given = locals()
+        self._set(**{field.name: given[field.name] for field in dataclasses.fields(self)})
         if self.two_level and p2p_world_size is not None:
             _, per_host = (level.size for level in self.levels)
             if p2p_world_size % per_host and per_host % p2p_world_size:

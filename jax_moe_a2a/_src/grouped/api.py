@@ -94,6 +94,7 @@ def grouped_dot(
     tail = check_tail(tail)
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
+    params: dict[str, Any] = dict(tail=tail, num_sms=num_sms)
     # Narrow integers are cast before the clip, because they may not hold num_rows. Wide integers
     # are cast after the clip, because large sizes would wrap.
     if sizes.dtype.itemsize < 4:
@@ -102,18 +103,9 @@ def grouped_dot(
     if in_fp8:
         if is_known(sizes):
             check_scales("rows", pair.scales[: int(np.sum(np.asarray(sizes), dtype=np.int64))])
-        return quantized.bind_dot_fp8(
-            pair, experts, clipped, dtype=dtype, tail=tail, num_sms=num_sms
-        )
-    return bind_dot(
-        jnp.asarray(x),
-        jnp.asarray(weights),
-        clipped,
-        transposed=False,
-        dtype=x.dtype,
-        tail=tail,
-        num_sms=num_sms,
-    )
+        return quantized.bind_dot_fp8(pair, experts, clipped, dtype=dtype, **params)
+    arrays = jnp.asarray(x), jnp.asarray(weights)
+    return bind_dot(*arrays, clipped, transposed=False, dtype=x.dtype, **params)
 
 
 def why_no_grouped_gemm(

@@ -28,8 +28,8 @@ from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h.
-FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
+# GroupedProduct in cuda/gemm/grouped_gemm.h, int64 as the attributes of the kernels.
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = np.arange(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"
@@ -100,19 +100,26 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
     return ""
 
 
+def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the rows and groups of all leading axes together, and the last two sizes of the
+    weights: the sizes of ``why_no_kernel``."""
+    batch, (k, n) = math.prod(lead_of(rows)), weights[-2:]
+    return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
+
+
 def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
-    _, w_aval, _ = ctx.avals_in
+    rows, w, sizes = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
-    return _lower(ctx, operands, params, w_aval.shape[-3:], *paths)
+    return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_outer_p``."""
-    x_aval, y_aval, sizes_aval = ctx.avals_in
+    x, y, sizes = ctx.avals_in
     paths = _outer_kernel, reference.outer, mosaic_outer
-    shape = sizes_aval.shape[-1], x_aval.shape[-1], y_aval.shape[-1]
-    return _lower(ctx, operands, params, shape, *paths)
+    weights = x.shape[-1], y.shape[-1]
+    return _lower(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
 
 def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -122,10 +129,9 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
       by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
         does not apply, or if the batch shares the total.
     """
-    total, x, y, sizes = ctx.avals_in
-    batch, num_rows, num_groups = math.prod(lead_of(x)), x.shape[-2], sizes.shape[-1]
-    shape = batch * num_rows, batch * num_groups, x.shape[-1], y.shape[-1]
-    if total.shape[:-3] != lead_of(x) or why_no_kernel(x.dtype, *shape):
+    total, x, _, sizes = ctx.avals_in
+    why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
+    if total.shape[:-3] != lead_of(x) or why:
         return lower_fun(ctx, by_product, operands, params)
     return lower_kernel(ctx, operands, params, _add_outer_kernel)
 
@@ -134,21 +140,34 @@ def _lower(
     ctx: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
-    weights_shape: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     kernel: Callable[..., jax.Array],
     reference: Callable[..., jax.Array],
     by_mosaic: Callable[..., jax.Array],
 ) -> Any:
-    rows_aval, (num_groups, k, n) = ctx.avals_in[0], weights_shape
-    batch, num_rows = math.prod(lead_of(rows_aval)), rows_aval.shape[-2]
-    why = why_no_kernel(rows_aval.dtype, batch * num_rows, batch * num_groups, k, n)
-    if not why:
-        return lower_kernel(ctx, operands, params, kernel)
-    has_elements = 0 not in (batch, num_rows, num_groups, k, n)
-    if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
+    rows = ctx.avals_in[0]
+    why = why_no_kernel(rows.dtype, *sizes)
+    has_elements = 0 not in sizes
+    if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
         return lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
     return lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
+
+
+def by_kernel(
+    why_not: Callable[..., str],
+    kernel: Callable[..., Any],
+    composition: Callable[..., Any],
+    what: str = "not fused",
+) -> Callable[..., Any]:
+    """Return a lowering by ``lower_kernel``. ``why_not`` returns the reason for the types of the
+    operands and the parameters."""
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        why = why_not(*ctx.avals_in, **params)
+        return lower_kernel(ctx, operands, params, kernel, why, composition, what)
+
+    return lower
 
 
 def lower_kernel(
@@ -195,7 +214,7 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
     rows2, w3 = flat(rows, 2), flat(w, 3)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    result = call(TARGET, product, out, (rows2, w3, groups), num_sms)
+    (result,) = call(TARGET, [out], (rows2, w3, groups), num_sms, product=product)
     return result.reshape(*rows.shape[:-1], columns)
 
 
@@ -213,7 +232,8 @@ def _outer_kernel(
     groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
     own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
     shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    out = call(TARGET, WEIGHT_GRADIENT, shape, (flat(x, 2), flat(y, 2), groups), num_sms)
+    operands = flat(x, 2), flat(y, 2), groups
+    (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
     return sum_lead(out.reshape(*batch, *own), lead)
 
 
@@ -231,7 +251,8 @@ def _add_outer_kernel(
         part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
         num = part.shape[1]
         shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        own = call(TARGET, WEIGHT_GRADIENT, shape, (x2, y2, part), num_sms).astype(sums.dtype)
+        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT)
+        own = own.astype(sums.dtype)
         own += lax.dynamic_slice_in_dim(sums, first, num)
         sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)
         sums, x2, y2 = lax.optimization_barrier((sums, x2, y2))
@@ -270,16 +291,22 @@ def table(
 
 
 def call(
-    target: str, product: int, out: Any, operands: Sequence[jax.Array], num_sms: int | None
-) -> jax.Array:
-    """Call a kernel whose results are one array and the counter."""
+    target: str,
+    results: Sequence[Any],
+    operands: Sequence[jax.Array],
+    num_sms: int | None,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Call a kernel, and return its results without the counter, its last result."""
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    kernel = jax.ffi.ffi_call(target, [out, counter])
-    d, _ = kernel(*operands, product=np.int64(product), num_sms=np.int64(num_sms or 0))
+    kernel = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=aliases)
+    *found, _ = kernel(*operands, num_sms=np.int64(num_sms or 0), **attributes)
     # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
-    # prevents the copy.
-    return lax.optimization_barrier(d)
+    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
+    # from a shared barrier. Two equal calls would then not be merged.
+    return [lax.optimization_barrier(x) for x in found]
 
 
 # JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.

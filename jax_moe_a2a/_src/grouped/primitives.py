@@ -43,26 +43,54 @@ bind_dot: Callable[..., jax.Array] = partial(bind, grouped_dot_p)
 bind_outer: Callable[..., jax.Array] = partial(bind, grouped_outer_p)
 
 
+def unspecified_dot(
+    rows: Any,
+    w: Any,
+    sizes: Any,
+    num_sms: int | None,
+    *parts: Any,
+    transposed: bool = False,
+    primitive: Any = grouped_dot_p,
+) -> jax.Array:
+    """Bind a product in the dtype of its rows, unspecified after the last group."""
+    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    return bind(primitive, rows, w.astype(rows.dtype), sizes, *parts, **params)
+
+
 def register(
     primitive: Any,
     *,
     abstract: Callable[..., Any],
     jvp: Callable[..., Any],
-    batch: Callable[..., Any],
     composition: Callable[..., Any],
+    is_full: Sequence[bool] | Callable[..., Sequence[bool]] = (),
+    passed: Callable[..., Sequence[int]] = lambda **_: (),
+    batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> None:
     """Register the rules of a primitive.
 
     Args:
+      abstract: returns the types of the results. The operands are checked before.
       composition: what the primitive computes, with jnp and other primitives.
+      is_full: has True for operands that have all leading axes in full; or a function of the
+        parameters that returns it. The batch may share the other operands.
+      passed: a function of the parameters that returns the places of the operands that the
+        primitive returns, which are its last results.
+      batch: a rule in place of that of ``is_full`` and ``passed``.
       cuda: its lowering on NVIDIA GPUs, or None for that of the composition.
     """
+
+    def checked(*avals: Any, **params: Any) -> Any:
+        _check_unsharded(avals)
+        return abstract(*avals, **params)
+
     primitive.def_impl(partial(compat.apply_primitive, primitive))
-    primitive.def_abstract_eval(abstract)
+    primitive.def_abstract_eval(checked)
     ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = batch
+    in_one_launch = partial(_batch, primitive, is_full, passed)
+    batching.primitive_batchers[primitive] = batch or in_one_launch
     lower = mlir.lower_fun(composition, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, lower)
     if transpose is not None:
@@ -71,7 +99,7 @@ def register(
         mlir.register_lowering(primitive, cuda, platform="cuda")
 
 
-def check_unsharded(*avals: Any) -> None:
+def _check_unsharded(avals: Sequence[Any]) -> None:
     """Raise a TypeError if an Explicit mesh axis shards an array."""
     for aval in avals:
         if any(axis is not None for axis in aval.sharding.spec):
@@ -81,16 +109,18 @@ def check_unsharded(*avals: Any) -> None:
             )
 
 
-def dot_abstract(rows: Any, w: Any, *others: Any, transposed: bool, dtype: Any, **_: Any) -> Any:
-    check_unsharded(rows, w, *others)
-    columns = w.shape[-2] if transposed else w.shape[-1]
-    return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
+def rows_like(rows: Any, columns: int, dtype: Any = None) -> Any:
+    """Return the type of an array [*B, C, columns], by default with the dtype of ``rows``."""
+    return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype or rows.dtype)
+
+
+def dot_abstract(rows: Any, w: Any, *_: Any, transposed: bool, dtype: Any, **__: Any) -> Any:
+    return rows_like(rows, w.shape[-2] if transposed else w.shape[-1], dtype)
 
 
 def _outer_abstract(
     x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], dtype: Any, **_: Any
 ) -> Any:
-    check_unsharded(x, y, sizes)
     return compat.result_aval(x, (*lead, sizes.shape[-1], x.shape[-1], y.shape[-1]), dtype)
 
 
@@ -146,29 +176,35 @@ def _outer_transpose(
 # Batching
 
 
-def with_batch(args: Any, dims: Any, has_all: Sequence[bool]) -> tuple[list[Any], int]:
+def _with_batch(args: Any, dims: Any, is_full: Sequence[bool]) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, so that it runs in one launch, and its
-    size. ``has_all`` has True for operands that have all leading axes in full. The batch may share
-    the others."""
+    size. Operands after those of ``is_full`` may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
-    def with_axis(arg: Any, dim: int | None, has_all: bool) -> Any:
+    def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:
         if dim is not None:
             return jnp.moveaxis(arg, dim, 0)
-        return jnp.broadcast_to(arg, (size if has_all else 1, *arg.shape))
+        return jnp.broadcast_to(arg, (size if is_full else 1, *arg.shape))
 
-    return [with_axis(*each) for each in zip(args, dims, has_all, strict=True)], size
+    of_all = [*is_full, *[False] * (len(args) - len(is_full))]
+    return [with_axis(*each) for each in zip(args, dims, of_all, strict=True)], size
 
 
-def dot_batch(bind: Callable[..., Any], args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Batch a primitive with the operands of ``grouped_dot_p``, and others that the batch may
-    share."""
-    args, _ = with_batch(args, dims, (True, *[False] * (len(args) - 1)))
-    return bind(*args, **params), 0
+def _batch(primitive: Any, is_full: Any, passed: Any, args: Any, dims: Any, **params: Any) -> Any:
+    """Batch a primitive as ``register`` says."""
+    moved, _ = _with_batch(args, dims, is_full(**params) if callable(is_full) else is_full)
+    outs = bind(primitive, *moved, **params)
+    if not primitive.multiple_results:
+        return outs, 0
+    found_dims: list[int | None] = [0] * len(outs)
+    for i, place in enumerate(passed(**params), start=len(outs) - len(passed(**params))):
+        if dims[place] is None:
+            outs[i], found_dims[i] = jnp.squeeze(outs[i], 0), None
+    return outs, found_dims
 
 
 def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    args, size = with_batch(args, dims, (True, True, False))
+    args, size = _with_batch(args, dims, (True, True))
     return bind_outer(*args, **dict(params, lead=(size, *params["lead"]))), 0
 
 
@@ -179,7 +215,7 @@ register(
     abstract=dot_abstract,
     jvp=partial(bilinear_jvp, grouped_dot_p),
     transpose=_dot_transpose,
-    batch=partial(dot_batch, bind_dot),
+    is_full=(True,),
     composition=reference.dot,
     cuda=lowered.dot_cuda,
 )

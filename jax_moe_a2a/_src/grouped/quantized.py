@@ -13,7 +13,6 @@ hold a gradient.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -32,12 +31,13 @@ from ..formats.weights import (
     as_quantized,
     check_dtypes,
     check_scales,
+    check_squares,
     decode_experts,
 )
 from ..group import native
 from . import lowering as lowered
 from . import reference
-from .primitives import bind, bind_dot, check_unsharded, register, with_batch
+from .primitives import bind, bind_dot, register, rows_like
 from .reference import lead_of
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -123,12 +123,7 @@ def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> Quantized
             f"{short(values)}"
         )
     *lead, n, k = values.shape
-    expected = (*lead, -(-n // BLOCK), k // BLOCK)
-    if scales.shape != expected:
-        raise ValueError(
-            f"the scales of {name} must have the shape {list(expected)}, one number for each square"
-            f" of {BLOCK} x {BLOCK} values {short(values)}; got {short(scales)}"
-        )
+    check_squares(name, values, scales, (*lead, -(-n // BLOCK), k // BLOCK))
     check_scales(name, scales)
     return QuantizedExperts(values, scales, w.transposed)
 
@@ -184,11 +179,8 @@ def bind_dot_fp8(
 # Rules of the primitive
 
 
-def _abstract(
-    values: Any, scales: Any, w_values: Any, w_scales: Any, sizes: Any, *, dtype: Any, **_: Any
-) -> Any:
-    check_unsharded(values, scales, w_values, w_scales, sizes)
-    return compat.result_aval(values, (*values.shape[:-1], w_values.shape[-2]), dtype)
+def _abstract(values: Any, _: Any, w_values: Any, *__: Any, dtype: Any, **___: Any) -> Any:
+    return rows_like(values, w_values.shape[-2], dtype)
 
 
 def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
@@ -197,12 +189,6 @@ def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
         raise TypeError(NO_GRADIENT)
     out = primitive.bind(*primals, **params)
     return out, jax.tree.map(zero_tangent, out)
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Add the batch as a leading axis, so that it can run in one launch."""
-    args, _ = with_batch(args, dims, (True, True, False, False, False))
-    return bind(grouped_dot_fp8_p, *args, **params), 0
 
 
 def _decoded(parts: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
@@ -251,24 +237,22 @@ def _kernel(
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
     operands = rows2, w3, groups, lowered.flat(scales, 2), scales3
-    result = lowered.call(TARGET, product, out, operands, num_sms)
+    (result,) = lowered.call(TARGET, [out], operands, num_sms, product=product)
     return result.reshape(*values.shape[:-1], columns)
 
 
-def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    rows, _, w, _, sizes = ctx.avals_in
-    batch, num_groups = math.prod(lead_of(rows)), sizes.shape[-1]
-    shape = batch * rows.shape[-2], batch * num_groups, rows.shape[-1], w.shape[-2]
-    why = lowered.why_no_fp8_kernel(*shape)
-    what = "decoded to bfloat16"
-    return lowered.lower_kernel(ctx, operands, params, _kernel, why, _in_bfloat16, what)
+def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, **___: Any) -> str:
+    n, k = w.shape[-2:]
+    return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 
+
+_cuda = lowered.by_kernel(_why_no_kernel, _kernel, _in_bfloat16, "decoded to bfloat16")
 
 register(
     grouped_dot_fp8_p,
     abstract=_abstract,
     jvp=partial(refusing_jvp, grouped_dot_fp8_p),
-    batch=_batch,
+    is_full=(True, True),
     composition=_reference,
     cuda=_cuda,
 )

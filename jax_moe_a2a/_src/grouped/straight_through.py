@@ -32,8 +32,8 @@ from .primitives import (
     bind_dot,
     bind_outer,
     dot_abstract,
-    dot_batch,
     register,
+    unspecified_dot,
 )
 from .quantized import bind_dot_fp8
 
@@ -64,8 +64,8 @@ def dot_in_fp8(
       quantized: what ``quantized_both_ways`` returns for ``w``, or None to quantize ``w`` for each
         product.
     """
-    params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=None)
-    return bind(quantizing_dot_p, rows, w, sizes, *jax.tree.leaves(quantized), **params)
+    parts = jax.tree.leaves(quantized)
+    return unspecified_dot(rows, w, sizes, None, *parts, primitive=quantizing_dot_p)
 
 
 def _quantizing_dot(
@@ -113,6 +113,6 @@ for _primitive, _rule, _composition in (
         abstract=dot_abstract,
         jvp=_rule,
         transpose=_transpose,
-        batch=partial(dot_batch, partial(bind, _primitive)),
+        is_full=(True,),
         composition=_composition,
     )

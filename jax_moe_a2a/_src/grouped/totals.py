@@ -19,7 +19,6 @@ Operands are as in ``primitives.py``. A total has the leading axes of its weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,13 +34,12 @@ from . import lowering as lowered
 from . import reference
 from .primitives import (
     bind,
-    bind_dot,
     bind_outer,
-    check_unsharded,
     grouped_dot_p,
     register,
+    rows_like,
     sum_of,
-    with_batch,
+    unspecified_dot,
 )
 from .straight_through import quantizing_dot_p, turning_dot_p
 
@@ -108,11 +106,6 @@ def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) 
     return bind(add_outer_p, total, x, y, sizes, num_sms=num_sms)
 
 
-def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
-    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot(rows, w.astype(rows.dtype), sizes, **params)
-
-
 # The total of weights
 
 
@@ -132,20 +125,14 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _summing_dot(
-    rows: Any, w: Any, total: Any, *others: Any, in_fp8: bool, num_sms: int | None
+    rows: Any, w: Any, total: Any, sizes: Any, *parts: Any, in_fp8: bool, num_sms: int | None
 ) -> list[Any]:
     primitive = quantizing_dot_p if in_fp8 else grouped_dot_p
-    return [_product(primitive, rows, w, *others, num_sms=num_sms), total]
+    return [unspecified_dot(rows, w, sizes, num_sms, *parts, primitive=primitive), total]
 
 
-def _product(primitive: Any, rows: Any, *others: Any, num_sms: int | None) -> jax.Array:
-    params = dict(transposed=False, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind(primitive, rows, *others, **params)
-
-
-def _summing_dot_abstract(rows: Any, w: Any, total: Any, *others: Any, **_: Any) -> list[Any]:
-    check_unsharded(rows, w, total, *others)
-    return [compat.result_aval(rows, (*rows.shape[:-1], w.shape[-1]), rows.dtype), total]
+def _summing_dot_abstract(rows: Any, w: Any, total: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(rows, w.shape[-1]), total]
 
 
 def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
@@ -155,7 +142,7 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
     terms = []
     if not is_zero(d_rows):
         primitive = turning_dot_p if in_fp8 else grouped_dot_p
-        terms.append(_product(primitive, d_rows, w, sizes, *parts, num_sms=num_sms))
+        terms.append(unspecified_dot(d_rows, w, sizes, num_sms, *parts, primitive=primitive))
     if not is_zero(d_total):
         term, d_total = bind_passing(rows, d_total, sizes, num_sms)
         terms.append(term)
@@ -163,12 +150,11 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
 
 
 def _passing_dot(rows: Any, d: Any, sizes: Any, *, num_sms: int | None) -> list[Any]:
-    return [_dot(rows, d, sizes, num_sms), d]
+    return [unspecified_dot(rows, d, sizes, num_sms), d]
 
 
-def _passing_dot_abstract(rows: Any, d: Any, sizes: Any, **_: Any) -> list[Any]:
-    check_unsharded(rows, d, sizes)
-    return [compat.result_aval(rows, (*rows.shape[:-1], d.shape[-1]), rows.dtype), d]
+def _passing_dot_abstract(rows: Any, d: Any, *_: Any, **__: Any) -> list[Any]:
+    return [rows_like(rows, d.shape[-1]), d]
 
 
 def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
@@ -176,7 +162,7 @@ def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any
     outs = bind_passing(rows, d, sizes, num_sms)
     terms = []
     if not is_zero(d_rows):
-        terms.append(_dot(d_rows, d, sizes, num_sms))
+        terms.append(unspecified_dot(d_rows, d, sizes, num_sms))
     if not is_zero(d_d):
         term, d_d = bind_passing(rows, d_d, sizes, num_sms)
         terms.append(term)
@@ -206,11 +192,6 @@ def _add_outer_by_product(total: Any, x: Any, y: Any, sizes: Any, **params: Any)
     return total + outer.astype(total.dtype)
 
 
-def _add_outer_abstract(total: Any, x: Any, y: Any, sizes: Any, **_: Any) -> Any:
-    check_unsharded(total, x, y, sizes)
-    return total
-
-
 def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
     total, x, y, sizes = primals
     tangent, d_x, d_y, _ = tangents
@@ -231,34 +212,8 @@ def _add_outer_transpose(
             found[1 + i] = ad.Zero(wanted.aval)
             if not is_zero(ct):
                 of_other = other.astype(wanted.aval.dtype)
-                found[1 + i] = _dot(of_other, ct, sizes, num_sms, transposed=i == 0)
+                found[1 + i] = unspecified_dot(of_other, ct, sizes, num_sms, transposed=i == 0)
     return found
-
-
-# Batching
-
-
-def without_batch(x: jax.Array, is_batched: bool) -> tuple[jax.Array, int | None]:
-    """Return an operand that a primitive returned, and its batch axis: it has none if the operand
-    is not batched."""
-    return (x, 0) if is_batched else (jnp.squeeze(x, 0), None)
-
-
-def _products_batch(
-    primitive: Any, place: int, has_all: Sequence[bool], args: Any, dims: Any, **params: Any
-) -> Any:
-    """Batch products that return their operand at ``place``. The batch may share operands after
-    those of ``has_all``."""
-    more = [False] * (len(args) - len(has_all))
-    moved, _ = with_batch(args, dims, (*has_all, *more))
-    product, passed = bind(primitive, *moved, **params)
-    passed, dim = without_batch(passed, dims[place] is not None)
-    return [product, passed], [0, dim]
-
-
-def _add_outer_batch(args: Any, dims: Any, **params: Any) -> Any:
-    moved, _ = with_batch(args, dims, (True, True, True, False))
-    return bind(add_outer_p, *moved, **params), 0
 
 
 # Registration
@@ -274,7 +229,8 @@ register(
     summing_dot_p,
     abstract=_summing_dot_abstract,
     jvp=_summing_dot_jvp,
-    batch=partial(_products_batch, summing_dot_p, 2, (True, False, False, False)),
+    is_full=(True,),
+    passed=lambda **_: (2,),
     composition=_summing_dot,
 )
 register(
@@ -282,15 +238,16 @@ register(
     abstract=_passing_dot_abstract,
     jvp=_passing_dot_jvp,
     transpose=_passing_dot_transpose,
-    batch=partial(_products_batch, passing_dot_p, 1, (True, False, False)),
+    is_full=(True,),
+    passed=lambda **_: (1,),
     composition=_passing_dot,
 )
 register(
     add_outer_p,
-    abstract=_add_outer_abstract,
+    abstract=lambda total, *_, **__: total,
     jvp=_add_outer_jvp,
     transpose=_add_outer_transpose,
-    batch=_add_outer_batch,
+    is_full=(True, True, True),
     composition=_add_outer,
     cuda=partial(lowered.add_outer_cuda, _add_outer_by_product),
 )

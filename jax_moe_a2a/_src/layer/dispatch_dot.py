@@ -33,24 +33,21 @@ does not dispatch the tokens again."""
 product_of = partial(grouped_dot, tail="unspecified")
 
 
-def dispatch_dot(
-    arguments: DispatchArguments, w: jax.Array, *, overlap_backward: bool
-) -> tuple[Recv, jax.Array]:
-    """Dispatch tokens, and multiply the rows of each expert by its weights.
+def dispatch_dot(arguments: DispatchArguments, w: jax.Array) -> tuple[Recv, jax.Array]:
+    """Dispatch tokens, and multiply the rows of each expert by its weights. The combine of the
+    token gradients runs at the same time as the gradient of ``w``, but not if tokens do not travel,
+    with a format, or outside ``jit``. Results are the same.
 
     Args:
       arguments: of a dispatch of one array [T, H] with ``tail="unspecified"``. A dispatch with
         a format decodes the rows.
       w: weights of the local experts, [L, H, N].
-      overlap_backward: True to run the combine of the token gradients at the same time as the
-        gradient of ``w``. Results do not change. The option has no effect if tokens do not travel,
-        with a format, or outside ``jit``.
 
     Returns:
       A pair: the ``Recv``, whose rows and weights have the checkpoint name, and the products [C,
       N]. After the last group, rows, weights, products and their derivatives are unspecified.
     """
-    if overlap_backward and _can_split(arguments):
+    if _can_split(arguments):
         return _with_overlapped_backward(arguments, w)
     return _plain(arguments, w)
 

@@ -8,6 +8,7 @@ The transpose is a combine, which sums the gradients of replicas at the home ran
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,14 +114,9 @@ def fetch(
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
     # Gradients of several slots of a rank travel as one sum.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
-    moved = DISPATCH.bind(
-        tokens,
-        routing,
-        group=group,
-        num_leaves=len(tokens),
-        num_choice_arrays=0,
-        options=Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32)),
-    )
+    options = Options(wire_dtype=None if is_wide else jnp.dtype(jnp.float32))
+    params: dict[str, Any] = dict(num_leaves=len(tokens), num_choice_arrays=0, options=options)
+    moved = DISPATCH.bind(tokens, routing, group=group, **params)
     found = [
         rows.reshape(spare, -1)[:, :size].reshape(spare, *x.shape[1:])
         for rows, size, x in zip(moved, sizes, arrays, strict=True)

@@ -1,4 +1,4 @@
-"""Apply experts whose weights are quantized: dispatch, both products and their rows in FP8."""
+"""Check the arguments of layers in FP8, and define how their experts multiply and activate."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..checks import Tail, short
-from ..exchange.arguments import DispatchArguments
-from ..exchange.recv import Recv
 from ..experts.act_encode import bind_act_encode
 from ..experts.activations import FusedActivation
-from ..experts.primitives import bias_of_rows
-from ..formats.formats import BlockwiseFp8, TokenFormat
+from ..formats.formats import BlockwiseFp8, Quantized, TokenFormat
 from ..formats.weights import BLOCK, QuantizedExperts, check_dtypes
 from ..grouped.quantized import (
     RESULT_DTYPES,
@@ -24,8 +21,7 @@ from ..grouped.quantized import (
     without_gradient,
 )
 from ..placement.types import Placement
-from .dispatch_dot import dispatch_rows
-from .placed import Rows, Weights
+from .placed import Rows
 
 
 def format_of_fp8(format: TokenFormat | None) -> BlockwiseFp8:
@@ -126,31 +122,10 @@ def check_weights(
     return found
 
 
-def dispatch_in_fp8(arguments: DispatchArguments) -> tuple[Recv, Rows]:
-    """Dispatch tokens in FP8. Return the ``Recv``, and the rows, which stay quantized.
-
-    Args:
-      arguments: of a dispatch of one array [T, H] in ``BlockwiseFp8``.
-    """
-    (x,) = arguments.leaves
-    recv = dispatch_rows(arguments._replace(leaves=[without_gradient(x)]))
-    is_row = recv.routing.row_rank >= 0
-    weights = jnp.ones(is_row.shape, jnp.float32) if recv.weights is None else recv.weights
-    return recv, Rows(recv.rows, weights, is_row)
-
-
-def experts_in_fp8(
-    rows: Rows,
-    weights: Weights,
-    sizes: jax.Array,
-    *,
-    activate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    fused: FusedActivation | None,
-    dtype: Any,
-    tail: Tail,
-    totals: dict[str, jax.Array],
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Apply experts in FP8, and return rows [C, H] to combine, and the totals, which it ignores.
+def steps_in_fp8(
+    activate: Callable[..., jax.Array], fused: FusedActivation | None, *, dtype: Any, tail: Tail
+) -> dict[str, Any]:
+    """Return how experts multiply and activate in FP8: arguments of ``experts_of``.
 
     Args:
       activate: maps products, weights of rows, and whether rows have a token, to activations times
@@ -159,18 +134,15 @@ def experts_in_fp8(
       dtype: of the results.
       tail: of the products, as in ``grouped_dot``.
     """
-    params: dict[str, Any] = dict(dtype=dtype, tail=tail, num_sms=None)
-    product = bind_dot_fp8(rows.rows, weights.w_in, sizes, **params)
-    if weights.b_in is not None:
-        ones = jnp.ones(rows.has_token.shape, jnp.float32)
-        product += bias_of_rows(weights.b_in, ones, sizes)
-    if fused is None:
-        activated = activate(product, rows.weights, rows.has_token)
-        h = encode_rows(activated, "the result of activation")
-    else:
+
+    def multiply(rows: Any, w: Any, sizes: jax.Array, totals: Any, _: str) -> tuple[Any, Any]:
+        return bind_dot_fp8(rows, w, sizes, dtype=dtype, tail=tail, num_sms=None), totals
+
+    def activate_and_quantize(product: jax.Array, rows: Rows, sizes: jax.Array) -> Quantized:
+        if fused is None:
+            activated = activate(product, rows.weights, rows.has_token)
+            return encode_rows(activated, "the result of activation")
         row_weights = jnp.where(rows.has_token, rows.weights.astype(jnp.float32), 0)
-        h = bind_act_encode(product, row_weights, sizes, activation=fused)
-    y = bind_dot_fp8(h, weights.w_out, sizes, **params)
-    if weights.b_out is not None:
-        y += bias_of_rows(weights.b_out, rows.weights, sizes)
-    return y, totals
+        return bind_act_encode(product, row_weights, sizes, activation=fused)
+
+    return dict(multiply=multiply, activate=activate_and_quantize)

@@ -30,11 +30,12 @@ from ..exchange.reference import accumulation_dtype
 from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
-from ..experts.primitives import bias_of_rows, bind_experts
+from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
 from ..formats.weights import BLOCK, QuantizedExperts
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
+from ..grouped.quantized import without_gradient
 from ..grouped.straight_through import dot_in_fp8, quantized_both_ways
 from ..grouped.totals import summing_dot
 from ..placement.types import Placement
@@ -48,9 +49,8 @@ from .fp8 import (
     check_quantized,
     check_training,
     check_weights,
-    dispatch_in_fp8,
-    experts_in_fp8,
     format_of_fp8,
+    steps_in_fp8,
 )
 from .placed import Rows, Weights, apply_to_both, fetch_all, num_fetched, to_slots
 
@@ -329,14 +329,10 @@ def mlp_and_routing(
         format = experts_format.travelling
     if placement is not None:
         topk_ids, route_arguments = to_slots(topk_ids, route_arguments, placement)
-    arguments = check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        shared_weights,
-        route_arguments,
-        Options(wire_dtype, format, decode=format is not None and not in_fp8, tail="unspecified"),
-    )
+    arrays = x, topk_ids, topk_weights, shared_weights
+    decode = format is not None and not in_fp8
+    exchanged = Options(wire_dtype, format, decode=decode, tail="unspecified")
+    arguments = check_dispatch(*arrays, route_arguments, exchanged)
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
     hidden, experts = tokens.shape[1], options.num_local_experts
@@ -376,47 +372,36 @@ def mlp_and_routing(
     multiply = _product
     if experts_format is not None:
         multiply = partial(_product, quantized=quantized or {})
+    activate = partial(_activate, activation, intermediate)
+    apply: Callable[..., tuple[jax.Array, Totals]]
+    if in_fp8:
+        steps = steps_in_fp8(activate, fused, dtype=tokens.dtype, tail=arguments.options.tail)
+        apply = partial(experts_of, **steps)
+        arguments = arguments._replace(leaves=[without_gradient(tokens)])
+    elif fused is not None:
+        apply = partial(_fused_experts, activation=fused)
+    else:
+        # Keep only the operands of the activation. The backward pass computes it again.
+        kept = jax.checkpoint(activate)
+        of_rows = lambda product, rows, _: kept(product, rows.weights, rows.has_token)
+        apply = partial(experts_of, multiply=multiply, activate=of_rows)
     if in_fp8 or spare or fused is not None:
-        if in_fp8:
-            recv, rows = dispatch_in_fp8(arguments)
-            apply = partial(
-                experts_in_fp8,
-                activate=partial(_activate, activation, intermediate),
-                fused=fused,
-                dtype=tokens.dtype,
-                tail=arguments.options.tail,
-            )
-        else:
-            recv = dispatch_rows(arguments)
-            row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
-            rows = Rows(recv.rows, row_weights, recv.routing.row_rank >= 0)
-            apply = partial(_apply, activation=activation, fused=fused, multiply=multiply)
+        recv = dispatch_rows(arguments)
+        rows = _rows_of(recv) if in_fp8 else _weighted_rows(recv, accumulation_dtype(tokens.dtype))
         if spare:
             assert placement is not None
-            y = apply_to_both(
-                lambda *args: apply(*args, totals={})[0],
-                rows,
-                weights,
-                recv.group_sizes,
-                placement,
-                recv.routing.group,
-                first=int(recv.routing.shared_expert),
-                fetched=fetched,
-            )
+            alone = lambda *args: apply(*args, totals={})[0]
+            y = apply_to_both(alone, rows, weights, recv, placement, fetched)
         else:
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
         if overlap_backward and experts_format is None:
-            recv, product = dispatch_dot(arguments, weights_in, overlap_backward=True)
+            recv, product = dispatch_dot(arguments, weights_in)
         else:
             recv = dispatch_rows(arguments)
             product, totals = multiply(recv.rows, weights_in, recv.group_sizes, totals, "w_in")
-        is_row = recv.routing.row_rank >= 0
-        ones = jnp.ones(is_row.shape, jnp.float32)
-        rows = Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
-        y, totals = _after_first_product(
-            product, rows, weights, recv.group_sizes, totals, activation, multiply
-        )
+        sizes = recv.group_sizes
+        y, totals = apply(_rows_of(recv), weights, sizes, totals=totals, product=product)
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
@@ -458,51 +443,41 @@ def _quantized(w: jax.Array) -> QuantizedExperts:
     return quantized_both_ways(lax.stop_gradient(w))
 
 
-def _apply(
+def _fused_experts(
+    rows: Rows, weights: Weights, sizes: jax.Array, *, totals: Totals, activation: FusedActivation
+) -> tuple[jax.Array, Totals]:
+    """Return what ``experts_of`` returns, by kernels that apply the activation."""
+    names = [name for name in SUMMED if name in totals]
+    of_names = tuple(totals[name] for name in names)
+    w_in, b_in, w_out, b_out = weights
+    operands = Experts(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, of_names)
+    y, found = bind_experts(operands, activation=activation)
+    return y, {**totals, **dict(zip(names, found, strict=True))}
+
+
+def experts_of(
     rows: Rows,
     weights: Weights,
     sizes: jax.Array,
     *,
     totals: Totals,
-    activation: Activation,
-    fused: FusedActivation | None,
     multiply: Callable[..., tuple[jax.Array, Totals]],
+    activate: Callable[[jax.Array, Rows, jax.Array], Any],
+    product: jax.Array | None = None,
 ) -> tuple[jax.Array, Totals]:
-    """Return the outputs of the experts [C, H], unspecified after the last group, and totals."""
-    if fused is None:
+    """Return the outputs of the experts [C, H], unspecified after the last group, and totals.
+
+    Args:
+      multiply: as ``_product``.
+      activate: maps first products, rows and sizes to rows for the second product.
+      product: the first products without bias, if they are already computed.
+    """
+    if product is None:
         product, totals = multiply(rows.rows, weights.w_in, sizes, totals, "w_in")
-        return _after_first_product(product, rows, weights, sizes, totals, activation, multiply)
-    names = [name for name in ("w_in", "w_out") if name in totals]
-    y, found = bind_experts(
-        rows.rows,
-        weights.w_in,
-        weights.b_in,
-        rows.weights,
-        weights.w_out,
-        weights.b_out,
-        sizes,
-        totals=[totals[name] for name in names],
-        activation=fused,
-    )
-    return y, {**totals, **dict(zip(names, found, strict=True))}
-
-
-def _after_first_product(
-    product: jax.Array,
-    rows: Rows,
-    weights: Weights,
-    sizes: jax.Array,
-    totals: Totals,
-    activation: Activation,
-    multiply: Callable[..., tuple[jax.Array, Totals]],
-) -> tuple[jax.Array, Totals]:
-    """Return the outputs of the experts from their first products without bias, and totals."""
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
-    # Keep only the operands of the activation. The backward pass computes it again.
-    activate = jax.checkpoint(partial(_activate, activation, weights.w_out.shape[1]))
-    h = activate(product, rows.weights, rows.has_token)
+    h = activate(product, rows, sizes)
     y, totals = multiply(h, weights.w_out, sizes, totals, "w_out")
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)
@@ -605,10 +580,20 @@ def _activate(
     return jnp.where(has_token, weighted, 0).astype(product.dtype)
 
 
-def _weights_of(recv: Recv, dtype: Any) -> jax.Array:
-    """Return the weight of each row [C]: 0 for rows without a token, 1 without router weights."""
+def _rows_of(recv: Recv) -> Rows:
+    """Return the rows of a rank with their router weights, which are any values for rows without a
+    token."""
+    is_row = recv.routing.row_rank >= 0
+    ones = jnp.ones(is_row.shape, jnp.float32)
+    return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
+
+
+def _weighted_rows(recv: Recv, dtype: Any) -> Rows:
+    """Return the rows of a rank with their weights: 0 for rows without a token, 1 without router
+    weights."""
     weights = jnp.ones((), dtype) if recv.weights is None else recv.weights.astype(dtype)
-    return jnp.where(recv.routing.row_rank >= 0, weights, 0)
+    weights = jnp.where(recv.routing.row_rank >= 0, weights, 0)
+    return Rows(recv.rows, weights, recv.routing.row_rank >= 0)
 
 
 def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> jax.Array:

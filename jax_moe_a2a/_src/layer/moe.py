@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,6 +45,12 @@ from .router import RouterChoices, Score, top_k_router
 
 Choose: TypeAlias = Callable[[jax.Array], RouterChoices]
 EXPERT_WEIGHTS = "w_gate_up", "w_down"  # parameters that may be quantized
+ROUTER_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(top_k_router).parameters.items()
+    if name not in ("logits", "top_k", "mask")
+}
+"""The options of the router and their defaults, which ``choose`` replaces."""
 OneOrTwo: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]  # gate and up as two arrays
 
 
@@ -223,26 +230,11 @@ def moe(
       (4, 6, 16) 48 0
       ```
     """
-    _check_choose(choose, score, select_bias, num_groups, top_groups, renormalize, scale)
+    given = dict(locals())
+    router_options = {name: given[name] for name in ROUTER_OPTIONS}
+    _check_choose(choose, router_options)
     scope = _check_scope(group, data_axes, tensor_axis)
-    x, of_tokens, params, activation = _check_arrays(
-        scope,
-        x,
-        mask,
-        shared_weights,
-        router,
-        router_bias,
-        select_bias,
-        w_gate_up,
-        w_down,
-        b_gate_up,
-        b_down,
-        shared_gate_up,
-        shared_down,
-        activation,
-        placement,
-        experts_format,
-    )
+    x, of_tokens, params, activation = _check_arrays(scope, given)
     shapes = {}
     for name, w in zip(EXPERT_WEIGHTS, (w_gate_up, w_down)):
         (experts, inputs, *columns), *up = (array.shape for array in _one_or_two(w))
@@ -276,14 +268,8 @@ def moe(
             specs[name] = (quantized_spec(spec),) * 2 + specs[name][2:]
     params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
 
-    route_arguments = RouteArguments(
-        group=scope.group,
-        num_experts=None,
-        capacity=capacity,
-        capacity_factor=capacity_factor,
-        alignment=alignment,
-        replicated=tokens.replicated,
-    )
+    routed = dict(group=scope.group, num_experts=None, replicated=tokens.replicated)
+    route_arguments = taken_from(given | routed, RouteArguments)
     options = taken_from(locals(), LayerOptions)
 
     def on_rank(
@@ -302,17 +288,8 @@ def moe(
         only = {name: arrays[0] for name, arrays in params.items()}
         logits = _logits(rows, only["router"], only.get("router_bias"))
         if choose is None:
-            choices = top_k_router(
-                logits,
-                top_k,
-                score=score,
-                select_bias=only.get("select_bias"),
-                num_groups=num_groups,
-                top_groups=top_groups,
-                renormalize=renormalize,
-                scale=scale,
-                mask=mask,
-            )
+            own = router_options | {"select_bias": only.get("select_bias")}
+            choices = top_k_router(logits, top_k, mask=mask, **own)
         else:
             choices = _check_choices(choose(logits), logits, top_k, mask)
         b_down = only.get("b_down")
@@ -320,11 +297,10 @@ def moe(
             # Partial sums are added over this axis, but biases count once.
             b_down = jnp.where(lax.axis_index(tensor_axis) == 0, b_down, 0)
         of_experts = dict(x=rows, topk_ids=choices.ids, topk_weights=choices.weights)
+        merged = _quantized if in_fp8 else _side_by_side
         weights = dict(
-            w_in=_quantized(params["w_gate_up"])
-            if in_fp8
-            else _side_by_side(params["w_gate_up"], 3),
-            w_out=_quantized(params["w_down"]) if in_fp8 else only["w_down"],
+            w_in=merged(params["w_gate_up"]),
+            w_out=merged(params["w_down"]),
             b_in=_side_by_side(params["b_gate_up"], 2) if "b_gate_up" in params else None,
             b_out=b_down,
         )
@@ -423,7 +399,7 @@ def _logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> j
     return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
 
 
-def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int) -> jax.Array:
+def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:
     """Return the weights or biases of a rank's experts in the form of ``moe_mlp``: gate and up side
     by side on the last axis. It has ``ndim`` axes."""
     if len(arrays) == 2:
@@ -634,32 +610,17 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
 
 
 def _check_arrays(
-    scope: _Scope,
-    x: Any,
-    mask: Any,
-    shared_weights: Any,
-    router: Any,
-    router_bias: Any,
-    select_bias: Any,
-    w_gate_up: Any,
-    w_down: Any,
-    b_gate_up: Any,
-    b_down: Any,
-    shared_gate_up: Any,
-    shared_down: Any,
-    activation: Activation | None,
-    placement: Placement | None,
-    experts_format: TokenFormat | None,
+    scope: _Scope, given: Mapping[str, Any]
 ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, tuple[jax.Array, ...]], Activation]:
     """Return tokens, the mask and weights of tokens, parameters (each a tuple of one or two arrays)
-    and activation, or raise an error."""
-    x = as_array(x)
+    and activation, from the arguments of ``moe`` by name, or raise an error."""
+    x, placement, activation = as_array(given["x"]), given["placement"], given["activation"]
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise (ValueError if x.ndim < 1 else TypeError)(
             f"x must be an array [..., H] of floats of 16 bits or more; got {short(x)}"
         )
     x, hidden = jnp.asarray(x), x.shape[-1]
-    router = as_array(router)
+    router = as_array(given["router"])
     if router.ndim != 2 or router.shape[0] != hidden:
         raise ValueError(
             f"router must be an array [H={hidden}, E], because x has the shape {list(x.shape)}; "
@@ -672,11 +633,11 @@ def _check_arrays(
             f"{scope.group.axis_name!r}; got {short(router)}"
         )
     in_fp8 = {
-        name: check_experts(name, w, may_be_pairs=name == "w_gate_up")
-        for name, w in zip(EXPERT_WEIGHTS, (w_gate_up, w_down))
-        if isinstance(w_gate_up, QuantizedExperts) or isinstance(w_down, QuantizedExperts)
+        name: check_experts(name, given[name], may_be_pairs=name == "w_gate_up")
+        for name in EXPERT_WEIGHTS
+        if any(isinstance(given[weights], QuantizedExperts) for weights in EXPERT_WEIGHTS)
     }
-    first = _one_or_two(w_gate_up)
+    first = _one_or_two(given["w_gate_up"])
     if placement is not None:
         if not isinstance(placement, Placement):
             raise TypeError(f"placement must be a Placement or None; got {placement!r}")
@@ -696,12 +657,14 @@ def _check_arrays(
             f"w_gate_up must have one of the forms {', '.join(forms)}, with E={experts} and "
             f"H={hidden}; got {', '.join(map(short, first))}"
         )
-    least = BLOCK if in_fp8 or experts_format is not None else 1
+    least = BLOCK if in_fp8 or given["experts_format"] is not None else 1
     _check_tensor_parts(scope, "w_gate_up", width, first, least)
     found: dict[str, tuple[Any, ...]] = {"router": (router,), "w_gate_up": first}
 
-    def add(name: str, value: Any, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
-        arrays = _one_or_two(value)
+    def add(name: str, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
+        if given[name] is None and name not in EXPERT_WEIGHTS:
+            return
+        arrays = _one_or_two(given[name])
         if [array.shape for array in arrays] != shapes:
             raise ValueError(
                 f"{name} must have the shape {' and '.join(str(list(s)) for s in shapes)}, because "
@@ -710,13 +673,10 @@ def _check_arrays(
             )
         found[name] = arrays
 
-    side_by_side = first[0].ndim == 3 and _one_or_two(w_down)[0].shape == (
-        experts,
-        width // 2,
-        hidden,
-    )
+    half = experts, width // 2, hidden
+    side_by_side = first[0].ndim == 3 and _one_or_two(given["w_down"])[0].shape == half
     remedy = ". If w_gate_up holds gate and up side by side, pass w_gate_up.reshape(E, H, 2, -1)"
-    add("w_down", w_down, [(experts, width, hidden)], remedy if side_by_side else "")
+    add("w_down", [(experts, width, hidden)], remedy if side_by_side else "")
     is_gated = len(first) == 2 or first[0].ndim == 4
     if activation is None:
         if not is_gated:
@@ -725,27 +685,23 @@ def _check_arrays(
                 f"for example jax.nn.gelu, or pass w_gate_up [E, H, 2, I]; got {short(first[0])}"
             )
         activation = gated(jax.nn.silu)
-    if b_gate_up is not None:
-        add("b_gate_up", b_gate_up, [(experts, *w.shape[2:]) for w in first])
-    if b_down is not None:
-        add("b_down", b_down, [(experts, hidden)])
-    if router_bias is not None:
-        add("router_bias", router_bias, [router.shape[1:]])
-    if select_bias is not None:
-        add("select_bias", select_bias, [router.shape[1:]])
-    if (shared_gate_up is None) != (shared_down is None):
-        missing = "shared_gate_up" if shared_gate_up is None else "shared_down"
+    add("b_gate_up", [(experts, *w.shape[2:]) for w in first])
+    add("b_down", [(experts, hidden)])
+    add("router_bias", [router.shape[1:]])
+    add("select_bias", [router.shape[1:]])
+    missing = [name for name in ("shared_gate_up", "shared_down") if given[name] is None]
+    if len(missing) == 1:
         raise ValueError(
             "shared_gate_up and shared_down must both be arrays or both be None; got None for "
-            f"{missing}. Pass it, too"
+            f"{missing[0]}. Pass it, too"
         )
-    if shared_gate_up is not None:
-        shared = _one_or_two(shared_gate_up)
+    if not missing:
+        shared = _one_or_two(given["shared_gate_up"])
         columns = shared[0].shape[-1] if shared and shared[0].ndim else 0
         shapes = [(*w.shape[1:-1], columns) for w in first]
-        add("shared_gate_up", shared_gate_up, shapes, ". Its form is that of w_gate_up without E")
+        add("shared_gate_up", shapes, ". Its form is that of w_gate_up without E")
         _check_tensor_parts(scope, "shared_gate_up", columns, shared)
-        add("shared_down", shared_down, [(columns, hidden)])
+        add("shared_down", [(columns, hidden)])
     for name, arrays in found.items():
         for array in arrays:
             if name in in_fp8:
@@ -757,13 +713,14 @@ def _check_arrays(
                 expected = "floats" if is_of_router else f"the dtype of x, {x.dtype}"
                 raise TypeError(f"{name} must have {expected}; got {short(array)}. Cast it")
     of_tokens = {}
-    if mask is not None:
-        mask = as_array(mask)
+    if given["mask"] is not None:
+        mask = as_array(given["mask"])
         if mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]:
             raise (TypeError if mask.dtype != jnp.bool_ else ValueError)(
                 f"mask must hold a boolean for each token, {list(x.shape[:-1])}; got {short(mask)}"
             )
         of_tokens["mask"] = jnp.asarray(mask)
+    shared_weights = given["shared_weights"]
     if shared_weights is not None:
         shared_weights = as_array(shared_weights)
         if "shared_down" not in found:
@@ -808,17 +765,15 @@ def _check_tensor_parts(
         )
 
 
-def _check_choose(choose: Any, score: Any, *others: Any) -> None:
+def _check_choose(choose: Any, options: Mapping[str, Any]) -> None:
     """Raise an error if the caller passes both a function that chooses and options that it would
     replace."""
     if choose is None:
         return
     if not callable(choose):
         raise TypeError(f"choose must be a function of logits, or None; got {choose!r}")
-    names = "score", "select_bias", "num_groups", "top_groups", "renormalize", "scale"
-    defaults = "softmax", None, None, None, None, 1.0
-    values = score, *others
-    given = [n for n, v, d in zip(names, values, defaults, strict=True) if v is not d and v != d]
+    defaults = ROUTER_OPTIONS
+    given = [n for n, v in options.items() if v is not defaults[n] and v != defaults[n]]
     if given:
         raise ValueError(
             f"choose must be None with {' and '.join(given)}, which are options of top_k_router; "

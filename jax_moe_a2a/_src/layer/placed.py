@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from .. import compat
 from ..exchange.dispatch_combine import DISPATCH
+from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..formats.formats import Quantized
 from ..group.group import Group
@@ -87,21 +88,18 @@ def apply_to_both(
     apply: Callable[[Rows, Weights, jax.Array], jax.Array],
     rows: Rows,
     home: Weights,
-    sizes: jax.Array,
+    recv: Recv,
     placement: Placement,
-    group: Group,
-    *,
-    first: int,
-    fetched: Weights | None = None,
+    fetched: Weights | None,
 ) -> jax.Array:
     """Fetch the weights of spare slots, and return the outputs of all rows.
 
     Args:
       apply: maps rows, weights of groups and the sizes of these groups to outputs.
-      sizes: of all groups, home experts first.
-      first: number of shared experts, which are the first home experts.
+      recv: of the rows. Its groups are those of the home experts, and then of the spare slots.
       fetched: the weights of spare slots if they are already here.
     """
+    sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Weights, spare: Weights, sizes: jax.Array) -> jax.Array:
         num_home = home.w_in.shape[0]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_bool, check_factor, check_int, short
+from ..checks import as_array, check_bool, check_factor, check_floats, check_int, short
 from ..exchange.reference import accumulation_dtype
 from ..plan.capacity import check_top_k
 
@@ -183,8 +183,7 @@ def one_hot(ids: jax.Array, num: int) -> jax.Array:
 def check_logits(value: Any, name: str = "logits") -> jax.Array:
     """Return floats [..., E] as an array of the accumulation dtype, or raise an error."""
     array = as_array(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-        raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. Cast it")
+    check_floats(name, array, "Cast it")
     if array.ndim < 1 or not array.shape[-1]:
         raise ValueError(
             f"{name} must be an array [..., num_experts] with at least one expert; got "

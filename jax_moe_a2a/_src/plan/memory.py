@@ -240,37 +240,23 @@ def memory_estimate(
     num_local_experts = num_experts // num_ranks
     here = num_local_experts + shared_expert
     chance = chance_of_rank(top_k, num_experts, num_local_experts)
-    if replicated:
-        return of_exchange(num_tokens, 1, num_choices, here, capacity, chance=chance)
-    if not isinstance(group_size, tuple):
+    if replicated or not isinstance(group_size, tuple):
+        num_ranks = 1 if replicated else num_ranks
         return of_exchange(num_tokens, num_ranks, num_choices, here, capacity, chance=chance)
-    most_hosts = min(num_choices, hosts)
-    between = of_exchange(
-        num_tokens,
-        hosts,
-        most_hosts,
-        1,
-        hosts * num_tokens,
-        chance=1.0,  # XLA's collective sends every token to every host
-        weights=most_hosts * num_choices,
-    )
-    within = of_exchange(
-        hosts * num_tokens,
-        num_ranks // hosts,
-        num_choices,
-        here,
-        capacity,
-        chance=chance,
-        num_ids=0,
-    )
+    relayed, most_hosts = hosts * num_tokens, min(num_choices, hosts)
+    weights = most_hosts * num_choices
+    # XLA's collective sends every token to every host.
+    between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, chance=1.0, weights=weights)
+    in_host = relayed, ranks_of_host, num_choices, here, capacity
+    within = of_exchange(*in_host, chance=chance, num_ids=0)
     # Like a landing zone, a buffer holds rows and weights, or sums and the gradient of the weights.
-    buffer_bytes = max(token_bytes, sum(sum_bytes)) + most_hosts * num_choices * WEIGHT_BYTES
+    buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,
         # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         wire_bytes=between.wire_bytes + within.wire_bytes,
-        collective_bytes=2 * hosts * num_tokens * buffer_bytes if hosts > 1 else 0,
+        collective_bytes=2 * relayed * buffer_bytes if hosts > 1 else 0,
         levels=(between, within),
     )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .capacity import shared_tokens
+from .capacity import Sizes, shared_tokens
 
 # Arguments of indexing without negative indices. By default, JAX adds three operations for them.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -79,15 +79,7 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 """Number of results of the route primitive."""
 
 
-def renumbered_ids(
-    ids: jax.Array,
-    rank: jax.Array,
-    *,
-    group_size: int,
-    num_experts: int,
-    shared_expert: bool,
-    replicated: bool,
-) -> jax.Array:
+def renumbered_ids(ids: jax.Array, rank: jax.Array, sizes: Sizes) -> jax.Array:
     """Return ids of an ordinary routing that has the effect of shared experts or replicated tokens.
 
     Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
@@ -98,61 +90,56 @@ def renumbered_ids(
     Args:
       ids: int32 [T, K]; an id outside [0, num_experts) sends nothing.
       rank: int32 [], this rank.
+      sizes: of the routing.
 
     Returns:
       int32 [T, K], or [T, K + 1] with a shared expert; -1 sends nothing.
     """
-    local_experts = num_experts // group_size
+    replicated, shared_expert = sizes.replicated, sizes.shared_expert
+    local_experts = sizes.num_experts // sizes.group_size
     first: Any = 0  # new id of this rank's first expert
     if replicated:
         local = ids - rank * local_experts
         ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
     elif shared_expert:
-        is_valid = (ids >= 0) & (ids < num_experts)
+        is_valid = (ids >= 0) & (ids < sizes.num_experts)
         ids = jnp.where(is_valid, ids + quotient(ids, local_experts) + 1, -1)
         first = rank * (local_experts + 1)
     if not shared_expert:
         return ids
     shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
     if replicated:
-        share = max(1, shared_tokens(len(ids), group_size, replicated))
+        share = max(1, shared_tokens(len(ids), sizes.group_size, replicated))
         token = jnp.arange(len(ids), dtype=jnp.int32)
         shared = jnp.where(quotient(token, share) == rank, shared, -1)
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
 class PlanOptions(NamedTuple):
-    """The static options of a route, which are arguments of ``plan_route``."""
+    """The static options of a route."""
 
     num_local_experts: int
+    """L; expert e lives on rank e // L."""
     capacity: int
+    """C, the number of rows of this rank."""
     alignment: int
+    """The rows of each group start at a multiple of this number."""
     first_choice: int | None
+    """The choice index that asks for room first; the other indices follow in cyclic order. None if
+    the capacity holds any routing."""
     parts: int = 1
+    """The number of consecutive experts whose rows form one group."""
 
 
-def plan_route(
-    all_ids: jax.Array,
-    rank: jax.Array,
-    *,
-    num_local_experts: int,
-    capacity: int,
-    alignment: int,
-    first_choice: int | None = None,
-    parts: int = 1,
-) -> RoutePlan:
+def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> RoutePlan:
     """Compute one rank's routing from the ids of all ranks.
 
     Args:
       all_ids: int32 [R, T, K], global expert ids; an id outside [0, R * L) sends nothing.
       rank: int32 [], this rank.
-      num_local_experts: L; expert e lives on rank e // L.
-      capacity: C, the number of rows of this rank.
-      alignment: the rows of each group start at a multiple of this number.
-      first_choice: the choice index that asks for room first; the other indices follow in cyclic
-        order. None if the capacity holds any routing.
-      parts: number of consecutive experts whose rows form one group.
+      options: of the route.
     """
+    num_local_experts, capacity, alignment, first_choice, parts = options
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
@@ -167,13 +154,7 @@ def plan_route(
     local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts)
     is_kept = is_here
     if first_choice is not None:
-        is_kept &= has_room(
-            quotient(local_expert, parts),
-            num_groups=num_local_experts // parts,
-            capacity=capacity,
-            alignment=alignment,
-            first_choice=first_choice,
-        )
+        is_kept &= has_room(quotient(local_expert, parts), options, first_choice)
     local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
     firsts, position = sort_by_group(local_expert, num_local_experts)
     firsts = firsts[::parts]
@@ -283,37 +264,31 @@ def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
-def has_room(
-    group: jax.Array,
-    *,
-    num_groups: int,
-    capacity: int,
-    alignment: int,
-    first_choice: int,
-) -> jax.Array:
+def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.Array:
     """Return which choices fit if choices ask for room in order.
 
     The order is by choice, then token, then source rank (docs/protocol.md, section 19). The first
     choice of a block of ``alignment`` rows reserves the block.
 
     Args:
-      group: int32 [R, T, K], the group of each choice; ``num_groups`` if it is not for this rank.
-      num_groups: number of groups.
-
-    The other arguments are those of ``plan_route``.
+      group: int32 [R, T, K], the group of each choice; the number of groups if it is not for this
+        rank.
+      options: of the route.
+      first_choice: of the options.
 
     Returns:
       bool [R, T, K]; choices for other ranks have any value.
     """
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
+    alignment, num_groups = options.alignment, options.num_local_experts // options.parts
     asking = jnp.roll(group, -first_choice, axis=2).transpose(2, 1, 0)
     opens_block = asking < num_groups
     if alignment > 1:
         _, index = count_and_number(asking.ravel(), num_groups)
         opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
     taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
-    fits = (taken <= capacity).reshape(asking.shape).transpose(2, 1, 0)
+    fits = (taken <= options.capacity).reshape(asking.shape).transpose(2, 1, 0)
     return jnp.roll(fits, first_choice, axis=2)
 
 

@@ -57,15 +57,8 @@ class RouteOptions:
 
     def sizes(self, num_tokens: int, top_k: int) -> Sizes:
         """Return the sizes that decide the capacity."""
-        return Sizes(
-            num_tokens,
-            top_k,
-            self.group.size,
-            self.num_experts,
-            self.alignment,
-            self.shared_expert,
-            self.replicated,
-        )
+        own = self.num_experts, self.alignment, self.shared_expert, self.replicated
+        return Sizes(num_tokens, top_k, self.group.size, *own)
 
 
 STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))

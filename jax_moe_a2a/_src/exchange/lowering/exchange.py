@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...plan.plan import RoutingArrays
 from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement, barrier
@@ -28,46 +27,41 @@ class KernelCall(NamedTuple):
     """SMs of the call, or None for the default budget."""
 
 
-class Inputs(NamedTuple):
-    """The payload of an exchange, and the routing arrays that the kernels read: values, or their
-    types."""
+def _inputs(operands: Sequence[Any]) -> list[Any]:
+    """Return the payload of an exchange, then the routing arrays that the kernels read, from the
+    operands of its primitive or from their types."""
+    payload, routing = split_routing(operands)
+    return [*payload, *(getattr(routing, name) for name in READ_BY_KERNELS)]
 
-    payload: list[Any]
-    routing: list[Any]
 
-    @classmethod
-    def of(cls, payload: Sequence[Any], routing: RoutingArrays) -> Inputs:
-        """Return the inputs with the routing arrays in the order of the handlers' operands."""
-        return cls(list(payload), [getattr(routing, name) for name in READ_BY_KERNELS])
+def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs that a call reads."""
+    return [*(inputs[i] for i in call.arrays), *inputs[-len(READ_BY_KERNELS) :]]
 
 
 def whole(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower an exchange."""
-    avals = Inputs.of(*split_routing(ctx.avals_in))
+    avals = _inputs(ctx.avals_in)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    inputs = Inputs.of(*split_routing(operands))
-    return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
+    return _make(exchange, calls, ctx, call_placement, _inputs(operands), avals, ctx.avals_out)
 
 
 def start(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower the start of an exchange."""
-    avals = Inputs.of(*split_routing(ctx.avals_in))
+    avals = _inputs(ctx.avals_in)
     sources = exchange.layouts(**params).sources
     num_results = len(sources)
     # In flight, the arrays at the tokens come before the arrays at the rows.
     is_outward = exchange.is_outward
     avals_out = ctx.avals_out[num_results:] if is_outward else ctx.avals_out[:num_results]
     calls = _kernel_calls(exchange, call_placement, avals, avals_out, params)
-    inputs = Inputs.of(*split_routing(operands))
-    held = _held(ctx, [*inputs.payload, *inputs.routing], [*avals.payload, *avals.routing])
-    num_payload = len(inputs.payload)
-    inputs = Inputs(held[:num_payload], held[num_payload:])
-    results = _make(exchange, calls, ctx, call_placement, inputs, avals, avals_out, phase="start")
-    payload = inputs.payload  # The done reads the same memory.
+    held = _held(ctx, _inputs(operands), avals)
+    results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
+    payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
     if is_outward:
         return [*payload, *results]
     return [*results, *(payload[source[0]] for source in sources)]
@@ -83,42 +77,28 @@ def done(
     """
     num_results = len(exchange.layouts(**params).results)
 
-    def divide(arrays: Sequence[Any]) -> tuple[Inputs, list[Any]]:
+    def divide(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the inputs of the start, and the results in flight."""
         moved, routing = split_routing(arrays)
         at_tokens, at_rows = moved[:num_results], moved[num_results : 2 * num_results]
-        kept_payload = moved[2 * num_results :]
         if exchange.is_outward:
-            return Inputs.of(at_tokens, routing), at_rows
-        return Inputs.of(kept_payload or at_rows, routing), at_tokens
+            return _inputs([*at_tokens, *routing]), at_rows
+        kept_payload = moved[2 * num_results :]
+        return _inputs([*(kept_payload or at_rows), *routing]), at_tokens
 
     avals, in_flight_avals = divide(ctx.avals_in)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
     inputs, in_flight = divide(operands)
-    held = _held(
-        ctx,
-        [*inputs.payload, *inputs.routing, *in_flight],
-        [*avals.payload, *avals.routing, *in_flight_avals],
-    )
-    num_payload, num_inputs = len(avals.payload), len(avals.payload) + len(avals.routing)
-    inputs = Inputs(held[:num_payload], held[num_payload:num_inputs])
-    return _make(
-        exchange,
-        calls,
-        ctx,
-        call_placement,
-        inputs,
-        avals,
-        ctx.avals_out,
-        phase="done",
-        in_flight=held[num_inputs:],
-    )
+    held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
+    inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
+    args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
+    return _make(*args, phase="done", in_flight=in_flight)
 
 
 def _kernel_calls(
     exchange: Exchange,
     call_placement: CallPlacement,
-    avals: Inputs,
+    avals: Sequence[Any],
     avals_out: Sequence[Any],
     params: dict[str, Any],
 ) -> list[tuple[KernelCall, int]]:
@@ -127,20 +107,13 @@ def _kernel_calls(
     Raises:
       Refused: if the kernels do not support a call.
     """
-    payload = [call_placement.of_rank(aval) for aval in avals.payload]
-    return [
-        (
-            call,
-            half_bytes_of(
-                call.target,
-                call.attributes,
-                call_placement,
-                [*(avals.payload[i] for i in call.arrays), *avals.routing],
-                [avals_out[i] for i in call.results],
-            ),
-        )
-        for call in exchange.kernel_calls(call_placement, payload, params)
-    ]
+    payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
+    found = []
+    for call in exchange.kernel_calls(call_placement, payload, params):
+        types = _of_call(call, avals), [avals_out[i] for i in call.results]
+        half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
+        found.append((call, half_bytes))
+    return found
 
 
 def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -159,8 +132,8 @@ def _make(
     calls: Sequence[tuple[KernelCall, int]],
     ctx: Any,
     call_placement: CallPlacement,
-    inputs: Inputs,
-    avals: Inputs,
+    inputs: Sequence[Any],
+    avals: Sequence[Any],
     avals_out: Sequence[Any],
     *,
     phase: str = "",
@@ -168,13 +141,13 @@ def _make(
 ) -> list[Any]:
     """Emit the calls of an exchange or of a phase, and return the results."""
     group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"
-    choice_rank = avals.routing[READ_BY_KERNELS.index("choice_rank")]
+    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
     num_slots = choice_rank.shape[call_placement.lead]
     results: list[Any] = [None] * len(avals_out)
     for call, half_bytes in calls:
         results_in_flight = [in_flight[i] for i in call.results] if in_flight else []
         call_avals_out = [avals_out[i] for i in call.results]
-        call_avals_in = [*(avals.payload[i] for i in call.arrays), *avals.routing]
+        call_avals_in = _of_call(call, avals)
         num_inputs = len(call_avals_in)
         num_sms = call.num_sms or num_sms_of(group, operation, num_slots)
         if phase:
@@ -185,7 +158,7 @@ def _make(
                 avals_out=call_avals_out,
             ),
             f"{call.target}_{phase}" if phase else call.target,
-            [*(inputs.payload[i] for i in call.arrays), *inputs.routing, *results_in_flight],
+            [*_of_call(call, inputs), *results_in_flight],
             call_placement,
             call.attributes,
             num_sms=num_sms,
