@@ -183,14 +183,14 @@ def test_the_kernel_computes_a_part_of_the_experts_at_a_time(monkeypatch):
     assert found == ["2", "2", "1"]
 
 
-# Memory
-
-
 def test_tokens_may_have_no_numbers():
     ids, (x, topk_weights, w_in, w_out) = drawn(0, RANKS, biases=False)
     floats = x[..., :0], topk_weights, w_in[:, :, :0], w_out[..., :0]
     y = jax.eval_shape(of_ranks(activation=SWIGLU, num_chunks=2), ids, floats)
     assert y.shape == (RANKS, TOKENS, 0)
+
+
+# Memory
 
 
 def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dtype="bfloat16"):

@@ -159,10 +159,8 @@ def _weigh(
 ) -> list[Any]:
     """Bind a weighted dispatch for the wanted cotangents: first each of the weights times G, then
     each of the rows dot G."""
-    scale_by, dot_with = (
-        select(wanted[: len(weights)], weights),
-        select(wanted[len(weights) :], rows),
-    )
+    scale_by = select(wanted[: len(weights)], weights)
+    dot_with = select(wanted[len(weights) :], rows)
     params = dict(params, num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
     return WEIGHTED_DISPATCH.bind([g, *dot_with, *scale_by], routing, **params)
 

@@ -111,7 +111,8 @@ def _check_unsharded(avals: Sequence[Any]) -> None:
 
 def rows_like(rows: Any, columns: int, dtype: Any = None) -> Any:
     """Return the type of an array [*B, C, columns], by default with the dtype of ``rows``."""
-    return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype or rows.dtype)
+    dtype = rows.dtype if dtype is None else dtype
+    return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
 
 
 def dot_abstract(rows: Any, w: Any, *_: Any, transposed: bool, dtype: Any, **__: Any) -> Any:
@@ -197,7 +198,8 @@ def _batch(primitive: Any, is_full: Any, passed: Any, args: Any, dims: Any, **pa
     if not primitive.multiple_results:
         return outs, 0
     found_dims: list[int | None] = [0] * len(outs)
-    for i, place in enumerate(passed(**params), start=len(outs) - len(passed(**params))):
+    places = passed(**params)
+    for i, place in enumerate(places, start=len(outs) - len(places)):
         if dims[place] is None:
             outs[i], found_dims[i] = jnp.squeeze(outs[i], 0), None
     return outs, found_dims

@@ -2,7 +2,7 @@
 
 An expert's weights are cut into pieces of equal size, which are the tokens of one dispatch. The
 spare slots are its experts. All ranks know the placement, so each rank computes its routing alone.
-The transpose is a combine, which sums the gradients of replicas at the home rank in float32.
+The transpose is a combine, which sums the gradients of replicas at the home rank.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def check_quantized(
     if placement is not None:
         raise ValueError("placement must be None with quantized; got a Placement. Omit quantized")
     calls = [f"quantize_experts({expression}, transposed=True)" for expression in weights]
-    if not isinstance(quantized, tuple | list) or len(quantized) != len(calls):
-        is_pair = isinstance(quantized, tuple | list)
-        got = f"{len(quantized)} elements" if is_pair else type(quantized).__name__
+    is_sequence = isinstance(quantized, tuple | list)
+    if not is_sequence or len(quantized) != len(calls):
+        got = f"{len(quantized)} elements" if is_sequence else type(quantized).__name__
         raise TypeError(f"quantized must be the pair of {' and '.join(calls)}; got {got}")
     found = []
     for i, (q, call, shape) in enumerate(zip(quantized, calls, weights.values(), strict=True)):

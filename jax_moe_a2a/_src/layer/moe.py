@@ -235,15 +235,7 @@ def moe(
     _check_choose(choose, router_options)
     scope = _check_scope(group, data_axes, tensor_axis)
     x, of_tokens, params, activation = _check_arrays(scope, given)
-    shapes = {}
-    for name, w in zip(EXPERT_WEIGHTS, (w_gate_up, w_down)):
-        (experts, inputs, *columns), *up = (array.shape for array in _one_or_two(w))
-        expression, between = (f"jnp.stack({name}, axis=2)", (2,)) if up else (name, ())
-        shapes[expression] = experts, inputs, *between, *columns
-    for name, q in zip(
-        EXPERT_WEIGHTS, check_quantized(quantized, experts_format, placement, shapes)
-    ):
-        params[QUANTIZED + name] = tuple(map(jnp.asarray, (q.values, q.scales, q.transposed)))
+    params |= _check_quantized(given)
     if num_chunks is not None:
         check_int("num_chunks", num_chunks, least=1)
     reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
@@ -413,7 +405,7 @@ def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
     values, scales, *transposed = arrays
     return QuantizedExperts(
         *(x.reshape(x.shape[0], -1, x.shape[-1]) for x in (values, scales)),
-        *(_side_by_side((x,), 3) for x in transposed),
+        *(_side_by_side((x,)) for x in transposed),
     )
 
 
@@ -748,6 +740,21 @@ def _one_or_two(value: Any) -> tuple[Any, ...]:
     if isinstance(value, QuantizedExperts):
         return (jax.ShapeDtypeStruct(value.shape, value.values.dtype),)
     return tuple(map(as_array, value if isinstance(value, tuple | list) else [value]))
+
+
+def _check_quantized(given: Mapping[str, Any]) -> dict[str, tuple[jax.Array, ...]]:
+    """Return weights that are already quantized for training as parameters, or raise an error."""
+    shapes = {}
+    for name in EXPERT_WEIGHTS:
+        (experts, inputs, *columns), *up = (array.shape for array in _one_or_two(given[name]))
+        expression, between = (f"jnp.stack({name}, axis=2)", (2,)) if up else (name, ())
+        shapes[expression] = experts, inputs, *between, *columns
+    options = given["quantized"], given["experts_format"], given["placement"]
+    found = zip(EXPERT_WEIGHTS, check_quantized(*options, shapes))
+    return {
+        QUANTIZED + name: tuple(map(jnp.asarray, (q.values, q.scales, q.transposed)))
+        for name, q in found
+    }
 
 
 def _check_tensor_parts(
