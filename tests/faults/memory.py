@@ -67,6 +67,7 @@ class Member(Inside):
         reverse = Mesh(np.array(everywhere[::-1]), ("ep",))
         self.second = ma.Group(reverse, "ep", **options)
         self.closes = 0
+        self.holds_interrupts = False
         self.children = []
         self.mark()
         self.before["socket:"] += 1  # the one that answers
@@ -107,6 +108,7 @@ class Member(Inside):
         """Open and grow the workspace as the plan says, cycle after cycle, and close it at the end
         of each cycle. In cycle `at`, call a method of this object before that."""
         self.reach(0)
+        self.holds_interrupts = False
         try:
             for cycle, (sizes, split) in enumerate(plan):
                 if cycle == at:
@@ -117,6 +119,7 @@ class Member(Inside):
                 self.meet(cycle + 1)
                 self.close()
         finally:
+            self.holds_interrupts = True
             self.reach(len(plan))  # no process waits for this one
 
     def reach(self, cycle):
@@ -138,9 +141,11 @@ class Member(Inside):
     def close(self, timeout=CLOSE, times=1):
         """Close both groups, so that the processes have closed each equally often in the end."""
         for _ in range(times):
+            held, self.holds_interrupts = self.holds_interrupts, True  # until both are counted
             for group in (self.second, self.group):
                 group.close(timeout=timeout)
             self.closes += 1
+            self.holds_interrupts = held
         return self.closes
 
     def check(self):
@@ -240,8 +245,15 @@ class Member(Inside):
                 done.result()
 
     def interrupt_once(self, seconds):
-        """Raise KeyboardInterrupt after so many seconds, wherever this process then is."""
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        """Raise KeyboardInterrupt after so many seconds, wherever the churn then is, or soon after
+        that if interrupts are held."""
+
+        def interrupt(*_):
+            if not self.holds_interrupts:
+                raise KeyboardInterrupt
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+        signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def turn_around(self):
