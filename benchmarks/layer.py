@@ -5,7 +5,8 @@
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --only training --methods moe_mlp --overlap-backward
-    python -m benchmarks.layer --capacities tight worst --methods moe_mlp moe_mlp_fp8
+    python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
+    python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
 call, without overlap; ``--overlap-backward`` adds the form with it. ``moe_mlp_fp8`` has weights
@@ -13,7 +14,9 @@ that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows 
 products, with gradients. First this times the experts alone (``experts.py``) on rows that are
 dispatched already; then the layer by each method with the same experts. The router's choices are
 given. Training is forward alone, and forward with the gradients of tokens, router weights and
-experts; decode is a few tokens, forward. Every result is checked before it is timed.
+experts; decode is up to 128 tokens, forward. Every result is checked before it is timed: against
+``all_gather``, or if the capacity drops rows, of which plain JAX would drop others, ``ours``. The
+programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,12 +37,12 @@ from . import experts, operations, suite, timing
 from . import run as runs
 from .methods import METHODS as MAKERS
 from .run import Case, Job, Program, Row, Run, say
-from .workload import LAYERS, Setting, Workload, draw, round_up
+from .workload import LAYERS, Workload, draw, round_up
 
 DECODE_TOKENS = (64, 8)
+MOST_DECODE_TOKENS = 128
 TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
-# Compared with the first.
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32")
 OVERLAPPED = "moe_mlp, backward overlapped"
@@ -79,6 +83,11 @@ class Shape(NamedTuple):
         return round_up(int(max(counts)), 128 if self.is_training else 8)
 
     @property
+    def reference(self) -> str:
+        """Return the method that the others are compared with: one that drops the same rows."""
+        return "ours" if self.workload.dropped else "all_gather"
+
+    @property
     def reps(self) -> int:
         """Return how often a forward pass is repeated in its program."""
         return 1 if self.is_training else DECODE_REPS
@@ -90,7 +99,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--capacities", nargs="+", choices=("tight", "worst"), default=("tight",))
+    parser.add_argument("--tokens", nargs="+", type=int, help="per rank, of training and decode")
+    parser.add_argument("--sigma", nargs="+", type=float, default=(0.0,), help="Setting.sigma")
+    parser.add_argument(
+        "--capacities",
+        nargs="+",
+        type=lambda text: text if text in ("tight", "worst") else str(float(text)),
+        default=("tight",),
+        help="tight, worst (the default of the package) or a capacity factor",
+    )
+    parser.add_argument("--no-experts", action="store_true", help="not the experts alone")
     parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     parser.add_argument(
         "--overlap-backward",
@@ -106,10 +124,15 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     sweeps = ["grouped", "layer", "decode"]
     run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
+    benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
             with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                Bench(run, shape, grouped).measure(methods(args, shape, grouped, run.on_gpu))
+                bench = Bench(run, shape, grouped)
+                bench.start(methods(args, shape, grouped, run.on_gpu), not args.no_experts)
+                benches.append(bench)
+    for bench in benches:
+        bench.measure()
     return runs.finish(run.record, run.path, not args.no_plot)
 
 
@@ -118,16 +141,16 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     found = []
     for name in args.shapes:
         training, intermediate = LAYERS[name]
-        settings = [
-            dataclasses.replace(training, capacity=capacity) for capacity in args.capacities
-        ]
-        settings += [dataclasses.replace(training, tokens=tokens) for tokens in DECODE_TOKENS]
-        for setting in settings:
-            is_training = setting.tokens == training.tokens
+        tokens = args.tokens or (training.tokens, *DECODE_TOKENS)
+        for values in itertools.product(tokens, args.sigma, args.capacities):
+            varied = dict(zip(("tokens", "sigma", "capacity"), values))
+            setting = dataclasses.replace(training, **varied)
+            is_training = setting.tokens > MOST_DECODE_TOKENS
             if args.only not in (None, "training" if is_training else "decode"):
                 continue
             if not on_gpu:
-                setting = Setting(min(setting.tokens, 24 if is_training else 16), **TINY_LAYER)
+                few = min(setting.tokens, 24 if is_training else 16)
+                setting = dataclasses.replace(setting, tokens=few, **TINY_LAYER)
                 intermediate = TINY_INTERMEDIATE
             found.append(Shape(name, draw(setting, ranks), intermediate, is_training))
     return found
@@ -138,6 +161,8 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
     wanted = [*args.methods, *[OVERLAPPED] * (args.overlap_backward and shape.is_training)]
     if not on_gpu:  # XLA:CPU does not have it
         wanted = [method for method in wanted if not method.startswith("ragged")]
+    if shape.workload.dropped:  # plain JAX would drop others
+        wanted = [method for method in wanted if method in OURS]
     if grouped != GROUPED_DOT:  # moe_mlp has its own
         wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
@@ -150,34 +175,47 @@ class Bench:
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
-        self.state, *self.weights = make_inputs(run.mesh, shape)
+        # Shapes, until all programs are compiled.
+        self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
+        self.cases: list[Case] = []
 
-    def measure(self, wanted: list[str]) -> None:
-        """Measure the experts alone, then the layer by each of the methods that are wanted."""
+    def start(self, wanted: list[str], has_experts: bool) -> None:
+        """Compile the experts alone, and the layer by each of the methods that are wanted."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
-        say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows")
-        cases = [self.experts_case(self.dispatched_rows())]
-        for method in dict.fromkeys((METHODS[0], *wanted)):
+        say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows, compiling")
+        if has_experts:
+            self.cases.append(self.experts_case())
+        for method in dict.fromkeys((shape.reference, *wanted)):
             with self.run.attempt(f"{shape.sweep} by {method}"):
                 case = self.layer_case(method)
-                cases.append(case if method in wanted else case._replace(jobs=[]))
-        self.run.measure(cases)
+                self.cases.append(case if method in wanted else case._replace(jobs=[]))
 
-    def dispatched_rows(self) -> tuple[jax.Array, jax.Array]:
-        """Return rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
-        method = MAKERS[METHODS[0]](self.shape.workload, self.group)
+    def measure(self) -> None:
+        """Measure what was started."""
+        shape = self.shape
+        self.run.wait()
+        say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
+        with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
+            self.state, *self.weights = make_inputs(self.run.mesh, shape)
+            self.run.measure(self.cases)
+        self.state = self.weights = self.reference = None  # frees memory for the next
+
+    def dispatching(self) -> Any:
+        """Return a program for the rows [R, C, H] and group sizes [R, L] that the experts get."""
+        method = MAKERS[self.shape.reference](self.shape.workload, self.group)
 
         def dispatch(state: Any) -> tuple[jax.Array, jax.Array]:
             dispatched = method.dispatch(*state)
             return dispatched.rows, dispatched.group_sizes
 
-        return self.run.per_rank(dispatch)(self.state)
+        return self.run.per_rank(dispatch).lower(self.state)
 
-    def experts_case(self, rows: Any) -> Case:
-        """Return the case of the experts alone, on these rows."""
-        shape = self.shape
+    def experts_case(self) -> Case:
+        """Return the case of the experts alone, on rows that are dispatched already."""
+        shape, lowered = self.shape, self.dispatching()
+        dispatched = self.run.compile(lowered)
         gradients = experts.with_gradients(self.experts)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
@@ -192,25 +230,29 @@ class Bench:
             return experts.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
 
         def start(fn: Callable[..., Any], reps: int = 1, **options: Any) -> Program:
+            rows = lowered.out_info
             return self.run.start(fn, rows, *self.weights, reps=reps, exchanges=0, **options)
 
         compared = start(compare, keeps_results=True)
 
-        def check() -> None:
-            errors = compared.compiling.result()(rows, *self.weights).items()
+        def check() -> tuple[Any, ...]:
+            args = dispatched.result()(self.state), *self.weights
+            errors = compared.compiling.result()(*args).items()
             named = {f"{name} of the experts": error for name, error in errors}
             operations.check_errors(named, TOLERANCE)
+            return args
 
-        jobs = [self.job("experts", ALONE, start(forward, shape.reps), rows)]
+        jobs = [self.job("experts", ALONE, start(forward, shape.reps))]
         if shape.is_training:
             program = start(both, keeps_results=True)
-            jobs.append(self.job("experts_and_gradients", ALONE, program, rows))
+            jobs.append(self.job("experts_and_gradients", ALONE, program))
         return Case("experts alone", check, jobs)
 
     def layer_case(self, method: str) -> Case:
         """Return the case of the layer by a method, whose results must be those of the first."""
         layer = self.layer(method)
-        weights = self.quantized if method == OF_FP8 else self.weights
+        prepare = quantize if method == OF_FP8 else lambda weights: weights
+        shapes = jax.eval_shape(prepare, self.weights)
         has_gradients = self.shape.is_training and method != OF_FP8
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
@@ -225,21 +267,24 @@ class Bench:
         def start(fn: Callable[..., Any], reps: int = 1) -> Program:
             options: dict[str, Any] = dict(exchanges=2, tied_axes=2 if method in OURS else None)
             options.update(reps=reps, keeps_results=reps == 1)
-            return self.run.start(fn, self.state, *weights, **options)
+            return self.run.start(fn, self.state, *shapes, **options)
 
         timed = start(forward, self.shape.reps)
-        jobs = [self.job("forward", method, timed, self.state, weights)]
-        checked = start(both) if has_gradients else start(forward)
+        jobs = [self.job("forward", method, timed)]
+        checked = timed if self.shape.reps == 1 else start(forward)  # the same program
         if has_gradients:
-            jobs.append(self.job("forward_and_gradients", method, checked, self.state))
+            checked = start(both)
+            jobs.append(self.job("forward_and_gradients", method, checked))
 
-        def check() -> None:
-            found = jax.tree.leaves(checked.compiling.result()(self.state, *weights))
+        def check() -> tuple[Any, ...]:
+            args = self.state, *prepare(self.weights)
+            found = jax.tree.leaves(checked.compiling.result()(*args))
             self.reference = found if self.reference is None else self.reference
             squares = jax.jit(operations.squares)
             pairs = zip(found, self.reference, strict=method != OF_FP8)
             errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
             operations.check_errors(errors, FP8_TOLERANCE if "fp8" in method else TOLERANCE)
+            return args
 
         what = f"{self.shape.sweep}, {self.shape.workload.setting}, by {method}"
         return Case(what, check, jobs, self.group)
@@ -266,15 +311,9 @@ class Bench:
 
         return layer
 
-    @functools.cached_property
-    def quantized(self) -> list[Any]:
-        """Return the weights in FP8."""
-        quantize = jax.jit(jax.vmap(ma.quantize_experts))
-        return [quantize(w) for w in self.weights]
-
-    def job(self, op: str, method: str, program: Program, state: Any, weights: Any = None) -> Job:
-        """Return the job of a program; the tie of repetitions is some 1 % of them, and stays."""
-        weights = self.weights if weights is None else weights
+    def job(self, op: str, method: str, program: Program) -> Job:
+        """Return the job of a program, on what the check of its case returns; the tie of
+        repetitions is some 1 % of them, and stays."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
@@ -286,6 +325,7 @@ class Bench:
                 **suite.describe(shape.workload),
                 shape=shape.name,
                 intermediate=shape.intermediate,
+                dropped=round(shape.workload.dropped, 5),
                 is_training=shape.is_training,
                 grouped=self.grouped,
                 fullest_expert=shape.fullest,
@@ -297,7 +337,13 @@ class Bench:
                 samples=self.run.samples,
             )
 
-        return Job(op, program, lambda _: (state, *weights), row)
+        return Job(op, program, lambda args: args, row)
+
+
+@jax.jit
+def quantize(weights: list[jax.Array]) -> list[Any]:
+    """Return the weights of all ranks in FP8."""
+    return [jax.vmap(ma.quantize_experts)(w) for w in weights]
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -320,7 +366,7 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
         drawn = [jax.random.normal(k, s, jnp.bfloat16) * s[2] ** -0.5 for k, s in zip(keys, sizes)]
         return tuple(w.astype(jnp.bfloat16) for w in drawn)
 
-    w_in, w_out = jax.jit(draw_experts, out_shardings=x.sharding)()
+    w_in, w_out = jax.jit(draw_experts, out_shardings=suite.sharding_of(mesh))()
     return (x, ids, weights), w_in, w_out
 
 

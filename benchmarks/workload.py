@@ -1,6 +1,7 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-Plain numpy, because the link limit is measured with these bytes before JAX takes the GPUs.
+JAX computes nothing here, because the link limit is measured with these bytes before it takes the
+GPUs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+
+import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
@@ -31,7 +34,7 @@ class Setting:
     dtype: str = DTYPE
     capacity: str = "tight"
     """``"tight"``: rows of the fullest rank, rounded up. ``"worst"``: of every token of every
-    rank."""
+    rank. A number in words, ``"1.25"``, is the ``capacity_factor`` of the package."""
     format: str = ""
     """The name of a token format."""
     formatted: str = ""
@@ -105,6 +108,8 @@ LAYERS = {
     "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
     "qwen3-30b": (Setting(8192, hidden=2048, top_k=8, experts=128), 768),
     "deepseek-v3": (Setting(4096, hidden=7168, top_k=8, experts=256), 2048),
+    "7168-3072-384": (Setting(4096, hidden=7168, top_k=6, experts=384), 3072),
+    "4096-2048-256": (Setting(4096, hidden=4096, top_k=6, experts=256), 2048),
 }
 
 
@@ -137,6 +142,8 @@ class Workload:
     """To how many ranks a token goes, on average."""
     load: float
     """Rows of the fullest rank, compared with the mean."""
+    dropped: float
+    """Share of the rows that do not fit into the capacity."""
 
     @property
     def ranks(self) -> int:
@@ -160,12 +167,12 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
 
     goes_to = _goes_to(setting, ids)
     rows = int(goes_to.sum(axis=(0, 1, 2)).max())
-    if setting.capacity == "worst":
-        rows = ranks * setting.tokens * setting.top_k
-    elif setting.capacity != "tight":
-        raise ValueError(f"capacity must be 'tight' or 'worst'; got {setting.capacity!r}")
+    if setting.capacity != "tight":
+        factor = ranks if setting.capacity == "worst" else float(setting.capacity)
+        sizes = dict(num_tokens=setting.tokens, top_k=setting.top_k, num_experts=setting.experts)
+        rows = ma.capacity(factor, group_size=ranks, **sizes)
     rows += setting.tokens * (setting.mode == "shared")
-    capacity = rows if setting.capacity == "worst" else round_up(rows, CAPACITY_MULTIPLE)
+    capacity = round_up(rows, CAPACITY_MULTIPLE) if setting.capacity == "tight" else rows
     traffic = _traffic(setting, goes_to, capacity)
     if setting.mode == "map":
         shape = (*ids.shape[:-1], setting.experts)
@@ -233,6 +240,7 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
         memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
         fan_out=float(slots.sum() / (ranks * setting.tokens)),
         load=float(pairs.sum(axis=0).max() / pairs.sum() * ranks),
+        dropped=float((rows - capacity).clip(0).sum() / rows.sum()),
     )
 
 

@@ -473,6 +473,35 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
+def test_layers_have_the_asked_tokens_popularity_and_capacities():
+    options = "--shapes deepseek-v3 --tokens 8 1024 --sigma 1.1 --capacities worst 1.25"
+    args = layer.parse(options.split())
+    found = layer.shapes(args, ranks=4, on_gpu=True)
+    work = [shape.workload for shape in found]
+    assert [w.capacity for w in work] == [4 * 64, 80, 4 * 8192, 10240]
+    assert [shape.is_training for shape in found] == [False, False, True, True]
+    assert {w.setting.sigma for w in work} == {1.1}
+    for shape in found:
+        drops = shape.workload.load > 1.25 and shape.workload.setting.capacity == "1.25"
+        assert drops == (shape.workload.dropped > 0)
+        assert drops == (shape.reference == "ours")
+        assert drops != ("all_gather" in layer.methods(args, shape, "grouped_dot", on_gpu=True))
+    assert found[-1].workload.dropped > 0
+    with pytest.raises(SystemExit):
+        layer.parse(["--capacities", "loose"])
+
+
+def test_a_layer_that_drops_rows_is_checked_with_ours(tmp_path):
+    out = tmp_path / "layer.json"
+    options = "--ranks 2 --tokens 8 --capacities 0.5 --no-experts --methods all_gather moe_mlp"
+    run_module("benchmarks.layer", *options.split(), "--no-plot", "--out", str(out))
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    (row,) = found["rows"]
+    assert (row["method"], row["sweep"], row["capacity"]) == ("moe_mlp", "decode", 8)
+    assert row["dropped"] == 0.5
+
+
 def test_named_layers_are_measured_one_by_one():
     args = layer.parse(["--shapes", "B", "qwen3-30b"])
     found = layer.shapes(args, ranks=4, on_gpu=True)
