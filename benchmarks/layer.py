@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 import jax_moe_a2a as ma
 
@@ -355,18 +357,17 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
     """
     x, ids, weights = suite.make_inputs(mesh, shape.workload)
     setting, ranks = shape.workload.setting, mesh.size
-    local = setting.experts // ranks
+    sizes = (setting.hidden, 2 * shape.intermediate), (shape.intermediate, setting.hidden)
 
-    def draw_experts() -> tuple[jax.Array, ...]:
-        keys = jax.random.split(jax.random.key(1))
-        sizes = (
-            (ranks, local, setting.hidden, 2 * shape.intermediate),
-            (ranks, local, shape.intermediate, setting.hidden),
-        )
-        drawn = [jax.random.normal(k, s, jnp.bfloat16) * s[2] ** -0.5 for k, s in zip(keys, sizes)]
-        return tuple(w.astype(jnp.bfloat16) for w in drawn)
+    def draw_expert(key: jax.Array) -> list[jax.Array]:
+        drawn = zip(jax.random.split(key), sizes)
+        return [jax.random.normal(k, s, jnp.bfloat16) * s[0] ** -0.5 for k, s in drawn]
 
-    w_in, w_out = jax.jit(draw_experts, out_shardings=suite.sharding_of(mesh))()
+    def draw_experts(rank: jax.Array) -> list[jax.Array]:  # in turn: the bits of all take memory
+        key = jax.random.fold_in(jax.random.key(1), rank)
+        return lax.map(draw_expert, jax.random.split(key, setting.experts // ranks))
+
+    w_in, w_out = timing.per_rank(draw_experts, mesh)(np.arange(ranks))
     return (x, ids, weights), w_in, w_out
 
 
