@@ -643,28 +643,36 @@ def run(program, given, fn):
             slacks = [e.slack[name] for e in all_expected]
             dtype = all_expected[0].dtypes[name.partition(".")[2] or "y"]
             if is_summed_result(p, name):
-                check_close(
-                    found[name], sum(values), 2 * sum(slacks), dtype, cases.dtype(p.dtype), name
-                )
+                slack = 2 * sum(slacks)
+                unjudged = may_be_infinite(slack, p.dtype, p.wire)
+                check_close(found[name], sum(values), slack, dtype, unjudged, name)
                 continue
             for b, (value, slack) in enumerate(zip(values, slacks)):
                 own = found[name][:, b] if p.batch else found[name]
                 which = f"element {b} of the batch, " * bool(p.batch)
-                check_close(own, value, slack, dtype, cases.dtype(p.dtype), which + name)
+                unjudged = may_be_infinite(slack, p.dtype, p.wire)
+                check_close(own, value, slack, dtype, unjudged, which + name)
     if p.has_load:
         for b, expected in enumerate(all_expected):
             own = jax.tree.map(lambda x: x[:, b] if p.batch else x, found["load"])
             check.check_load(own, expected.routings[0], p.shared_expert)
 
 
-def check_close(actual, expected, slack, dtype, narrowest, what):
+def may_be_infinite(slack, dtype, wire=None):
+    """Return which numbers are not judged. A slack is a number of roundings of the sum of all
+    terms' sizes. Terms may be infinite where that sum exceeds the largest number of the layer's
+    dtype, or of the wire dtype."""
+    largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
+    found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))
+    if wire in draw.FORMAT_DTYPES:
+        found = found | (slack > 2 * largest(cases.dtype(wire)))
+    return found
+
+
+def check_close(actual, expected, slack, dtype, may_overflow, what):
     assert actual.dtype == dtype, f"{what}: {actual.dtype}, expected {dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape}, expected {expected.shape}"
     actual = actual.astype(np.float64)
-    # The slack is a number of roundings of the sum of all terms' sizes. Where that sum exceeds the
-    # largest number of the layer's dtype, terms may be infinite, so such a number is not judged.
-    rounding = MOST_ROUNDINGS * oracle.epsilon(narrowest)
-    may_overflow = slack > rounding * float(ml_dtypes.finfo(narrowest).max)
     is_close = (np.abs(actual - expected) <= slack + 1e-30) | may_overflow
     error = np.where(may_overflow, 0, np.abs(actual - expected))
     worst = np.max(error / (slack + 1e-30), initial=0)
