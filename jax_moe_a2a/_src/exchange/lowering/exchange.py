@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.interpreters import mlir
+
 from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
-from .call_placement import CallPlacement, barrier
+from .call_placement import CallPlacement
 from .custom_call import custom_call, half_bytes_of
 
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
@@ -116,15 +120,24 @@ def _kernel_calls(
     return found
 
 
+def _hold(*arrays: Any) -> Any:
+    in_order = [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
+    return lax.optimization_barrier(in_order)
+
+
+_lower_hold = mlir.lower_fun(_hold, multiple_results=True)
+
+
 def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Return arrays after one barrier for all of them.
 
     The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
     call with slices of its operands, and with the update of a larger array by a result. XLA would
     also copy a constant for each call that reads it, but the done must read the memory of the
-    start.
+    start. Where XLA chooses another layout, such as for a batch axis that was moved, it would copy
+    an array for the start and again for the done: so the arrays already have the calls' layout.
     """
-    return list(barrier(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
+    return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
 
 
 def _make(
