@@ -174,6 +174,7 @@ def fused(kind, block):
     return block | {"experts.gate_up_proj": gate_up, "experts.down_proj": of_all(down)}
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize(("kind", "per_expert"), FORMS)
 def test_converted_weights_compute_what_the_block_computes(kind, per_expert):
     block = block_of(kind, per_expert, prefix="")

@@ -76,6 +76,7 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_ids_weights_and_gradients_are_those_of(name, torch):
     model, router, numbers, arguments = ROUTERS[name]
