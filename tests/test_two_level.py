@@ -72,9 +72,11 @@ def by_kernels(program):
 
 
 def on_each_rank(fn, mesh, has_rows=True):
-    """Compile a function like `harness.on_each_rank`. Without rows no kernel needs to run."""
+    """Compile a function like `harness.on_each_rank`. Without rows, or with one rank in each host,
+    no kernel needs to run."""
     program = harness.on_each_rank(fn, mesh, compiler_options=harness.QUICKLY)
-    return by_kernels(program) if has_rows else program
+    is_alone = mesh is not None and mesh.shape[harness.AXIS] == 1
+    return by_kernels(program) if has_rows and not is_alone else program
 
 
 def compiled(fn):
@@ -128,6 +130,8 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @every_hosts
 def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
     """A route, a dispatch and two combines; those of all hosts are in the same launch."""
+    if hosts == RANKS:
+        pytest.skip("hosts of one rank")
     before = exchanged_within(hosts)
     check_case(cases.Case(cases.CUT, "uniform"), hosts)
     assert exchanged_within(hosts) - before == Count(whole=4)
