@@ -205,8 +205,10 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
     Ranks are the devices of the mesh, or a vmap on one device. `in_axes` and `out_axes` name the
     rank axis of each argument and of all results; None for arrays that are the same on all ranks.
     """
+    if RANKS_ON_ONE_GPU and mesh is not None:
+        assert in_axes == out_axes == 0, "several axes are all at the front"
+        return over_axes(fn, mesh)
     if RANKS_ON_ONE_GPU:
-        assert mesh is None, "ranks that share a GPU have no mesh"
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=AXIS)
     mesh = mesh or mesh_of(SEVERAL)
 
@@ -229,6 +231,22 @@ def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
         out_specs=spec_of(out_axes),
         check_vma=check_vma,
     )
+
+
+def over_axes(fn, mesh):
+    """Return `fn` of one rank's arrays as a function of all ranks' arrays on one device: a vmap
+    over each axis of an abstract mesh, the last one innermost."""
+    for axis in reversed(mesh.axis_names):
+        fn = jax.vmap(fn, axis_name=axis)
+    sizes = mesh.axis_sizes
+
+    def divided(leaf):
+        return leaf.reshape(*sizes, *leaf.shape[1:])
+
+    def joined(leaf):
+        return leaf.reshape(mesh.size, *leaf.shape[len(sizes) :])
+
+    return lambda *args: jax.tree.map(joined, fn(*jax.tree.map(divided, args)))
 
 
 def placement(mesh):

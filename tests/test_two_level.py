@@ -1,7 +1,8 @@
 """Two levels: the rows of the flat exchange in the same order, sums within hosts first, and a token
 crosses to a host once.
 
-The devices stand for hosts: all of them as 2 x N, and as every other number of hosts.
+The devices stand for hosts: all of them as 2 x N, and as every other number of hosts. Where all
+ranks share one GPU, a vmap stands for the hosts, and kernels exchange within each host.
 """
 
 import dataclasses
@@ -20,24 +21,28 @@ import oracle
 import pairs
 import pytest
 import small_layer
+from exchanges import Count, shown_by_counters
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from small_layer import OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import value as group_value
 
-pytestmark = pytest.mark.several_devices("groups of two levels need two mesh axes")
+pytestmark = pytest.mark.counts_by_itself("its groups are those within hosts")
+of_devices = pytest.mark.several_devices("it only traces, or needs a mesh with devices")
 
 RANKS = harness.MANY
-HOSTS = min(2, RANKS)
+HOSTS = min(4 if RANKS > 8 else 2, RANKS)
 EVERY_HOSTS = tuple(hosts for hosts in (2, 4, 8, 1) if RANKS % hosts == 0)
 AXES = ("host", harness.AXIS)
-on_each_rank = functools.partial(harness.on_each_rank, compiler_options=harness.QUICKLY)
+ON_ONE_GPU = harness.RANKS_ON_ONE_GPU > 0 and harness.ON_GPU
 every_hosts = pytest.mark.parametrize("hosts", EVERY_HOSTS, ids=lambda n: f"{n}x{RANKS // n}")
 
 
 @functools.cache
 def mesh_of(hosts):
+    if harness.RANKS_ON_ONE_GPU:
+        return AbstractMesh((hosts, RANKS // hosts), AXES)
     return Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), AXES)
 
 
@@ -46,8 +51,40 @@ def group_of(hosts, **options):
     return ma.Group(mesh_of(hosts), AXES, **options)
 
 
+def exchanged_within(hosts):
+    """Return the exchanges that the counters of kernels show, of a group of the ranks of a host."""
+    return shown_by_counters(harness.group_of(RANKS // hosts))
+
+
+def by_kernels(program):
+    """Return a program that fails if all ranks share a GPU, and no kernel runs."""
+    if not ON_ONE_GPU:
+        return program
+
+    @functools.wraps(program)
+    def run(*args):
+        before = [exchanged_within(hosts) for hosts in EVERY_HOSTS]
+        results = program(*args)
+        assert [exchanged_within(hosts) for hosts in EVERY_HOSTS] != before, "no kernel has run"
+        return results
+
+    return run
+
+
+def on_each_rank(fn, mesh, has_rows=True):
+    """Compile a function like `harness.on_each_rank`. Without rows, or with one rank in each host,
+    no kernel needs to run."""
+    program = harness.on_each_rank(fn, mesh, compiler_options=harness.QUICKLY)
+    is_alone = mesh is not None and mesh.shape[harness.AXIS] == 1
+    return by_kernels(program) if has_rows and not is_alone else program
+
+
+def compiled(fn):
+    return by_kernels(small_layer.compiled(fn))
+
+
 def flat_group(hosts=HOSTS):
-    return group_of(hosts, two_level=False)
+    return harness.group_of(RANKS) if harness.RANKS_ON_ONE_GPU else group_of(hosts, two_level=False)
 
 
 def combine(y, routing, hosts, weights=None, wire_dtype=None):
@@ -56,7 +93,8 @@ def combine(y, routing, hosts, weights=None, wire_dtype=None):
 
 @functools.cache
 def exchange_program(layout, hosts):
-    return on_each_rank(harness.exchange_fn(layout, group_of(hosts)), mesh_of(hosts))
+    exchange = harness.exchange_fn(layout, group_of(hosts))
+    return on_each_rank(exchange, mesh_of(hosts), layout.has_rows(RANKS))
 
 
 def check_case(case, hosts):
@@ -85,6 +123,18 @@ def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(la
 def test_any_number_of_hosts_returns_the_same_rows(hosts):
     for name in ("uniform", "idle_rank", "masked_tokens", "first_expert_only", "invalid"):
         check_case(cases.Case(cases.CUT, name), hosts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
+@every_hosts
+def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
+    """A route, a dispatch and two combines; those of all hosts are in the same launch."""
+    if hosts == RANKS:
+        pytest.skip("hosts of one rank")
+    before = exchanged_within(hosts)
+    check_case(cases.Case(cases.CUT, "uniform"), hosts)
+    assert exchanged_within(hosts) - before == Count(whole=4)
 
 
 @pytest.mark.gpu
@@ -150,6 +200,7 @@ def test_a_token_crosses_to_each_host_once():
             assert crossing < 0.8 * (flat & to_far).sum()
 
 
+@of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
     """Its ids, its tokens with their weights, its sums; and their gradients."""
     floats, ids, _ = small_layer.arguments(RANKS)
@@ -287,6 +338,7 @@ def trace_exchange(name, dtypes, group, **options):
     jax.eval_shape(program, ids)
 
 
+@of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
     """The call itself refuses it, because the sum of a host would be rounded to the dtype of the
@@ -303,6 +355,7 @@ def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
         trace_exchange(name, [dtype], group, wire_dtype=wire)
 
 
+@of_devices
 def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
     """Nothing sums integers and floats of 8 bits, and replicated tokens do not travel."""
     moved = ["int8", "float8_e4m3fn", "float32"]
@@ -318,7 +371,7 @@ def assert_as_flat(exchange, *args, group=None):
     two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
-        on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
+        on_each_rank(exchange(each), each.mesh)(*args) for each in (group, flat_group())
     )
     for field in dataclasses.fields(ma.Recv):
         if field.name != "routing":
@@ -387,7 +440,7 @@ def test_the_gradient_of_decoded_rows_is_that_of_the_flat_exchange():
             return jax.grad(loss, (0, 1))(x, topk_weights)
 
         layer = small_layer.on_all_ranks(of_one_rank, group.mesh)
-        return small_layer.compiled(layer)(x, topk_weights, ids)
+        return compiled(layer)(x, topk_weights, ids)
 
     small_layer.assert_close(gradients(group_of(HOSTS)), gradients(flat_group()))
 
@@ -434,7 +487,7 @@ def test_split_phases_are_the_whole_exchange_and_their_gradient_is_split_too():
         small_layer.value_and_grads(small_layer.on_all_ranks(layer, group.mesh), ids)
         for layer in layers
     ]
-    actual, expected = (small_layer.compiled(program)(*floats) for program in programs)
+    actual, expected = (compiled(program)(*floats) for program in programs)
     small_layer.assert_close(actual, expected)
     # Exchanges between hosts are split; exchanges within hosts are not.
     assert pairs.num_pairs(jax.make_jaxpr(programs[0])(*floats)) == dict(
@@ -449,14 +502,14 @@ def test_split_phases_are_the_whole_exchange_and_their_gradient_is_split_too():
 def flat_value_and_grads():
     floats, ids, _ = small_layer.arguments(RANKS)
     flat = small_layer.layer_of_all_ranks(RANKS)
-    return small_layer.compiled(small_layer.value_and_grads(flat, ids))(*floats)
+    return compiled(small_layer.value_and_grads(flat, ids))(*floats)
 
 
 @pytest.mark.parametrize("hosts", EVERY_HOSTS[:2], ids=lambda n: f"{n}x{RANKS // n}")
 def test_gradients_are_those_of_the_flat_exchange(hosts):
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(hosts)), mesh_of(hosts))
-    actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*floats)
+    actual = compiled(small_layer.value_and_grads(layer, ids))(*floats)
     small_layer.assert_close(actual, flat_value_and_grads())
 
 
@@ -470,7 +523,7 @@ def test_grad_inside_without_vma_and_forward_over_reverse_are_those_of_the_flat_
             return jax.jvp(jax.grad(loss, OF_FLOATS), floats, directions)
 
         mapped = small_layer.on_all_ranks(of_one_rank, group.mesh, check_vma=False)
-        return small_layer.compiled(mapped)(floats, directions, ids)
+        return compiled(mapped)(floats, directions, ids)
 
     small_layer.assert_close(derivatives(group_of(HOSTS)), derivatives(flat_group()))
 
@@ -496,7 +549,7 @@ def test_rematerialization_keeps_the_routing_of_both_levels_where_it_is_told(
     expected = dict(route=routes, dispatch=dispatches, weighted_combine=1, combine=3)
     assert counts == expected
     if policy is not None:
-        small_layer.assert_close(small_layer.compiled(program)(*floats), flat_value_and_grads())
+        small_layer.assert_close(compiled(program)(*floats), flat_value_and_grads())
 
 
 @pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
@@ -520,6 +573,7 @@ def test_a_batch_is_exchanged_at_once_as_each_of_its_elements(shared_ids):
         small_layer.assert_close(actual[:, b], expected)
 
 
+@of_devices
 def test_vmap_over_both_axes_runs_all_ranks_on_one_device():
     """A group of one level takes one axis there."""
     hosts, ranks = 3, 6
@@ -531,10 +585,11 @@ def test_vmap_over_both_axes_runs_all_ranks_on_one_device():
         args = jax.tree.map(lambda a: a.reshape(hosts, 2, *a.shape[1:]), args)
         return layer(*args).reshape(args[0].shape[0] * 2, *args[0].shape[2:])
 
-    actual = small_layer.compiled(small_layer.value_and_grads(on_one_device, ids))(*floats)
+    actual = compiled(small_layer.value_and_grads(on_one_device, ids))(*floats)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
+@of_devices
 def test_a_mesh_with_another_axis_has_several_domains():
     if RANKS < 4:
         pytest.skip("needs four devices")
@@ -556,6 +611,7 @@ def test_a_mesh_with_another_axis_has_several_domains():
 # The group
 
 
+@of_devices
 def test_levels_are_groups_of_the_two_axes():
     group = group_of(HOSTS, num_sms=8, timeout=5.0)
     hosts, ranks = group.levels
@@ -568,6 +624,7 @@ def test_levels_are_groups_of_the_two_axes():
     assert not group.single_rank.two_level
 
 
+@of_devices
 @pytest.mark.parametrize(
     ("arguments", "naming"),
     [
@@ -585,6 +642,7 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
         ma.Group(**{**right, **arguments})
 
 
+@of_devices
 def test_axes_of_other_sizes_than_the_groups_are_refused():
     """Only the product of the sizes agrees."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
@@ -594,6 +652,7 @@ def test_axes_of_other_sizes_than_the_groups_are_refused():
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((4, 2, 3, 1), jnp.int32))
 
 
+@of_devices
 def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monkeypatch):
     pays = group_value.are_hosts_and_ranks
     two_by_four = np.repeat([[[0], [1]]], 4, axis=2)
@@ -613,6 +672,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert not group_of(HOSTS, two_level=False).two_level
 
 
+@of_devices
 @pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
 def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
     """The mesh has its axes in another order, and one more axis."""
@@ -627,12 +687,14 @@ def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribut
     assert not group_value.are_hosts_and_ranks(group_value.hosts_of(mesh, AXES[::-1]))
 
 
+@of_devices
 def test_the_devices_here_are_of_one_host():
     (hosts,) = group_value.hosts_of(mesh_of(HOSTS), AXES)
     assert hosts.shape == (HOSTS, RANKS // HOSTS)
     assert len(np.unique(hosts)) == 1
 
 
+@of_devices
 @pytest.mark.shared_memory("a workspace that spans hosts never goes")
 def test_memory_is_that_of_both_levels():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
@@ -663,6 +725,7 @@ def test_memory_is_that_of_both_levels():
     assert group.memory() == ()
 
 
+@of_devices
 @pytest.mark.skipif(RANKS < 8, reason="tells levels apart by their sizes")
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dtype):
@@ -701,6 +764,7 @@ def test_collective_bytes_are_those_that_xla_sends_and_receives_between_hosts(dt
     assert flat.collective_bytes == 0 and "collectives: " not in str(flat)
 
 
+@of_devices
 def test_routing_bytes_are_those_of_a_routing():
     layout, group = cases.PADDED, ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
 

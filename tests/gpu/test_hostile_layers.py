@@ -3,7 +3,8 @@
 Each step makes another routing, other tokens and other experts on the device, from the number of
 the step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
 portable path, both with all gradients. All data are small integers, so that each sum is exact in
-any order: results and gradients must be equal.
+any order: results and gradients must be equal. In bfloat16, whose integers are exact up to 256, the
+activation is a part of the products; in float32 XLA computes the experts.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from routings import (
 import jax_moe_a2a as ma
 
 HIDDEN, INTERMEDIATE = 16, 8
+SHAPE_IN, SHAPE_OUT = (LOCAL_EXPERTS, HIDDEN, INTERMEDIATE), (LOCAL_EXPERTS, INTERMEDIATE, HIDDEN)
 activation = jax.nn.relu
 
 
@@ -41,12 +43,21 @@ class Layout:
 
     is_overlapped: bool
     is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
+    dtype: str
 
     @property
     def name(self):
-        return f"{'overlapped' if self.is_overlapped else 'plain'}-" + (
-            "tight" if self.is_tight else "worst_case"
-        )
+        schedule = "overlapped" if self.is_overlapped else "plain"
+        return f"{schedule}-{'tight' if self.is_tight else 'worst_case'}-{self.dtype}"
+
+    @property
+    def largest(self):
+        """Return the largest integer in tokens, weights of experts and cotangents.
+
+        Rows of outputs are then at most 256 in bfloat16: 16 in the activations, times 8 of them,
+        times 2 for the weight of a choice.
+        """
+        return 1 if self.dtype == "bfloat16" else 2
 
     @property
     def route_args(self):
@@ -62,12 +73,15 @@ class Layout:
             if self.is_overlapped
             else dict(routed_dispatch=1, dispatch=1, combine=2)
         )
-        shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS)
+        shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS, self.dtype)
         return checked.exchanges_of(operations, shape, KERNELS)
 
 
 LAYOUTS = [
-    Layout(is_overlapped, is_tight) for is_overlapped in (False, True) for is_tight in (False, True)
+    Layout(is_overlapped, is_tight, dtype)
+    for dtype in ("float32", "bfloat16")
+    for is_overlapped in (False, True)
+    for is_tight in (False, True)
 ]
 
 
@@ -81,10 +95,11 @@ class Differences(NamedTuple):
     w_out: object
 
 
-def integers(shape, salt, step, rank):
-    """Return float32 integers from -2 to 2."""
+def integers(shape, salt, step, rank, largest, dtype="float32"):
+    """Return integers from -largest to largest."""
     index = jnp.arange(int(np.prod(shape))).reshape(shape)
-    return ((checked.hashed(salt, step, rank, index) >> 9) % 5).astype(jnp.float32) - 2
+    drawn = (checked.hashed(salt, step, rank, index) >> 9) % (2 * largest + 1)
+    return (drawn.astype(jnp.int32) - largest).astype(dtype)
 
 
 def fused(layout, ids, x, topk_weights, *w):
@@ -102,12 +117,14 @@ def take_step(layout, name_index, step, is_broken):
     """Return the differences of one rank in a step."""
     rank = checked.my_rank(KERNELS)
     ids = ids_of(name_index, KERNELS, step)
-    made = functools.partial(integers, step=step, rank=rank)
+    made = functools.partial(
+        integers, step=step, rank=rank, largest=layout.largest, dtype=layout.dtype
+    )
     floats = (
         made((TOKENS, HIDDEN), 40),
-        1 + jnp.abs(made((TOKENS, TOP_K), 41)),
-        made((LOCAL_EXPERTS, HIDDEN, INTERMEDIATE), 42),
-        made((LOCAL_EXPERTS, INTERMEDIATE, HIDDEN), 43),
+        1 + jnp.abs(integers((TOKENS, TOP_K), 41, step, rank, layout.largest)),
+        made(SHAPE_IN, 42),
+        made(SHAPE_OUT, 43),
     )
     cotangent = made((TOKENS, HIDDEN), 44)
 
@@ -118,7 +135,7 @@ def take_step(layout, name_index, step, is_broken):
     actual = results(fused, floats)
     if is_broken:  # One element of one token differs in the portable form.
         is_it = (rank == 0) & (step == 1)
-        floats = floats[0].at[0, 0].add(is_it.astype(jnp.float32)), *floats[1:]
+        floats = floats[0].at[0, 0].add(is_it.astype(layout.dtype)), *floats[1:]
     expected = results(unfused, floats)
     pairs = zip(actual, expected, strict=True)
     return jnp.stack([jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs])
@@ -140,6 +157,10 @@ def differences(run, name):
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layers_and_their_portable_form_agree_in_every_step(layout, name):
+    if layout.dtype == "bfloat16":
+        shapes = (8, HIDDEN), SHAPE_IN, SHAPE_OUT
+        arrays = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in shapes)
+        assert not ma.why_not_fused(activation, *arrays)
     assert not any(differences(program(layout), name))
 
 

@@ -1,0 +1,106 @@
+"""Layers next to collectives of NCCL on another stream: gathers of weights and sums of gradients.
+
+Each step has a layer with all gradients, and collectives of other data that do not depend on it, as
+FSDP and data parallelism make them. XLA may run them at the same time. Each step has another
+routing, and the layer is compared with its portable form, as in `test_hostile_layers.py`; what the
+collectives return is compared with what every rank can compute alone.
+"""
+
+import checked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import routings
+import test_hostile_layers as layers
+from jax import lax
+from routings import KERNELS, ROUTINGS
+
+pytestmark = [
+    pytest.mark.several_devices("NCCL has nothing to do on one GPU"),
+    pytest.mark.skipif(len(checked.DEVICES) < 2, reason="NCCL has nothing to do on one GPU"),
+]
+GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank: several blocks of NCCL
+ASYNCHRONOUS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # no collective waits for another one's data
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1,
+}
+
+
+def numbers(step, rank):
+    return checked.hashed(50, step, rank, jnp.arange(GATHERED))
+
+
+def collectives(step):
+    """Return how many elements of an all_gather, a reduce-scatter and a psum are wrong."""
+    axis, ranks = KERNELS.axis_name, jnp.arange(KERNELS.size)
+    mine = numbers(step, checked.my_rank(KERNELS))
+    every = numbers(step, ranks[:, None])
+    total = jnp.sum(every, axis=0, dtype=mine.dtype)
+    scattered = lax.psum_scatter(mine.reshape(KERNELS.size, -1), axis)
+    wrong = (
+        jnp.sum(lax.all_gather(mine, axis) != every, dtype=jnp.int32),
+        jnp.sum(lax.psum(mine, axis) != total, dtype=jnp.int32),
+        jnp.sum(
+            scattered != total.reshape(KERNELS.size, -1)[checked.my_rank(KERNELS)], dtype=jnp.int32
+        ),
+    )
+    return jnp.stack(wrong)
+
+
+@pytest.mark.parametrize("layout", layers.LAYOUTS, ids=lambda layout: layout.name)
+def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
+    def take_step(name_index, step):
+        # Other routings in each step: all of them in turn.
+        name_index = (name_index + step) % len(ROUTINGS)
+        return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
+
+    options = dict(compiler_options=ASYNCHRONOUS) if checked.ON_GPU else {}
+    run = routings.program(take_step, layout.exchanges, **options)
+    zeros = np.zeros((routings.RANKS, len(layers.Differences._fields)), np.int32)
+    sums = routings.run_all_steps(run, next(iter(ROUTINGS)), (zeros, zeros[:, :3]))
+    differences, wrong = (np.asarray(leaf).sum(axis=0) for leaf in sums)
+    assert not differences.any(), layers.Differences(*differences)
+    assert not wrong.any(), dict(zip(("all_gather", "psum", "psum_scatter"), wrong))
+
+
+@pytest.mark.skipif(not checked.ON_GPU, reason="schedules of GPUs")
+def test_a_collective_is_in_flight_while_a_layer_exchanges():
+    """XLA's schedule has a call of the kernels between the start and the done of a collective."""
+    layout = layers.LAYOUTS[0]
+
+    def take_step(name_index, step):
+        return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
+
+    without_graphs = {"xla_gpu_enable_command_buffer": ""}  # calls stay next to collectives
+    options = dict(compiler_options=ASYNCHRONOUS | without_graphs)
+    run = routings.program(take_step, layout.exchanges, **options)
+    state = jax.ShapeDtypeStruct((routings.RANKS,), np.int32)
+    sums = (
+        jax.ShapeDtypeStruct((routings.RANKS, 5), np.int32),
+        jax.ShapeDtypeStruct((routings.RANKS, 3), np.int32),
+    )
+    sharding = checked.sharding_of(KERNELS)
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        (state, state, sums),
+    )
+    text = run.lower(*arguments).compile().as_text()
+    assert calls_in_flight(text), "no call of the kernels is next to a collective"
+
+
+def calls_in_flight(text):
+    """Return how many calls of this package a scheduled program has while a collective is in
+    flight."""
+    in_flight, found = 0, 0
+    for line in text.splitlines():
+        if any(f" {name}-start(" in line for name in ("all-gather", "all-reduce", "async")):
+            in_flight += 1
+        elif any(f" {name}-done(" in line for name in ("all-gather", "all-reduce", "async")):
+            in_flight -= 1
+        elif "moe_a2a_" in line and "custom-call" in line and in_flight > 0:
+            found += 1
+        elif line.startswith("}"):
+            in_flight = 0
+    return found
