@@ -359,7 +359,7 @@ def by_form(form, group, ids, **options):
 
 
 @pytest.mark.exchanges(
-    lambda form: dict(ids=8, routing=6, halves=5)[form],
+    lambda form: dict(ids=8, routing=5, halves=4)[form],
     split=lambda form: 3 * split_exchanges(form),
 )
 @of_every_form

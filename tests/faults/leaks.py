@@ -85,10 +85,12 @@ def files():
 
 
 def used_mib():
-    """Return the used memory of each GPU in MiB; [] without GPUs."""
+    """Return the used memory in MiB of each GPU that this process may use; [] without GPUs."""
     if os.environ.get("MOE_A2A_TEST_GPU") != "1":
         return []
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     return [int(line) for line in told.stdout.split()]
 

@@ -618,7 +618,10 @@ def different_call(act):
         at = run.rng.randrange(STEPS - 1)
         start = time.monotonic()
         churn(run, at, act, (run.names[at % 2], run.names[(at + 1) % 2], at))
-        return settle(run, *MISSING, start=start, **OTHER_CALLS)
+        # Nothing tells calls of one program apart.
+        are_equal = act in ("another_order", "fewer_calls") and len(set(run.names)) == 1
+        options = dict(OTHER_CALLS, may_be_undetected=are_equal or not ON_GPU)
+        return settle(run, *MISSING, start=start, **options)
 
     return kind
 
@@ -640,7 +643,7 @@ def a_failing_callback(name):
         at = run.rng.randrange(STEPS)
         act = "fail" if run.rng.random() < 0.5 else None
         churn(run, at, "act_on_host", ("fail", name, at), of_others=(act, name, at))
-        return settle(run, *MISSING, **OTHER_CALLS)
+        return settle(run, *MISSING, "exchange that was never done", **OTHER_CALLS)
 
     return kind
 
