@@ -395,6 +395,8 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     [
         (dict(x=X.astype(int)), r"x must be an array \[..., H\] of floats.*int"),
         (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
+        (dict(x=X[..., :0]), r"with H > 0; got float32\[.*,0\]"),
+        (dict(w_gate_up=None), "w_gate_up must have one of .*got NoneType"),
         (dict(router=PARAMS["router"].T), r"router must be an array \[H=8, E\].*float32\[4,8\]"),
         (dict(router=PARAMS["router"][:, :3]), "multiple of the 2 ranks along 'ep'"),
         (

@@ -607,9 +607,10 @@ def _check_arrays(
     """Return tokens, the mask and weights of tokens, parameters (each a tuple of one or two arrays)
     and activation, from the arguments of ``moe`` by name, or raise an error."""
     x, placement, activation = as_array(given["x"]), given["placement"], given["activation"]
-    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-        raise (ValueError if x.ndim < 1 else TypeError)(
-            f"x must be an array [..., H] of floats of 16 bits or more; got {short(x)}"
+    is_shape = x.ndim > 0 and x.shape[-1] > 0
+    if not is_shape or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise (TypeError if is_shape else ValueError)(
+            f"x must be an array [..., H] of floats of 16 bits or more, with H > 0; got {short(x)}"
         )
     x, hidden = jnp.asarray(x), x.shape[-1]
     router = as_array(given["router"])
