@@ -15,6 +15,7 @@
 #include "ffi/call_state_of.h"
 #include "ffi/done.h"
 #include "ffi/errors.h"
+#include "ffi/fill_slots.h"
 #ifdef MOE_A2A_GROUPED_GEMM
 #include "ffi/grouped_gemm.h"
 #endif
@@ -112,6 +113,8 @@ void AddTargets(std::vector<Target>& targets) {
 std::vector<Target> MakeTargets() {
   std::vector<Target> targets;
   for_each(AllCalls{}, [&](auto call) { AddTargets<typename decltype(call)::type>(targets); });
+  targets.push_back(
+      {"moe_a2a_fill_slots", nullptr, moe_a2a_fill_slots_initialize, moe_a2a_fill_slots});
 #ifdef MOE_A2A_GROUPED_GEMM
   for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
                                       {"moe_a2a_dot_act", moe_a2a_dot_act},
