@@ -15,13 +15,17 @@
 #include "ffi/call_state_of.h"
 #include "ffi/done.h"
 #include "ffi/errors.h"
-#include "ffi/fill_slots.h"
 #ifdef MOE_A2A_GROUPED_GEMM
 #include "ffi/grouped_gemm.h"
 #endif
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {
+
+// ffi/fill_slots.cc
+XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots);
+
 namespace {
 
 // Makes the state of a call and opens its workspace.
