@@ -12,6 +12,7 @@
 #include "kernels/launch.h"
 #include "layout.h"
 #include "params.h"
+#include "placement/fill_slots.h"
 #include "runtime/network.h"
 #include "runtime/workspace.h"
 #include "tuning.h"
@@ -139,6 +140,7 @@ NB_MODULE(_native, m) {
   m.attr("sources") = MOE_A2A_SOURCES;
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
+  m.attr("MAX_PLANNED_EXPERTS") = moe_a2a::kMaxPlannedExperts;
 
   // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by name.
   m.def("targets", [] {

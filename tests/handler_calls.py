@@ -93,6 +93,7 @@ def register(library):
     instantiate = {
         library.target_name(i).decode(): jax.ffi.pycapsule(library.target_instantiate(i))
         for i in range(library.num_targets())
+        if library.target_instantiate(i) is not None
     }
     for name, handler in instantiate.items():
         _register(name, "execute", library, handler)

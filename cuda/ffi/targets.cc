@@ -21,6 +21,11 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {
+
+// ffi/fill_slots.cc
+XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots);
+
 namespace {
 
 // Makes the state of a call and opens its workspace.
@@ -112,6 +117,8 @@ void AddTargets(std::vector<Target>& targets) {
 std::vector<Target> MakeTargets() {
   std::vector<Target> targets;
   for_each(AllCalls{}, [&](auto call) { AddTargets<typename decltype(call)::type>(targets); });
+  targets.push_back(
+      {"moe_a2a_fill_slots", nullptr, moe_a2a_fill_slots_initialize, moe_a2a_fill_slots});
 #ifdef MOE_A2A_GROUPED_GEMM
   for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
                                       {"moe_a2a_dot_act", moe_a2a_dot_act},

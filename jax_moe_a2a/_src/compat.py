@@ -54,6 +54,15 @@ def varying_unchecked() -> AbstractContextManager[None]:
     return config._check_vma(False)
 
 
+def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Lower a function of the operands, in which types do not vary over mesh axes."""
+    # The types were checked before. The calls do not handle types that vary over mesh axes.
+    avals = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
+    with varying_unchecked():
+        return lower(ctx.replace(avals_in=avals), *operands, **params)
+
+
 def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ()) -> Any:
     """Return the abstract value of a result that varies over the mesh axes of ``like``. Its last
     axes are sharded as ``tail`` says, and its other axes are not sharded."""

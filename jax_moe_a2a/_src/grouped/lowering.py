@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import mlir
 
 from .. import compat
 from ..group import native
@@ -132,7 +131,7 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
     total, x, _, sizes = ctx.avals_in
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
     if total.shape[:-3] != lead_of(x) or why:
-        return lower_fun(ctx, by_product, operands, params)
+        return compat.lower_fun(ctx, by_product, operands, params)
     return lower_kernel(ctx, operands, params, _add_outer_kernel)
 
 
@@ -150,7 +149,7 @@ def _lower(
     has_elements = 0 not in sizes
     if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
-        return lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
+        return compat.lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
     return lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
 
 
@@ -183,19 +182,10 @@ def lower_kernel(
     ``composition``, which ``what`` describes for the log."""
     if why:
         logger.info("%s: %s, because %s", ctx.primitive, what, why)
-        return lower_fun(ctx, composition, operands, params)
+        return compat.lower_fun(ctx, composition, operands, params)
     native.register_targets()
     logger.info("%s: the kernel", ctx.primitive)
-    return lower_fun(ctx, kernel, operands, params)
-
-
-def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Lower a function of the operands, in which types do not vary over mesh axes."""
-    # The types were checked before. The calls do not handle types that vary over mesh axes.
-    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
-    with compat.varying_unchecked():
-        return lower(ctx.replace(avals_in=avals), *operands, **params)
+    return compat.lower_fun(ctx, kernel, operands, params)
 
 
 def _dot_kernel(

@@ -5,20 +5,16 @@ The code is the same for NumPy and JAX. It computes in int32, so all ranks plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from ..checks import as_array, check_bool, check_int, short
-from ..compat import align_varying, varying_axes
+from .fill import INT32_MAX, fill_slots, repeat
 from .types import Placement, home_experts, map_leading, max_replicas, placement_of
-
-INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def plan_placement(
@@ -109,7 +105,8 @@ def plan_placement(
             tables = experts.reshape(-1, num_local)
             if not home:
                 tables = _pack(xp, load[experts], experts, num_ranks // num_hosts)
-            return _replicate(xp, load, tables, spare, most, min_rows)
+            options = dict(spare=spare, most=most, min_rows=min_rows)
+            return fill_slots(xp, tables, load[tables], **options)
 
         slots, rows = map_leading(xp, plan_host, by_host)
         flat = (num_ranks, num_local + spare)
@@ -138,75 +135,5 @@ def _pack(xp: Any, load: Any, experts: Any, num_packs: int) -> Any:
 
     empty = xp.zeros(num_packs, np.int32)
     start = xp.zeros((num_packs, size), np.int32), empty, empty
-    packs, _, _ = _repeat(xp, len(experts), add, start, load)
+    packs, _, _ = repeat(xp, len(experts), add, start, load)
     return packs
-
-
-def _replicate(xp: Any, load: Any, tables: Any, spare: int, most: int, min_rows: int) -> Any:
-    """Fill the spare slots of ranks.
-
-    Args:
-      load: int32 [E], the rows of all experts.
-      tables: int32 [R, L], the experts of these ranks, each once.
-      spare: the spare slots of each rank.
-      most: the most slots of an expert.
-      min_rows: as in ``plan_placement``.
-
-    Returns:
-      The expert of each slot, int32 [R, L + spare], and the rows of each slot.
-    """
-    num_ranks, num_local = tables.shape
-    rows = load[tables]
-    total = rows.sum(dtype=np.int32)
-    # An expert with ``most`` slots of equal shares may load each rank more than the mean.
-    target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
-    rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
-    slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]
-    at = lambda rank, slot: (rank_index == rank) & (slot_index == slot)
-    pad = lambda array, value: xp.pad(array, ((0, 0), (0, spare)), constant_values=value)
-
-    def fill(step: Any, state: Any) -> Any:
-        slots, rows, free, replicas = state
-        loads = rows.sum(-1, dtype=np.int32)
-        to = xp.where(free > 0, loads, INT32_MAX).argmin()
-        source = loads.argmax()
-        lacking, excess = target - loads[to], loads[source] - target
-        slot = xp.where(replicas[source] < most, rows[source], -1).argmax()
-        taken = xp.where(free[to] > 1, xp.minimum(lacking, excess), lacking)
-        taken = xp.minimum(taken, rows[source, slot])
-        is_worth = xp.minimum(taken, excess) >= min_rows
-        goes_on = is_worth & (free[to] > 0) & (replicas[source, slot] < most)
-        is_source = at(source, slot) & goes_on
-        is_new = at(to, num_local + spare - free[to]) & goes_on
-        return goes_on, (
-            xp.where(is_new, slots[source, slot], slots),
-            xp.where(is_new, taken, rows - xp.where(is_source, taken, 0)),
-            free - is_new.sum(-1, dtype=np.int32),
-            replicas + is_source.astype(np.int32),
-        )
-
-    free = xp.full(num_ranks, spare, np.int32)
-    replicas = pad(xp.ones_like(tables), most)  # nothing moves out of spare slots
-    start = pad(tables, -1), pad(rows, 0), free, replicas
-    slots, rows, _, _ = _repeat(xp, num_ranks * spare, fill, start, load)
-    return slots, rows
-
-
-def _repeat(xp: Any, most: int, step: Callable[..., Any], state: Any, load: Any) -> Any:
-    """Call ``goes_on, state = step(index, state)`` while it goes on, up to ``most`` times. The step
-    reads ``load``."""
-    if xp is np:
-        for index in range(most):
-            goes_on, state = step(index, state)
-            if not goes_on:
-                break
-        return state
-    leaves, tree = jax.tree.flatten([jnp.int32(0), jnp.bool_(True), state])
-    start = jax.tree.unflatten(tree, align_varying(leaves, varying_axes(load)))
-
-    def next_(carry: Any) -> Any:
-        index, _, state = carry
-        goes_on, state = step(index, state)
-        return [index + 1, jnp.asarray(goes_on) & carry[1], state]
-
-    return lax.while_loop(lambda carry: (carry[0] < most) & carry[1], next_, start)[2]

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "kernels/launch.h"
+#include "placement/fill_slots.h"
 
 namespace fake_driver {
 
@@ -298,5 +299,8 @@ constexpr Kernels kDirect = kernels_of(load_direct), kColocated = kernels_of(res
 
 const Kernels& DirectKernels() { return kDirect; }
 const Kernels& ColocatedKernels() { return kColocated; }
+
+cudaError_t LoadFillSlots() { return result(); }
+cudaError_t LaunchFillSlots(const FillSlots&, cudaStream_t) { return result(); }
 
 }  // namespace moe_a2a

@@ -92,6 +92,15 @@ inline unsigned __ballot_sync(unsigned, bool vote) { return emulation::ballot(vo
 inline bool __all_sync(unsigned, bool vote) { return emulation::ballot(vote) == 0xFFFFFFFFu; }
 inline unsigned __match_any_sync(unsigned, int value) { return emulation::match(bits_of(value)); }
 inline int __reduce_add_sync(unsigned, int value) { return emulation::sum_of_warp(value); }
+inline int __reduce_max_sync(unsigned lanes, int value) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    value = std::max(value, __shfl_xor_sync(lanes, value, mask));
+  }
+  return value;
+}
+inline int __reduce_min_sync(unsigned lanes, int value) {
+  return ~__reduce_max_sync(lanes, ~value);
+}
 
 // ---- Atomics. They are relaxed, as in CUDA.
 

@@ -1,0 +1,177 @@
+"""Fill the spare slots of ranks with replicas of popular experts: a loop in NumPy and JAX, and on
+NVIDIA GPUs a kernel with equal results.
+
+``fill_slots_p`` has the operands experts and rows, int32 [*B, R, L], and the results of
+``fill_loop`` for each index of the leading axes, int32 [*B, R, L + spare]. Batching adds the
+leading axes ``B``. There is no derivative, because all arrays hold integers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import batching, mlir
+
+from .. import compat
+from ..compat import align_varying, varying_axes
+from ..group import native
+from .types import map_leading
+
+INT32_MAX = int(np.iinfo(np.int32).max)
+TARGET = "moe_a2a_fill_slots"
+
+fill_slots_p = compat.Primitive(TARGET)
+fill_slots_p.multiple_results = True
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+def fill_slots(xp: Any, experts: Any, rows: Any, **params: Any) -> Any:
+    """Call ``fill_loop`` for NumPy arrays, or bind ``fill_slots_p``."""
+    if xp is np:
+        return fill_loop(np, experts, rows, **params)
+    return fill_slots_p.bind(*align_varying([experts, rows], ()), **params)
+
+
+def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_rows: int) -> Any:
+    """Fill the spare slots of ranks.
+
+    Args:
+      experts: int32 [R, L], the experts of these ranks, each once.
+      rows: int32 [R, L], the rows of these experts.
+      spare: the spare slots of each rank.
+      most: the most slots of an expert.
+      min_rows: as in ``plan_placement``.
+
+    Returns:
+      The expert of each slot, int32 [R, L + spare], and the rows of each slot.
+    """
+    num_ranks, num_local = experts.shape
+    total = rows.sum(dtype=np.int32)
+    # An expert with ``most`` slots of equal shares may load each rank more than the mean.
+    target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
+    rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
+    slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]
+    at = lambda rank, slot: (rank_index == rank) & (slot_index == slot)
+    pad = lambda array, value: xp.pad(array, ((0, 0), (0, spare)), constant_values=value)
+
+    def fill(step: Any, state: Any) -> Any:
+        slots, rows, free, replicas = state
+        loads = rows.sum(-1, dtype=np.int32)
+        to = xp.where(free > 0, loads, INT32_MAX).argmin()
+        source = loads.argmax()
+        lacking, excess = target - loads[to], loads[source] - target
+        slot = xp.where(replicas[source] < most, rows[source], -1).argmax()
+        taken = xp.where(free[to] > 1, xp.minimum(lacking, excess), lacking)
+        taken = xp.minimum(taken, rows[source, slot])
+        is_worth = xp.minimum(taken, excess) >= min_rows
+        goes_on = is_worth & (free[to] > 0) & (replicas[source, slot] < most)
+        is_source = at(source, slot) & goes_on
+        is_new = at(to, num_local + spare - free[to]) & goes_on
+        return goes_on, (
+            xp.where(is_new, slots[source, slot], slots),
+            xp.where(is_new, taken, rows - xp.where(is_source, taken, 0)),
+            free - is_new.sum(-1, dtype=np.int32),
+            replicas + is_source.astype(np.int32),
+        )
+
+    free = xp.full(num_ranks, spare, np.int32)
+    replicas = pad(xp.ones_like(experts), most)  # nothing moves out of spare slots
+    start = pad(experts, -1), pad(rows, 0), free, replicas
+    slots, rows, _, _ = repeat(xp, num_ranks * spare, fill, start, rows)
+    return slots, rows
+
+
+def repeat(xp: Any, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
+    """Call ``goes_on, state = step(index, state)`` while it goes on, up to ``most`` times. The step
+    reads the array ``read``."""
+    if xp is np:
+        for index in range(most):
+            goes_on, state = step(index, state)
+            if not goes_on:
+                break
+        return state
+    leaves, tree = jax.tree.flatten([jnp.int32(0), jnp.bool_(True), state])
+    start = jax.tree.unflatten(tree, align_varying(leaves, varying_axes(read)))
+
+    def next_(carry: Any) -> Any:
+        index, _, state = carry
+        goes_on, state = step(index, state)
+        return [index + 1, jnp.asarray(goes_on) & carry[1], state]
+
+    return lax.while_loop(lambda carry: (carry[0] < most) & carry[1], next_, start)[2]
+
+
+def why_no_kernel(num_ranks: int, num_experts: int) -> str:
+    """Return why no kernel makes such a plan on the GPUs of this process, or ''."""
+    if not native.has_kernels():
+        return "jax_moe_a2a was built without kernels"
+    gpus = native.local_gpus()
+    if not gpus or any(float(gpu.compute_capability) < 9.0 for gpu in gpus):
+        return f"the kernel needs GPUs of compute capability 9.0 or newer; JAX sees {gpus}"
+    ranks, experts = native.limit("MAX_RANKS"), native.limit("MAX_PLANNED_EXPERTS")
+    if num_ranks > ranks or num_experts > experts:
+        return (
+            f"the kernel plans at most {ranks} ranks and {experts} experts; got {num_ranks} and "
+            f"{num_experts}"
+        )
+    return ""
+
+
+def _abstract(experts: Any, rows: Any, *, spare: int, **_: Any) -> list[Any]:
+    shape = (*rows.shape[:-1], rows.shape[-1] + spare)
+    return [compat.result_aval(rows, shape, np.int32)] * 2
+
+
+def _batch(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+    (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
+    move = lambda x, dim: (
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    )
+    return fill_slots(jnp, *map(move, args, dims), **params), (0, 0)
+
+
+def _loops(experts: jax.Array, rows: jax.Array, **params: Any) -> Any:
+    loop = lambda *arrays: fill_loop(jnp, *arrays, **params)
+    return map_leading(jnp, loop, experts, rows, ndim=2)
+
+
+def _kernel(
+    experts: jax.Array, rows: jax.Array, *, spare: int, most: int, min_rows: int
+) -> list[jax.Array]:
+    *lead, num_ranks, num_local = rows.shape
+    batch = (math.prod(lead), num_ranks)
+    out = jax.ShapeDtypeStruct((*batch, num_local + spare), np.int32)
+    found = jax.ffi.ffi_call(TARGET, [out, out])(
+        *(x.reshape(*batch, num_local) for x in (experts, rows)),
+        most=np.int64(most),
+        min_rows=np.int64(min_rows),
+    )
+    # The barriers are those of grouped/lowering.py.
+    return [lax.optimization_barrier(x).reshape(*lead, *x.shape[1:]) for x in found]
+
+
+def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    num_ranks, num_local = ctx.avals_in[1].shape[-2:]
+    if why := why_no_kernel(num_ranks, num_ranks * num_local):
+        logger.info("%s: a loop, because %s", ctx.primitive, why)
+        return compat.lower_fun(ctx, _loops, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return compat.lower_fun(ctx, _kernel, operands, params)
+
+
+fill_slots_p.def_impl(lambda *args, **params: compat.apply_primitive(fill_slots_p, *args, **params))
+fill_slots_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[fill_slots_p] = _batch
+mlir.register_lowering(
+    fill_slots_p, lambda ctx, *operands, **params: compat.lower_fun(ctx, _loops, operands, params)
+)
+mlir.register_lowering(fill_slots_p, _cuda, platform="cuda")
