@@ -24,11 +24,11 @@ from jax import lax
 
 from .. import compat
 from ..formats.formats import BlockwiseFp8, Quantized
-from ..formats.weights import BLOCK
 from ..grouped import lowering as grouped
 from ..grouped.primitives import bind, register, rows_like
 from ..grouped.quantized import refusing_jvp
 from ..grouped.reference import lead_of
+from ..grouped.weights import BLOCK
 from .activations import FusedActivation
 from .lowering import attributes_of
 from .primitives import scaled
