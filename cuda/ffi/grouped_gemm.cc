@@ -11,8 +11,8 @@
 // of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The kernel
 // reads the scales of rows where they are: a lane loads the scales of its own rows, so their order costs nothing.
 // moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or float32; the table
-// of B times L groups; router weights, float32 [B, C]; results values [B, C, I], float8_e4m3fn, and scales
-// [B, C, I / 128], float32. It needs no counter.
+// of B times L groups; router weights, float32 [B, C], or [0] to encode the product itself; results values [B, C, I],
+// float8_e4m3fn, and scales [B, C, I / 128], float32. It needs no counter.
 // moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or float32; results values
 // [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
 //
@@ -360,6 +360,7 @@ ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, 
   if (call.function == Activation::kScaledBias) return Invalid("act_encode needs an activation");
   const auto float32 = ffi::DataType::F32;
   const bool is_float = product.element_type() == float32;
+  const bool is_weighted = call.is_gated || row_weights.dimensions().size() != 1;
   const int64_t batch = shape[0], rows = shape[1], halves = call.is_gated ? 2 : 1;
   const int64_t columns = shape[2] / halves, num_groups = groups[1];
   if (shape[2] % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
@@ -373,14 +374,15 @@ ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, 
   error = First({CheckShape(product, "the product", is_float ? float32 : ffi::DataType::BF16,
                             {batch, rows, shape[2]}),
                  CheckShape(table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
-                 CheckShape(row_weights, "router weights", float32, {batch, rows}),
+                 is_weighted ? CheckShape(row_weights, "router weights", float32, {batch, rows})
+                             : CheckShape(row_weights, "router weights", float32, {0}),
                  CheckShape(*values, "the values", ffi::DataType::F8E4M3FN, {batch, rows, columns}),
                  CheckShape(*scales, "the scales", float32, {batch, rows, columns / kFp8Block}),
                  ReadSms(ordinal, num_sms, &sms)});
   if (error.failure()) return error;
   call.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   call.product = product.untyped_data();
-  call.row_weights = static_cast<const float*>(row_weights.untyped_data());
+  call.row_weights = is_weighted ? static_cast<const float*>(row_weights.untyped_data()) : nullptr;
   call.starts = static_cast<const int32_t*>(table.untyped_data());
   call.sizes = call.starts + num_groups;
   call.values = static_cast<uint8_t*>(values->untyped_data());

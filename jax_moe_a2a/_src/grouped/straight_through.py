@@ -24,7 +24,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.rules import is_zero
-from ..formats.formats import BlockwiseFp8
+from .encode_rows import bind_encode_rows
 from .primitives import (
     bilinear_jvp,
     bind,
@@ -67,7 +67,8 @@ def _quantizing_dot(
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
         quantized = QuantizedExperts(quantized.transposed, jnp.swapaxes(quantized.scales, -1, -2))
-    return bind_dot_fp8(BlockwiseFp8().encode(rows), quantized, sizes, **params)
+    encoded = bind_encode_rows(rows, sizes, params["num_sms"])
+    return bind_dot_fp8(encoded, quantized, sizes, **params)
 
 
 def _turning_dot(rows: Any, w: Any, sizes: Any, *_: Any, **params: Any) -> jax.Array:
