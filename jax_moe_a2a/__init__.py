@@ -27,12 +27,12 @@ from ._src.formats.formats import MxFp8 as MxFp8
 from ._src.formats.formats import NvFp4 as NvFp4
 from ._src.formats.formats import Quantized as Quantized
 from ._src.formats.formats import TokenFormat as TokenFormat
-from ._src.formats.weights import QuantizedExperts as QuantizedExperts
-from ._src.formats.weights import quantize_experts as quantize_experts
 from ._src.group.group import Group as Group
 from ._src.group.native import available as available
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.api import why_no_grouped_gemm as why_no_grouped_gemm
+from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
+from ._src.grouped.weights import quantize_experts as quantize_experts
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
 from ._src.layer.balance import router_z_loss as router_z_loss
 from ._src.layer.balance import update_select_bias as update_select_bias

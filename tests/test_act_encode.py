@@ -21,6 +21,8 @@ from jax_moe_a2a._src.experts.act_encode import bind_act_encode
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.grouped.encode_rows import TARGET, bind_encode_rows
+from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
 pytestmark = [
     pytest.mark.one_process("each process would compute the same on its own devices"),
@@ -216,6 +218,24 @@ def test_the_second_product_reads_no_other_row(path):
     assert np.isfinite(out).all() and not out[sum(sizes) :].any() and out[: sum(sizes)].any()
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_quantized_as_they_are(case, dtype):
+    rows, _, sizes = draw(case, PLAIN[0], dtype)
+    rows[:1, :1] = -np.inf
+    encode = functools.partial(bind_encode_rows, num_sms=None)
+    batches = jnp.stack([jnp.asarray(rows)] * 2), jnp.stack([jnp.asarray(sizes), 0 * sizes])
+    alone = harness.numpy_of(tuple(jax.jit(encode)(rows, sizes)))
+    batched = harness.numpy_of(tuple(jax.jit(jax.vmap(encode))(*batches)))
+    shared = harness.numpy_of(tuple(jax.jit(jax.vmap(encode, (0, None)))(batches[0], sizes)))
+    found = [alone, *([part[i] for part in parts] for parts, i in ((batched, 0), (shared, 1)))]
+    for parts in found:
+        for part, right in zip(parts, FMT.encode(rows), strict=True):
+            bits = f"u{part.dtype.itemsize}"
+            part, right = (np.asarray(x)[: sum(sizes)].view(bits) for x in (part, right))
+            np.testing.assert_array_equal(part, right)
+
+
 def test_derivatives_are_refused():
     product, weights, sizes = map(jnp.asarray, draw("no_tail", SWIGLU, "float32"))
     fn = lambda product, weights: bind_act_encode(product, weights, sizes, activation=SWIGLU).scales
@@ -247,7 +267,7 @@ def avals(rows=512, groups=4, width=512, dtype="bfloat16", lead=()):
 def calls(fn, *args):
     """Return attributes and types of the calls in a program for GPUs."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [line for line in text.splitlines() if f"@{act_encode.TARGET}(" in line]
+    lines = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     attributes = [dict(re.findall(r"(\w+) = ([-+.e\d]+) : \w\d+", line)) for line in lines]
     return list(zip(attributes, (line.rsplit(" : ", 1)[1] for line in lines)))
 
@@ -270,6 +290,19 @@ def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
         "(tensor<6x512x512xf32>, tensor<3x24xi32>, tensor<6x512xf32>) -> "
         "(tensor<6x512x512xf8E4M3FN>, tensor<6x512x4xf32>)"
     )
+
+
+@pytest.mark.skipif(not native.has_grouped_gemm(), reason="built without the kernel")
+def test_products_that_quantize_rows_make_one_pass_over_them(hopper):
+    array = jax.ShapeDtypeStruct
+    rows, w = array((512, 256), "bfloat16"), array((4, 256, 384), "bfloat16")
+    products = lambda rows, w, sizes: dot_in_fp8(rows, w, sizes).astype(jnp.float32).sum()
+    found = calls(jax.value_and_grad(products, (0, 1)), rows, w, array((4,), "int32"))
+    encode = (
+        "(tensor<1x512x{0}xbf16>, tensor<3x4xi32>, tensor<0xf32>) -> "
+        "(tensor<1x512x{0}xf8E4M3FN>, tensor<1x512x{1}xf32>)"
+    )
+    assert [types for _, types in found] == [encode.format(256, 2), encode.format(384, 3)]
 
 
 @pytest.mark.parametrize("options", (dict(rows=0), dict(groups=0)), ids=str)

@@ -1,5 +1,5 @@
 // The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h,
-// gemm/fp8_gemm.h, gemm/act_encode.h).
+// gemm/fp8_gemm.h, gemm/act_encode.h, gemm/encode_squares.h).
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter, int32 [1].
 // moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows, weights, table, biases
@@ -11,8 +11,10 @@
 // of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The kernel
 // reads the scales of rows where they are: a lane loads the scales of its own rows, so their order costs nothing.
 // moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or float32; the table
-// of B times L groups; router weights, float32 [B, C]; results values [B, C, I], float8_e4m3fn, and scales
-// [B, C, I / 128], float32. It needs no counter.
+// of B times L groups; router weights, float32 [B, C], or [0] to encode the product itself; results values [B, C, I],
+// float8_e4m3fn, and scales [B, C, I / 128], float32. It needs no counter.
+// moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or float32; results values
+// [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
 // checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
@@ -28,6 +30,7 @@
 #include <utility>
 
 #include "gemm/act_encode.h"
+#include "gemm/encode_squares.h"
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "runtime/driver.h"
@@ -71,6 +74,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
   if (error == cudaSuccess) error = LoadGroupedGemm();
   if (error == cudaSuccess) error = LoadFp8Gemm();
   if (error == cudaSuccess) error = LoadActEncode();
+  if (error == cudaSuccess) error = LoadEncodeSquares();
   if (error == cudaSuccess) loaded |= device;
   return ToError(error);
 }
@@ -356,6 +360,7 @@ ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, 
   if (call.function == Activation::kScaledBias) return Invalid("act_encode needs an activation");
   const auto float32 = ffi::DataType::F32;
   const bool is_float = product.element_type() == float32;
+  const bool is_weighted = call.is_gated || row_weights.dimensions().size() != 1;
   const int64_t batch = shape[0], rows = shape[1], halves = call.is_gated ? 2 : 1;
   const int64_t columns = shape[2] / halves, num_groups = groups[1];
   if (shape[2] % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
@@ -369,14 +374,15 @@ ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, 
   error = First({CheckShape(product, "the product", is_float ? float32 : ffi::DataType::BF16,
                             {batch, rows, shape[2]}),
                  CheckShape(table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
-                 CheckShape(row_weights, "router weights", float32, {batch, rows}),
+                 is_weighted ? CheckShape(row_weights, "router weights", float32, {batch, rows})
+                             : CheckShape(row_weights, "router weights", float32, {0}),
                  CheckShape(*values, "the values", ffi::DataType::F8E4M3FN, {batch, rows, columns}),
                  CheckShape(*scales, "the scales", float32, {batch, rows, columns / kFp8Block}),
                  ReadSms(ordinal, num_sms, &sms)});
   if (error.failure()) return error;
   call.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   call.product = product.untyped_data();
-  call.row_weights = static_cast<const float*>(row_weights.untyped_data());
+  call.row_weights = is_weighted ? static_cast<const float*>(row_weights.untyped_data()) : nullptr;
   call.starts = static_cast<const int32_t*>(table.untyped_data());
   call.sizes = call.starts + num_groups;
   call.values = static_cast<uint8_t*>(values->untyped_data());
@@ -386,6 +392,44 @@ ffi::Error RunActEncode(cudaStream_t stream, int32_t ordinal, int64_t function, 
   call.num_groups = static_cast<int32_t>(num_groups / batch);
   call.columns = static_cast<int32_t>(columns);
   const Problem problem = LaunchActEncode(call, sms, stream);
+  return problem.empty() ? ffi::Error::Success() : Internal(problem);
+}
+
+ffi::Error RunEncodeSquares(cudaStream_t stream, ffi::AnyBuffer weights,
+                            ffi::Result<ffi::AnyBuffer> turned, ffi::Result<ffi::AnyBuffer> plain,
+                            ffi::Result<ffi::AnyBuffer> scales) {
+  const auto shape = weights.dimensions();
+  if (shape.size() != 3 || shape[1] % kFp8Block != 0 || shape[2] % kFp8Block != 0) {
+    return Invalid("encode_squares needs weights [L, K, N], with multiples of 128; got " +
+                   Describe(shape));
+  }
+  const auto float32 = ffi::DataType::F32;
+  const bool is_float = weights.element_type() == float32;
+  const int64_t num = shape[0], k = shape[1], n = shape[2];
+  const auto check_values = [](const ffi::AnyBuffer& values, const char* name, int64_t num,
+                               int64_t rows, int64_t columns) {
+    const bool is_there = values.dimensions().size() == 3;
+    return is_there ? CheckShape(values, name, ffi::DataType::F8E4M3FN, {num, rows, columns})
+                    : CheckShape(values, name, ffi::DataType::F8E4M3FN, {0});
+  };
+  const ffi::Error error =
+      First({CheckShape(weights, "weights", is_float ? float32 : ffi::DataType::BF16, {num, k, n}),
+             check_values(*turned, "the values", num, n, k),
+             check_values(*plain, "the transposed values", num, k, n),
+             CheckShape(*scales, "the scales", float32, {num, n / kFp8Block, k / kFp8Block})});
+  if (error.failure()) return error;
+  const auto values_of = [](const ffi::AnyBuffer& values) {
+    return IsEmpty(values) ? nullptr : static_cast<uint8_t*>(values.untyped_data());
+  };
+  const EncodeSquares call = {is_float ? ElementType::kFloat32 : ElementType::kBFloat16,
+                              weights.untyped_data(),
+                              values_of(*turned),
+                              values_of(*plain),
+                              static_cast<uint32_t*>(scales->untyped_data()),
+                              num,
+                              k,
+                              n};
+  const Problem problem = LaunchEncodeSquares(call, stream);
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
@@ -473,6 +517,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_encode, RunActEncode,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_encode_squares, RunEncodeSquares,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

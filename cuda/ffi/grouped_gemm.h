@@ -16,6 +16,7 @@ XLA_FFI_Error* moe_a2a_dot_act(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_act_dot_grad(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_fp8_gemm(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_act_encode(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_encode_squares(XLA_FFI_CallFrame*);
 }
 
 }  // namespace moe_a2a

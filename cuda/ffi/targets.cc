@@ -124,7 +124,8 @@ std::vector<Target> MakeTargets() {
                                       {"moe_a2a_dot_act", moe_a2a_dot_act},
                                       {"moe_a2a_act_dot_grad", moe_a2a_act_dot_grad},
                                       {"moe_a2a_fp8_gemm", moe_a2a_fp8_gemm},
-                                      {"moe_a2a_act_encode", moe_a2a_act_encode}}) {
+                                      {"moe_a2a_act_encode", moe_a2a_act_encode},
+                                      {"moe_a2a_encode_squares", moe_a2a_encode_squares}}) {
     targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
   }
 #endif

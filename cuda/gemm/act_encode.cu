@@ -1,5 +1,5 @@
 // The pass between two products in FP8: activates the first product, multiplies by router weights, rounds to the dtype
-// of the product, and encodes in BlockwiseFp8.
+// of the product, and encodes in BlockwiseFp8. Without router weights, it encodes rows as they are.
 //
 // Holds: the results of all rows of groups are written. Other rows are neither read nor written.
 // Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
@@ -83,19 +83,23 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
       const LaneNumbers<T> gate = load_lane(from);
       LaneNumbers<T> up = {}, h;
       if constexpr (kIsGated) up = load_lane(from + p.columns);
-      const float weight = __ldg(p.row_weights + row);
-      gemm::for_activation<kIsGated>(p.function, [&](auto function) {
-        const auto word = [&](uint32_t gate_word, uint32_t up_word) {
-          return activate_word<decltype(function)::value, T, kIsGated>(gate_word, up_word, weight,
-                                                                       p);
-        };
+      if (!kIsGated && p.row_weights == nullptr) {
+        h = gate;
+      } else {
+        const float weight = __ldg(p.row_weights + row);
+        gemm::for_activation<kIsGated>(p.function, [&](auto function) {
+          const auto word = [&](uint32_t gate_word, uint32_t up_word) {
+            return activate_word<decltype(function)::value, T, kIsGated>(gate_word, up_word, weight,
+                                                                         p);
+          };
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill registers.
-          const uint4 a = gate.vectors[v], b = up.vectors[v];
-          h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
-        }
-      });
+          for (int v = 0; v < kVectors; ++v) {
+            __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill registers.
+            const uint4 a = gate.vectors[v], b = up.vectors[v];
+            h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
+          }
+        });
+      }
 
       const GlobalScale none(1.f);
       const GroupEncoding<kFormat> encoding(largest_of_lanes<kLanes>(largest_magnitude(h)), none);

@@ -103,6 +103,16 @@ def mesh_of_program(ctx: Any) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
 
 
+def is_partitioned(ctx: Any) -> bool:
+    """Return True if XLA divides arrays of a primitive that is being lowered among devices: the
+    program has several, and not all of its mesh axes are manual."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return context.num_devices > 1
+    return any(size > 1 for axis, size in mesh.shape.items() if axis not in context.manual_axes)
+
+
 def lower_for_devices(primitive: Primitive) -> None:
     """Make JAX lower programs with a primitive again for each device assignment."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)

@@ -13,27 +13,22 @@ The primitive has no derivatives, because a float8 array cannot hold a gradient.
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from .. import compat
 from ..formats.formats import BlockwiseFp8, Quantized
-from ..formats.weights import BLOCK
 from ..grouped import lowering as grouped
+from ..grouped.encode_rows import encode_by_kernel
 from ..grouped.primitives import bind, register, rows_like
 from ..grouped.quantized import refusing_jvp
-from ..grouped.reference import lead_of
+from ..grouped.weights import BLOCK
 from .activations import FusedActivation
 from .lowering import attributes_of
 from .primitives import scaled
-
-TARGET = "moe_a2a_act_encode"
 
 act_encode_p = compat.Primitive("moe_a2a_act_encode")
 act_encode_p.multiple_results = True
@@ -89,23 +84,8 @@ def _kernel(
     activation: FusedActivation,
     num_sms: int | None,
 ) -> list[jax.Array]:
-    lead, (num_rows, width) = lead_of(product), product.shape[-2:]
-    # The table is that of the product before, so XLA computes it once.
-    groups = grouped.table(sizes, lead, num_rows, (1,) * len(lead), has_tail=False)
-    rows, columns = (math.prod(lead), num_rows), width // activation.width(1)
-    results = [
-        jax.ShapeDtypeStruct((*rows, columns), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((*rows, columns // BLOCK), jnp.float32),
-    ]
-    found = jax.ffi.ffi_call(TARGET, results)(
-        product.reshape(*rows, width),
-        groups,
-        weights.reshape(rows),
-        num_sms=np.int64(num_sms or 0),
-        **attributes_of(activation),
-    )
-    # The barriers are those of grouped/lowering.py.
-    return [lax.optimization_barrier(x).reshape(*lead, num_rows, x.shape[-1]) for x in found]
+    columns, attributes = product.shape[-1] // activation.width(1), attributes_of(activation)
+    return encode_by_kernel(product, weights, sizes, columns, num_sms, **attributes)
 
 
 def _why_no_kernel(product: Any, _: Any, sizes: Any, **__: Any) -> str:

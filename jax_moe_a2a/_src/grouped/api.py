@@ -11,10 +11,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import Tail, as_array, check_int, check_tail, is_known, short
 from ..formats.formats import Quantized
-from ..formats.weights import QuantizedExperts, check_scales
 from . import lowering as lowered
 from . import quantized
 from .primitives import bind_dot
+from .weights import QuantizedExperts, check_scales
 
 
 def grouped_dot(

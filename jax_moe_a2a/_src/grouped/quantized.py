@@ -25,7 +25,12 @@ from .. import compat
 from ..checks import Tail, as_array, short
 from ..exchange.rules import is_zero, zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
-from ..formats.weights import (
+from ..group import native
+from . import lowering as lowered
+from . import reference
+from .primitives import bind, bind_dot, register, rows_like
+from .reference import lead_of
+from .weights import (
     BLOCK,
     QuantizedExperts,
     as_quantized,
@@ -34,11 +39,6 @@ from ..formats.weights import (
     check_squares,
     decode_experts,
 )
-from ..group import native
-from . import lowering as lowered
-from . import reference
-from .primitives import bind, bind_dot, register, rows_like
-from .reference import lead_of
 
 RESULT_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 TARGET = "moe_a2a_fp8_gemm"

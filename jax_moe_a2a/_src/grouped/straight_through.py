@@ -24,8 +24,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..exchange.rules import is_zero
-from ..formats.formats import BlockwiseFp8
-from ..formats.weights import QuantizedExperts, encode_experts
+from .encode_rows import bind_encode_rows
 from .primitives import (
     bilinear_jvp,
     bind,
@@ -36,19 +35,10 @@ from .primitives import (
     unspecified_dot,
 )
 from .quantized import bind_dot_fp8
+from .weights import QuantizedExperts, encode_experts
 
 quantizing_dot_p = compat.Primitive("moe_a2a_quantizing_dot")
 turning_dot_p = compat.Primitive("moe_a2a_turning_dot")
-
-
-def quantized_both_ways(w: jax.Array) -> QuantizedExperts:
-    """Quantize weights [*B, L, K, N] for both products that read them."""
-    values, scales = encode_experts(w, w.ndim - 2)
-    return QuantizedExperts(_swapped(values), _swapped(scales), values)
-
-
-def _swapped(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, -1, -2)
 
 
 def dot_in_fp8(
@@ -61,7 +51,7 @@ def dot_in_fp8(
       rows: bfloat16 or float32. K is a multiple of 128.
       w: weights with the dtype of ``rows``. N is a multiple of 128.
       sizes: int32 [L].
-      quantized: what ``quantized_both_ways`` returns for ``w``, or None to quantize ``w`` for each
+      quantized: what ``encode_experts`` returns for ``w``, or None to quantize ``w`` for each
         product.
     """
     parts = jax.tree.leaves(quantized)
@@ -71,10 +61,14 @@ def dot_in_fp8(
 def _quantizing_dot(
     rows: Any, w: Any, sizes: Any, *parts: Any, transposed: bool, **params: Any
 ) -> jax.Array:
-    quantized = QuantizedExperts(*parts) if parts else quantized_both_ways(w)
+    if parts:
+        quantized = QuantizedExperts(*parts)
+    else:
+        quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        quantized = QuantizedExperts(quantized.transposed, _swapped(quantized.scales))
-    return bind_dot_fp8(BlockwiseFp8().encode(rows), quantized, sizes, **params)
+        quantized = QuantizedExperts(quantized.transposed, jnp.swapaxes(quantized.scales, -1, -2))
+    encoded = bind_encode_rows(rows, sizes, params["num_sms"])
+    return bind_dot_fp8(encoded, quantized, sizes, **params)
 
 
 def _turning_dot(rows: Any, w: Any, sizes: Any, *_: Any, **params: Any) -> jax.Array:

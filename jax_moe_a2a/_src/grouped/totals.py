@@ -29,7 +29,6 @@ from jax.interpreters import ad
 from .. import compat
 from ..exchange.reference import accumulation_dtype
 from ..exchange.rules import is_zero
-from ..formats.weights import QuantizedExperts
 from . import lowering as lowered
 from . import reference
 from .primitives import (
@@ -42,6 +41,7 @@ from .primitives import (
     unspecified_dot,
 )
 from .straight_through import quantizing_dot_p, turning_dot_p
+from .weights import QuantizedExperts
 
 total_of_p = compat.Primitive("moe_a2a_total_of")
 summing_dot_p = compat.Primitive("moe_a2a_summing_dot")

@@ -17,8 +17,8 @@ from jax import lax
 from .. import compat
 from ..checks import as_array, short
 from ..formats.formats import TokenFormat
-from ..formats.weights import QuantizedExperts
 from ..grouped.totals import total_of, with_total
+from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 

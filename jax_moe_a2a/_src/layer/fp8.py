@@ -12,7 +12,6 @@ from ..checks import Tail, short
 from ..experts.act_encode import bind_act_encode
 from ..experts.activations import FusedActivation
 from ..formats.formats import BlockwiseFp8, Quantized, TokenFormat
-from ..formats.weights import BLOCK, QuantizedExperts, check_dtypes
 from ..grouped.quantized import (
     RESULT_DTYPES,
     bind_dot_fp8,
@@ -20,6 +19,7 @@ from ..grouped.quantized import (
     encode_rows,
     without_gradient,
 )
+from ..grouped.weights import BLOCK, QuantizedExperts, check_dtypes
 from ..placement.types import Placement
 from .placed import Rows
 

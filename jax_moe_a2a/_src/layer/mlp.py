@@ -32,12 +32,12 @@ from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
-from ..formats.weights import BLOCK, QuantizedExperts
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
 from ..grouped.quantized import without_gradient
-from ..grouped.straight_through import dot_in_fp8, quantized_both_ways
+from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
+from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
 from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
@@ -277,7 +277,7 @@ def quantized_once(
     # The backward pass quantizes again, because quantized weights would need memory until then.
     @jax.checkpoint
     def quantized(arrays: dict[str, jax.Array]) -> Any:
-        found = {QUANTIZED + name: _quantized(arrays[name]) for name in names}
+        found = {QUANTIZED + name: encode_experts(arrays[name]) for name in names}
         return in_chunks(weights | arrays | found)
 
     return quantized({name: jnp.asarray(as_array(weights[name])) for name in names})
@@ -434,13 +434,9 @@ def _product(
 
 
 def _is_trained(w: Any) -> bool:
-    """Return whether weights are [L, K, N] of which ``quantized_both_ways`` quantizes squares."""
+    """Return whether weights are [L, K, N] of which all squares are whole."""
     shape = () if isinstance(w, QuantizedExperts) else np.shape(w)
     return len(shape) == 3 and not any(size % BLOCK for size in shape[1:])
-
-
-def _quantized(w: jax.Array) -> QuantizedExperts:
-    return quantized_both_ways(lax.stop_gradient(w))
 
 
 def _fused_experts(

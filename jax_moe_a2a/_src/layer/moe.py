@@ -21,9 +21,9 @@ from ..checks import as_array, check_bool, check_int, short, taken_from
 from ..exchange.reference import accumulation_dtype
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
-from ..formats.weights import BLOCK, QuantizedExperts
 from ..group.group import Group
 from ..grouped.quantized import check_experts
+from ..grouped.weights import BLOCK, QuantizedExperts
 from ..placement.types import Placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss

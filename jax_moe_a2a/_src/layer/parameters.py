@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..checks import check_bool, check_int
-from ..formats.weights import QuantizedExperts
+from ..grouped.weights import QuantizedExperts
 from ..routing.checks import GroupOrAxes, axes_of
 
 Axes = str | tuple[str, ...] | None

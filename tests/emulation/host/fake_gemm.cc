@@ -2,6 +2,7 @@
 #include "gemm/grouped_gemm.h"
 
 #include "gemm/act_encode.h"
+#include "gemm/encode_squares.h"
 #include "gemm/fp8_gemm.h"
 
 namespace moe_a2a {
@@ -17,5 +18,9 @@ Problem LaunchFp8Gemm(const Fp8Gemm&, cudaStream_t) { return "there is no kernel
 cudaError_t LoadActEncode() { return cudaSuccess; }
 
 Problem LaunchActEncode(const ActEncode&, int, cudaStream_t) { return "there is no kernel"; }
+
+cudaError_t LoadEncodeSquares() { return cudaSuccess; }
+
+Problem LaunchEncodeSquares(const EncodeSquares&, cudaStream_t) { return "there is no kernel"; }
 
 }  // namespace moe_a2a

@@ -1,9 +1,16 @@
-"""Quantize the weights of experts to ``BlockwiseFp8``: a scale for each square of 128 x 128."""
+"""Quantize the weights of experts to ``BlockwiseFp8``: a scale for each square of 128 x 128.
+
+``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. Its
+results are the scales, the values with K as the last axis if ``turned``, and the values in the
+order of the weights if ``plain``. ``QuantizedExperts`` has their shapes. As the composition of
+integer operations, it has no gradient: tangents are zeros.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -12,12 +19,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import compat
 from ..checks import as_array, check_bool, is_known, short
-from .formats import BlockwiseFp8, Quantized
+from ..exchange.rules import zero_tangent
+from ..formats.formats import BlockwiseFp8, Quantized
+from . import lowering as lowered
+from .primitives import bind, register
 
 BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
+TARGET = "moe_a2a_encode_squares"
+KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
+encode_squares_p.multiple_results = True
 
 
 @jax.tree_util.register_dataclass
@@ -94,15 +110,16 @@ def quantize_experts(
                 "w must be bfloat16, float16 or float32, or a Quantized; got " + short(array)
             )
         _check_weights("w", array)
-        values, scales = encode_experts(jnp.asarray(array), 1)
-    else:
-        values, scales = map(as_array, given)
-        check_dtypes("w", values, scales)
-        _check_weights("the values of w", values)
-        lead, n = values.shape[2:-1], values.shape[-1]
-        expected = (values.shape[0], values.shape[1] // BLOCK, *lead, -(-n // BLOCK))
-        check_squares("w", values, scales, expected)
-        values, scales = map(jnp.asarray, (values, scales))
+        found = encode_experts(jnp.asarray(array), k_axis=1 - array.ndim, plain=transposed)
+        check_scales("w", found.scales)
+        return found
+    values, scales = map(as_array, given)
+    check_dtypes("w", values, scales)
+    _check_weights("the values of w", values)
+    lead, n = values.shape[2:-1], values.shape[-1]
+    expected = (values.shape[0], values.shape[1] // BLOCK, *lead, -(-n // BLOCK))
+    check_squares("w", values, scales, expected)
+    values, scales = map(jnp.asarray, (values, scales))
     check_scales("w", scales)
     return QuantizedExperts(_turned(values), _turned(scales), values if transposed else None)
 
@@ -171,21 +188,40 @@ def _turned(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, -1)
 
 
-def encode_experts(w: jax.Array, k_axis: int) -> Quantized:
-    """Quantize weights [..., K, ..., N] by squares: values like them, and scales.
+def encode_experts(
+    w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
+) -> QuantizedExperts:
+    """Quantize weights by squares.
 
-    XLA reads the weights once for the scales and once for each orientation of the values that is
-    used, because no array is transposed before it is quantized.
+    Args:
+      w: [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``.
+      turned: False to leave out ``values``.
+      plain: False to leave out ``transposed``.
     """
-    n = w.shape[-1]
+    scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
+    values = parts.pop(0) if turned else None
+    return QuantizedExperts(values, scales, *parts)
+
+
+def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
+    if any(axis is not None for axis in jax.typeof(w).sharding.spec):
+        return _composition(w, **params)  # which JAX places over Explicit mesh axes
+    return bind(encode_squares_p, w, **params)
+
+
+def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
+    """Quantize by XLA, which reads the weights once for the scales and once for each orientation of
+    the values, because no array is transposed before it is quantized."""
+    n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
     # Over Explicit mesh axes, JAX places the result of a reshape that divides or merges one axis.
     by_rows = _divided(padded, k_axis)
     squares = _divided(by_rows, w.ndim)
     values, scales = BlockwiseFp8().encode_blocks(squares, (k_axis + 1, w.ndim + 1))
-    values = values.reshape(by_rows.shape).reshape(padded.shape)
-    return Quantized(values[..., :n], jnp.squeeze(scales, (k_axis + 1, w.ndim + 1)))
+    values = values.reshape(by_rows.shape).reshape(padded.shape)[..., :n]
+    scales = jnp.moveaxis(jnp.squeeze(scales, (k_axis + 1, w.ndim + 1)), k_axis, -1)
+    return [scales, *[jnp.moveaxis(values, k_axis, -1)] * turned, *[values] * plain]
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -206,3 +242,74 @@ def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _divided(x: jax.Array, axis: int) -> jax.Array:
     """Divide an axis into blocks of 128."""
     return x.reshape(*x.shape[:axis], x.shape[axis] // BLOCK, BLOCK, *x.shape[axis + 1 :])
+
+
+# Rules of the primitive
+
+
+def _abstract(w: Any, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
+    lead, (k, *between, n) = w.shape[:k_axis], w.shape[k_axis:]
+    squares = (*lead, *between, -(-n // BLOCK), k // BLOCK)
+    shapes = [(*lead, *between, n, k)] * turned + [w.shape] * plain
+    values = [compat.result_aval(w, shape, VALUE_DTYPE) for shape in shapes]
+    return [compat.result_aval(w, squares, SCALE_DTYPE), *values]
+
+
+def _jvp(primals: Any, _: Any, **params: Any) -> Any:
+    outs = bind(encode_squares_p, *primals, **params)
+    return outs, list(map(zero_tangent, outs))
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    outs = _encode_squares(jnp.moveaxis(args[0], dims[0], 0), **params)
+    return outs, [0] * len(outs)
+
+
+def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Leave out values that are not used."""
+    if not any(used):
+        return [False], None
+    names = [name for name in ("turned", "plain") if eqn.params[name]]
+    keeps = dict(zip(names, used[1:], strict=True))
+    outvars = [var for var, keep in zip(eqn.outvars, (True, *used[1:]), strict=True) if keep]
+    return [True], eqn.replace(outvars=outvars, params=dict(eqn.params, **keeps))
+
+
+def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
+    k = w.shape[k_axis]
+    matrices = w.reshape(math.prod(w.shape[:k_axis]), k, -1)
+    num, _, n = matrices.shape
+    shapes = (num, n, k) if turned else (0,), (num, k, n) if plain else (0,)
+    results = [jax.ShapeDtypeStruct(shape, VALUE_DTYPE) for shape in shapes]
+    squares = jax.ShapeDtypeStruct((num, n // BLOCK, k // BLOCK), SCALE_DTYPE)
+    *values, scales = jax.ffi.ffi_call(TARGET, [*results, squares])(matrices)
+    outs = [scales, *[values[0]] * turned, *[values[1]] * plain]
+    avals = _abstract(jax.typeof(w), k_axis=k_axis, turned=turned, plain=plain)
+    # The barriers are those of lowering.py.
+    return [jax.lax.optimization_barrier(x).reshape(a.shape) for x, a in zip(outs, avals)]
+
+
+def _why_no_kernel(ctx: Any, w: Any, k_axis: int) -> str:
+    if compat.is_partitioned(ctx):
+        return "XLA divides the program among devices: call it in jax.shard_map"
+    if w.dtype not in KERNEL_DTYPES:
+        return f"the kernel quantizes bfloat16 and float32; got {w.dtype}"
+    if w.shape[k_axis] % BLOCK or w.shape[-1] % BLOCK:
+        return f"the kernel quantizes whole squares of {BLOCK} x {BLOCK}; got {short(w)}"
+    return lowered.why_no_call(*w.shape)
+
+
+def _cuda(ctx: Any, w: Any, **params: Any) -> Any:
+    why = _why_no_kernel(ctx, ctx.avals_in[0], params["k_axis"])
+    return lowered.lower_kernel(ctx, (w,), params, _kernel, why, _composition)
+
+
+register(
+    encode_squares_p,
+    abstract=_abstract,
+    jvp=_jvp,
+    batch=_batch,
+    composition=_composition,
+    cuda=_cuda,
+)
+compat.register_dce_rule(encode_squares_p, _dce)

@@ -1,0 +1,32 @@
+// Launches the quantization of weights to BlockwiseFp8, by squares.
+#ifndef MOE_A2A_GEMM_ENCODE_SQUARES_H_
+#define MOE_A2A_GEMM_ENCODE_SQUARES_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "element.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+// L matrices of weights. K and N are multiples of 128, and there are at most 2^31 - 1 squares.
+struct EncodeSquares {
+  ElementType type;     // of the weights: kBFloat16 or kFloat32
+  const void* weights;  // [L, K, N]
+  uint8_t *turned,
+      *plain;        // [L, N, K] and [L, K, N], float8_e4m3fn: the same numbers; null to leave out
+  uint32_t* scales;  // [L, N / 128, K / 128], bits of float32
+  int64_t num_matrices, k, n;
+};
+
+// Loads the kernels on the current device, so that no later call does.
+cudaError_t LoadEncodeSquares();
+
+// Launches a block for each square. No allocation, no synchronization.
+Problem LaunchEncodeSquares(const EncodeSquares& call, cudaStream_t stream);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_GEMM_ENCODE_SQUARES_H_

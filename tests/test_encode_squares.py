@@ -1,0 +1,124 @@
+"""The quantization of weights by squares: the kernel equals the composition bit for bit."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.grouped import weights
+from jax_moe_a2a._src.grouped.weights import encode_experts
+
+pytestmark = [
+    pytest.mark.one_process("each process would compute the same on its own devices"),
+    pytest.mark.exchanges(0),
+]
+quantize = functools.partial(ma.quantize_experts, transposed=True)
+
+
+def draw(dtype, *shape):
+    """Return weights whose squares have scales of all sizes, and squares that are not finite."""
+    rng = np.random.default_rng(len(shape))
+    w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
+    w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
+    flat = w.reshape(shape[0], -1)
+    flat[:, 0], flat[0, 1] = (np.nan, np.inf, -np.inf, 448.0, -0.0)[: shape[0]], 449.0
+    w[-1, :128, ..., -128:] = 2.0**-130 * rng.integers(-1, 2, w[-1, :128, ..., -128:].shape)
+    return w.astype(jnp.dtype(dtype))
+
+
+def numbers(tree):
+    """Return arrays as integers, so that all bits are compared."""
+    return [np.asarray(x).view(f"u{x.dtype.itemsize}") for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("shape", ((1, 128, 256), (5, 384, 640), (2, 256, 2, 384), (3, 128, 2176)))
+def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
+    if why := lowered.why_no_call(*shape):
+        pytest.skip(why)
+    w, k_axis = draw(dtype, *shape), 1 - len(shape)
+    options = dict(k_axis=k_axis, turned=True, plain=True)
+    expected = numbers(jax.jit(functools.partial(weights._composition, **options))(w))
+    both = functools.partial(encode_experts, k_axis=k_axis)
+    layers = jax.vmap(jax.vmap(both, out_axes=1))
+    for fn, args, index in (
+        (both, w, ...),
+        (functools.partial(both, turned=False), w, ...),
+        (functools.partial(both, plain=False), w, ...),
+        (layers, jnp.stack([jnp.stack([0 * w, w])] * 3), (2, slice(None), 1)),
+    ):
+        found = jax.jit(fn)(args)
+        parts = found.scales, found.values, found.transposed
+        for part, right in zip(parts, expected, strict=True):
+            if part is not None:
+                np.testing.assert_array_equal(numbers(part)[0][index], right)
+
+
+# Programs for GPUs
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretend GPUs of compute capability 9.0, which need not exist."""
+    jax.clear_caches()
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+    monkeypatch.setattr(native, "register_targets", lambda: None)
+    yield
+    jax.clear_caches()
+
+
+def calls(fn, *args):
+    """Return the shapes of the calls in a program for GPUs."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lines = [line for line in text.splitlines() if f"@{weights.TARGET}(" in line]
+    return [re.findall(r"<([\dx]+)x[bf]\w+>", line.rsplit(" : ", 1)[1]) for line in lines]
+
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_one_call_has_the_orientations_in_use(hopper):
+    w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
+    assert calls(quantize, w) == [[shape, turned, shape, "4x3x2"]]
+    for fn in (ma.quantize_experts, lambda w: quantize(w).values):
+        assert calls(fn, w) == [[shape, turned, "0", "4x3x2"]]
+    assert calls(lambda w: quantize(w).transposed, w) == [[shape, "0", shape, "4x3x2"]]
+    pairs = array(3, 4, 256, 2, 128, dtype="float32")
+    assert calls(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
+    # The gradient is that of the composition.
+    assert calls(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
+
+
+@pytest.mark.parametrize(
+    "w", (array(2, 128, 200), array(0, 128, 128), array(2, 128, 128, dtype="float16")), ids=str
+)
+def test_other_weights_have_the_composition(hopper, w):
+    assert calls(quantize, w) == []
+
+
+@pytest.mark.several_devices("meshes")
+def test_weights_that_xla_divides_have_the_composition(hopper):
+    spec = PartitionSpec("ep")
+    w = draw("float32", 2, 128, 256)
+    expected = numbers(jax.jit(quantize)(w[1:]))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("ep",), (kind,), devices=jax.devices()[:2])
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(w, jax.NamedSharding(mesh, spec))
+            assert calls(quantize, placed) == calls(jax.vmap(quantize), placed[:, None]) == []
+            found = jax.jit(quantize)(placed)
+            assert found.values.sharding.spec[0] == found.transposed.sharding.spec[0] == "ep"
+            for part, right in zip(numbers(found), expected, strict=True):
+                np.testing.assert_array_equal(part[1:], right)
+            each = jax.shard_map(quantize, in_specs=spec, out_specs=spec)
+            assert len(calls(each, placed)) == 1
