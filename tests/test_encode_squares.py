@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import weights
+from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 from jax_moe_a2a._src.grouped.weights import encode_experts
 
 pytestmark = [
@@ -97,6 +99,27 @@ def test_one_call_has_the_orientations_in_use(hopper):
     assert calls(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
     # The gradient is that of the composition.
     assert calls(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
+
+
+@pytest.mark.skipif(not native.has_grouped_gemm(), reason="built without the kernel")
+def test_products_without_gradients_write_one_orientation(hopper):
+    def product(rows, w, sizes):
+        return dot_in_fp8(rows, w, sizes, encode_experts(w)).astype(jnp.float32).sum()
+
+    args = array(64, 256), array(4, 256, 384), array(4, dtype="int32")
+    shape, turned = "4x256x384", "4x384x256"
+    assert calls(product, *args) == [[shape, turned, "0", "4x3x2"]]
+    assert calls(jax.value_and_grad(product), *args) == [[shape, turned, shape, "4x3x2"]]
+
+
+def test_a_gradient_of_a_program_that_read_one_orientation():
+    rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
+    rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
+    product = lambda rows: dot_in_fp8(rows, w, sizes, encode_experts(jnp.asarray(w)))[:, 0].sum()
+    closed = jax.make_jaxpr(product)(rows)
+    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True])
+    late = lambda rows: jax.core.eval_jaxpr(jaxpr, closed.consts, rows)[0]
+    np.testing.assert_array_equal(jax.grad(late)(rows), jax.grad(product)(rows))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ of 128.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,10 @@ def _quantizing_dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        quantized = QuantizedExperts(quantized.transposed, jnp.swapaxes(quantized.scales, -1, -2))
+        values = quantized.transposed
+        if values is None:  # a program was differentiated after _dce
+            values = jnp.swapaxes(quantized.values, -1, -2)
+        quantized = QuantizedExperts(values, jnp.swapaxes(quantized.scales, -1, -2))
     encoded = bind_encode_rows(rows, sizes, params["num_sms"])
     return bind_dot_fp8(encoded, quantized, sizes, **params)
 
@@ -98,6 +102,16 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, bilinear_jvp(turning_dot_p, primals, tangents, **params)[1]
 
 
+def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Do not read the orientation of quantized weights that only the transposed product needs, so
+    that a program without gradients does not write it."""
+    num = len(eqn.invars)
+    num_read = num if eqn.params["transposed"] else 5  # rows, w, sizes, values and scales
+    if not any(used):
+        return [False] * num, None
+    return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
+
+
 for _primitive, _rule, _composition in (
     (quantizing_dot_p, _jvp, _quantizing_dot),
     (turning_dot_p, partial(bilinear_jvp, turning_dot_p), _turning_dot),
@@ -110,3 +124,4 @@ for _primitive, _rule, _composition in (
         is_full=(True,),
         composition=_composition,
     )
+compat.register_dce_rule(quantizing_dot_p, _dce)
