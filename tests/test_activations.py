@@ -1,5 +1,6 @@
 """Which activations are recognized, however a user spells them."""
 
+import contextlib
 import functools
 import math
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts.activations import FusedActivation, recognize
@@ -80,6 +82,17 @@ def test_each_spelling_is_recognized(kind, spelling):
         rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype(dtype))
         assert recognize(activation, rows) == FusedActivation(kind)
         assert recognize(ma.gated(activation), rows) == FusedActivation(kind, gated=True)
+
+
+@pytest.mark.promotes("a user's function mixes numbers and arrays")
+def test_each_mesh_has_its_own_programs():
+    """JAX notes the mesh around a call in broadcasts: a spelling may be met in one mesh first."""
+    rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype("bfloat16"))
+    meshes = [jax.sharding.AbstractMesh((2,), ("x",), (kind,)) for kind in AxisType]
+    for mesh in (None, *meshes, None):
+        with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+            for activation in (jax.nn.relu, SPELLINGS["relu"]["where"], SPELLINGS["relu"]["max"]):
+                assert recognize(activation, rows) == FusedActivation("relu"), mesh
 
 
 def test_the_activation_of_gpt_oss_is_a_value():

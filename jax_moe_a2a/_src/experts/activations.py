@@ -133,16 +133,17 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
     found = _program_of(activation, rows)
     if not found:
         return None
+    around = _has_x64(), jax.sharding.get_abstract_mesh()
     for spelling, (kind, _) in enumerate(_SPELLINGS):
-        if found in _programs_of_spelling(spelling, rows.dtype, _has_x64()):
+        if found in _programs_of_spelling(spelling, rows.dtype, around):
             return FusedActivation(kind, is_gated)
     return None
 
 
 @functools.cache
-def _programs_of_spelling(spelling: int, dtype: Any, x64: bool) -> tuple[str, ...]:
+def _programs_of_spelling(spelling: int, dtype: Any, around: Any) -> tuple[str, ...]:
     """Return the programs of a spelling in its own dtype, and computed in float32."""
-    del x64  # part of the key, because programs depend on it
+    del around  # part of the key, because programs depend on it
     _, act = _SPELLINGS[spelling]
     acc = accumulation_dtype(dtype)
     in_acc = lambda x: act(x.astype(acc)).astype(x.dtype)
