@@ -297,7 +297,7 @@ class Bench:
         if method in OF_MOE_MLP:
             one_call = functools.partial(
                 ma.moe_mlp,
-                activation=experts.swiglu,
+                activation=ma.gated(jax.nn.silu),
                 group=self.group,
                 num_experts=workload.setting.experts,
                 capacity=workload.capacity,

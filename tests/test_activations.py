@@ -84,6 +84,62 @@ def test_each_spelling_is_recognized(kind, spelling):
         assert recognize(ma.gated(activation), rows) == FusedActivation(kind, gated=True)
 
 
+def by_split(act):
+    def gated(x):
+        gate, up = jnp.split(x, 2, axis=-1)
+        return act(gate) * up
+
+    return gated
+
+
+def by_slices(act):
+    def gated(x):
+        half = x.shape[-1] // 2
+        return x[..., half:] * act(x[..., :half])
+
+    return gated
+
+
+def in_float32(act):
+    return lambda x: by_slices(act)(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def halves_in_float32(act):
+    def gated(x):
+        gate, up = (half.astype(jnp.float32) for half in jnp.split(x, 2, axis=-1))
+        return (act(gate) * up).astype(x.dtype)
+
+    return gated
+
+
+@pytest.mark.promotes("users' functions mix numbers and arrays")
+@pytest.mark.parametrize("kind", SPELLINGS)
+@pytest.mark.parametrize("gate_by", (by_split, by_slices, in_float32, halves_in_float32))
+def test_a_function_that_divides_its_argument_is_gated(kind, gate_by):
+    for name, activation in SPELLINGS[kind].items():
+        for dtype in ("bfloat16", "float32"):
+            rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype(dtype))
+            found = recognize(gate_by(activation), rows)
+            assert found == FusedActivation(kind, gated=True), (name, dtype)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    (
+        lambda x: jax.nn.silu(x[..., ::2]) * x[..., 1::2],
+        lambda x: jax.nn.silu(x[..., 6:]) * x[..., :6],
+        lambda x: jax.nn.silu(x[..., :6]) * x[..., 5:11],
+        lambda x: jax.nn.silu(x[..., :6]) * x[..., :6],
+        lambda x: jax.nn.silu(x[..., :6]) + x[..., 6:],
+        lambda x: jax.nn.silu(x[..., :6]) * x[..., 6:] * 2,
+        lambda x: jax.nn.silu(x[..., :6]),
+        lambda x: jax.nn.silu(x.reshape(7, 6, 2)[..., 0]) * x[..., 6:],
+    ),
+)
+def test_other_divisions_are_not_recognized(activation):
+    assert recognize(activation, jax.ShapeDtypeStruct((7, 12), jnp.dtype("float32"))) is None
+
+
 @pytest.mark.promotes("a user's function mixes numbers and arrays")
 def test_each_mesh_has_its_own_programs():
     """JAX notes the mesh around a call in broadcasts: a spelling may be met in one mesh first."""

@@ -3,7 +3,8 @@
 A function is recognized by its program: the jaxpr of its value and its tangent is compared with
 those of the listed functions. The tangent is compared because a function may define its own
 derivative. So the spelling in Python does not matter, and a function that reads arrays of the
-enclosing function is never recognized.
+enclosing function is never recognized. A function of [..., 2I] that divides its argument itself is
+recognized like one of ``gated``.
 """
 
 from __future__ import annotations
@@ -134,22 +135,35 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
     if not found:
         return None
     around = _has_x64(), jax.sharding.get_abstract_mesh()
+    divides = not is_gated and _HALF in found
     for spelling, (kind, _) in enumerate(_SPELLINGS):
-        if found in _programs_of_spelling(spelling, rows.dtype, around):
-            return FusedActivation(kind, is_gated)
+        if found in _programs_of_spelling(spelling, divides, rows.dtype, around):
+            return FusedActivation(kind, is_gated or divides)
     return None
 
 
 @functools.cache
-def _programs_of_spelling(spelling: int, dtype: Any, around: Any) -> tuple[str, ...]:
-    """Return the programs of a spelling in its own dtype, and computed in float32."""
+def _programs_of_spelling(spelling: int, divides: bool, dtype: Any, around: Any) -> tuple[str, ...]:
+    """Return the programs of a spelling in its own dtype, and computed in float32. If ``divides``,
+    they are those of its gated form."""
     del around  # part of the key, because programs depend on it
     _, act = _SPELLINGS[spelling]
     acc = accumulation_dtype(dtype)
     in_acc = lambda x: act(x.astype(acc)).astype(x.dtype)
+    forms: list[Function] = [act] if acc == dtype else [act, in_acc]
+    if divides:
+        forms = [Gated(act), *map(_gated_in_own_dtype, forms)]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        rows = jax.ShapeDtypeStruct((3, 5), dtype)
-        return tuple(_program_of(fn, rows) for fn in ([act] if acc == dtype else [act, in_acc]))
+        rows = jax.ShapeDtypeStruct((3, 6), dtype)
+        return tuple(_program_of(form, rows) for form in forms)
+
+
+def _gated_in_own_dtype(act: Function) -> Function:
+    def gated(x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(x, 2, axis=-1)
+        return act(gate) * up
+
+    return gated
 
 
 def _has_x64() -> bool:
@@ -167,21 +181,26 @@ def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
         closed = jax.make_jaxpr(value_and_tangent)(rows, rows)
         if closed.effects:
             return ""
-        outs = _Digests(tuple(rows.shape)).of(closed, ["x", "dx"])
+        digests = _Digests(tuple(rows.shape))
+        outs = digests.of(closed, ["x", "dx"])
     except Exception:  # the layer calls the function again, and the user sees the error
         return ""
-    return " ".join(outs)
+    return " ".join([_HALF] * digests.has_halves + outs)
 
 
+_HALF = "gated:"  # in the programs of functions that divide their argument
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
 _COMMUTE = ("add", "add_any", "mul", "max", "min")
+_PARTS = ("gate", "up")
 
 
 class _Digests:
     """A function from jaxprs to digests of their results."""
 
     def __init__(self, shape: tuple[int, ...]):
-        self._shape = shape
+        self._shapes = {shape: "shape", (*shape[:-1], shape[-1] // 2): "half"}
+        self._width = shape[-1]
+        self.has_halves = False
 
     def of(self, closed: Any, args: Sequence[str]) -> list[str]:
         """Return the digests of the results of a closed jaxpr."""
@@ -198,12 +217,36 @@ class _Digests:
             return self.of(params.get("jaxpr") or params["call_jaxpr"], args)
         if name == "copy":
             return args
+        if name in ("slice", "split") and (parts := self._halves(name, eqn)):
+            self.has_halves = True
+            return [f"{part} {args[0]}" for part in parts]
+        half = ""
+        if name == "convert_element_type" and args[0].startswith(_PARTS):
+            half, args[0] = args[0].split(" ", 1)  # as if the conversion were before the division
         if name in _COMMUTE:
             args = sorted(args)
-        params = {key: "shape" if value == self._shape else value for key, value in params.items()}
+        params = {key: self._named(value) for key, value in params.items()}
         text = f"{name} {sorted(params.items())} {args}"
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return [f"{digest} {i}" for i in range(len(eqn.outvars))]
+        return [f"{half} {digest} {i}".lstrip() for i in range(len(eqn.outvars))]
+
+    def _named(self, value: Any) -> Any:
+        """Return a parameter, or the name of a shape that depends on that of the rows."""
+        return self._shapes.get(value, value) if isinstance(value, tuple) else value
+
+    def _halves(self, name: str, eqn: Any) -> Sequence[str]:
+        """Return which halves of the last axis the results of an equation are, or ()."""
+        shape, results = eqn.invars[0].aval.shape, [var.aval.shape for var in eqn.outvars]
+        if shape not in self._shapes or shape[-1] != self._width or self._width % 2:
+            return ()
+        if any(self._shapes.get(result) != "half" for result in results):
+            return ()
+        if name == "split":
+            return _PARTS if len(results) == 2 else ()
+        if any(stride != 1 for stride in eqn.params["strides"] or ()):
+            return ()
+        starts = {0: _PARTS[:1], self._width // 2: _PARTS[1:]}
+        return starts.get(eqn.params["start_indices"][-1], ())
 
 
 def _constant(value: Any) -> str:
