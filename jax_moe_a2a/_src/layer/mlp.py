@@ -496,8 +496,8 @@ def why_not_fused(
 
     An activation is recognized by what it computes, however it is written: ``jax.nn.silu``,
     ``jax.nn.gelu`` (both forms), ``jax.nn.relu`` and its square; each of them in ``gated``, or in a
-    function of [C, 2I] that computes the same; and ``clamped_swiglu``. With ``overlap_backward=True`` and plain weights, or
-    with ``experts_format``, no activation is fused.
+    function of [C, 2I] that computes the same; and ``clamped_swiglu``. With
+    ``overlap_backward=True`` and plain weights, or with ``experts_format``, no activation is fused.
 
     The logger ``jax_moe_a2a`` logs the choice and the reason at level INFO when a program is
     lowered for GPUs.
