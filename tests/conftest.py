@@ -52,6 +52,8 @@ import pytest
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.lowering import call_placement
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
 
 P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
 
@@ -177,6 +179,18 @@ def exact_products():
     """Keep products in float32, because GPUs would round their operands to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretend GPUs of compute capability 9.0, which need not exist."""
+    jax.clear_caches()
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+    if not native.available():
+        monkeypatch.setattr(native, "register_targets", lambda: None)
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")

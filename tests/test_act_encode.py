@@ -248,15 +248,9 @@ def test_derivatives_are_refused():
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """Pretend GPUs of compute capability 9.0, which need not exist."""
-    jax.clear_caches()
+def hopper(hopper, monkeypatch):
+    """The same for the kernel, whatever `path` has hidden."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
-    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
-    monkeypatch.setattr(native, "register_targets", lambda: None)
-    yield
-    jax.clear_caches()
 
 
 def avals(rows=512, groups=4, width=512, dtype="bfloat16", lead=()):

@@ -67,18 +67,6 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
 # Programs for GPUs
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Pretend GPUs of compute capability 9.0, which need not exist."""
-    jax.clear_caches()
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
-    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
-    if not native.available():
-        monkeypatch.setattr(native, "register_targets", lambda: None)
-    yield
-    jax.clear_caches()
-
-
 def calls(fn, *args):
     """Return the shapes of the calls in a program for GPUs."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -19,7 +19,6 @@ from jax_moe_a2a._src.experts import lowering as lowered_experts
 from jax_moe_a2a._src.experts import primitives as experts
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
 from jax_moe_a2a._src.group import native
-from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.layer import mlp
 
 pytestmark = [
@@ -421,17 +420,6 @@ def test_policies_do_not_change_gradients():
 
 
 # Programs for GPUs
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """Pretend GPUs of compute capability 9.0, which need not exist."""
-    jax.clear_caches()
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
-    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
-    monkeypatch.setattr(native, "register_targets", lambda: None)
-    yield
-    jax.clear_caches()
 
 
 def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lead=(), gated=True):
