@@ -121,7 +121,7 @@ def test_both_products_are_calls_of_the_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_a_recognized_activation_and_quantization_are_one_pass(dtype):
     args = quantized(arguments(dtype))
-    other = of_all_ranks(activation=lambda x: SWIGLU(x))
+    other = of_all_ranks(activation=lambda x: SWIGLU(1 * x))
     assert small_layer.counts(of_all_ranks(), *args)["act_encode"] == 1
     assert "act_encode" not in small_layer.counts(other, *args)
     with jax.debug_nans(True):  # it must not see rows that the kernel leaves
