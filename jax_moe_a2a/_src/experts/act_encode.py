@@ -12,7 +12,6 @@ The primitive has no derivatives, because a float8 array cannot hold a gradient.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,6 @@ from .primitives import scaled
 
 act_encode_p = compat.Primitive("moe_a2a_act_encode")
 act_encode_p.multiple_results = True
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 def bind_act_encode(

@@ -5,7 +5,6 @@ to a composition of grouped products and element-wise passes.
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from typing import Any
 
@@ -22,8 +21,6 @@ DOT_ACT = "moe_a2a_dot_act"
 ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 def why_not_dot_act(

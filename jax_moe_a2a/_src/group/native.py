@@ -7,9 +7,10 @@ available also work without the extension.
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ from .. import compat
 from . import extension
 
 _native: Any = extension.load()  # None: the portable path is complete without it
+
+logger = logging.getLogger("jax_moe_a2a")
 
 
 class Topology(NamedTuple):
@@ -123,6 +126,25 @@ def register_targets() -> None:
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
     if available():
         introduce_devices()
+
+
+def lower_kernel(
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    kernel: Callable[..., Any],
+    why: str = "",
+    composition: Callable[..., Any] | None = None,
+    what: str = "not fused",
+) -> Any:
+    """Lower a function that calls a kernel. If ``why`` says why no kernel applies, lower
+    ``composition``, which ``what`` describes for the log."""
+    if why:
+        logger.info("%s: %s, because %s", ctx.primitive, what, why)
+        return compat.lower_fun(ctx, composition, operands, params)
+    register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return compat.lower_fun(ctx, kernel, operands, params)
 
 
 def protocol_version() -> int:

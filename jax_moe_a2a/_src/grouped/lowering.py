@@ -132,7 +132,7 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
     if total.shape[:-3] != lead_of(x) or why:
         return compat.lower_fun(ctx, by_product, operands, params)
-    return lower_kernel(ctx, operands, params, _add_outer_kernel)
+    return native.lower_kernel(ctx, operands, params, _add_outer_kernel)
 
 
 def _lower(
@@ -150,7 +150,7 @@ def _lower(
     if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
         return compat.lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
-    return lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
+    return native.lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
 
 
 def by_kernel(
@@ -159,33 +159,14 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Any]:
-    """Return a lowering by ``lower_kernel``. ``why_not`` returns the reason for the types of the
-    operands and the parameters."""
+    """Return a lowering by ``native.lower_kernel``. ``why_not`` returns the reason for the types of
+    the operands and the parameters."""
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         why = why_not(*ctx.avals_in, **params)
-        return lower_kernel(ctx, operands, params, kernel, why, composition, what)
+        return native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
 
     return lower
-
-
-def lower_kernel(
-    ctx: Any,
-    operands: Sequence[Any],
-    params: dict[str, Any],
-    kernel: Callable[..., Any],
-    why: str = "",
-    composition: Callable[..., Any] | None = None,
-    what: str = "not fused",
-) -> Any:
-    """Lower a function that calls a kernel. If ``why`` says why no kernel applies, lower
-    ``composition``, which ``what`` describes for the log."""
-    if why:
-        logger.info("%s: %s, because %s", ctx.primitive, what, why)
-        return compat.lower_fun(ctx, composition, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return compat.lower_fun(ctx, kernel, operands, params)
 
 
 def _dot_kernel(

@@ -12,7 +12,6 @@ hold a gradient.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -51,8 +50,6 @@ NO_GRADIENT = (
 )
 
 grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 def is_quantized(rows: Any, w: Any) -> bool:

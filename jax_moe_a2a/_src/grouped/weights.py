@@ -23,6 +23,7 @@ from .. import compat
 from ..checks import as_array, check_bool, is_known, short
 from ..exchange.rules import zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
+from ..group import native
 from . import lowering as lowered
 from .primitives import bind, register
 
@@ -301,7 +302,7 @@ def _why_no_kernel(ctx: Any, w: Any, k_axis: int) -> str:
 
 def _cuda(ctx: Any, w: Any, **params: Any) -> Any:
     why = _why_no_kernel(ctx, ctx.avals_in[0], params["k_axis"])
-    return lowered.lower_kernel(ctx, (w,), params, _kernel, why, _composition)
+    return native.lower_kernel(ctx, (w,), params, _kernel, why, _composition)
 
 
 register(

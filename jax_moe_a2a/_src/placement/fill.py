@@ -8,7 +8,6 @@ leading axes ``B``. There is no derivative, because all arrays hold integers.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +28,6 @@ TARGET = "moe_a2a_fill_slots"
 
 fill_slots_p = compat.Primitive(TARGET)
 fill_slots_p.multiple_results = True
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 def fill_slots(xp: Any, experts: Any, rows: Any, **params: Any) -> Any:
@@ -160,12 +157,8 @@ def _kernel(
 
 def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     num_ranks, num_local = ctx.avals_in[1].shape[-2:]
-    if why := why_no_kernel(num_ranks, num_ranks * num_local):
-        logger.info("%s: a loop, because %s", ctx.primitive, why)
-        return compat.lower_fun(ctx, _loops, operands, params)
-    native.register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return compat.lower_fun(ctx, _kernel, operands, params)
+    why = why_no_kernel(num_ranks, num_ranks * num_local)
+    return native.lower_kernel(ctx, operands, params, _kernel, why, _loops, "a loop")
 
 
 fill_slots_p.def_impl(lambda *args, **params: compat.apply_primitive(fill_slots_p, *args, **params))
