@@ -6,12 +6,18 @@
 // gemm/grouped_gemm.cuh, whose loader, schedule, roles and waits these are.
 //
 // Parts: a warp group has kParts products, each of 64 of m by kPartN of n. It multiplies a block of k for one part into
-// temporary registers, and adds these times their scales to the part's results. With two temporaries, it does this
-// while it multiplies the next part. The compiler lets no products run across a wait for others whose results are read,
-// so a part starts after the wait for the part before. Meanwhile the other warp group's products keep the hardware busy.
+// temporary registers, and adds these times their scales to the part's results. The compiler lets no products run across
+// a wait for others whose results are read, so a part starts after the wait for the part before. Meanwhile the other warp
+// group's products keep the hardware busy.
 //
-// Scales: a lane reads the scales of its own results from global memory into registers, some steps ahead, and gets
-// others' from lanes of its warp. So nobody lays them out, and they may lie in any order.
+// Rows along m: one temporary. The groups' products run at the same time and end together, so the time from their end to
+// the start of the next ones counts. It is shortest if tiles have whole turns of kStages steps (kWholeTurns): then places of
+// stages are constants, their descriptors are in uniform registers, and a wait begins while the step before is added.
+//
+// Rows along n: two temporaries, and a part is added while the next one is multiplied.
+//
+// Scales: a lane reads scales from global memory into registers, some steps ahead, and gets those that other lanes of its
+// warp have read through shared memory, or from their registers. So nobody lays them out, and they may lie in any order.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_FP8_GEMM_CUH_
@@ -23,15 +29,15 @@
 namespace moe_a2a::gemm {
 
 // A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and Form's numbers of
-// bytes hold. With one temporary, the two warp groups may start their products in turn (kTakesTurns).
+// bytes hold.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_, int kPartN_,
-          int kTemporaries_ = 2, bool kTakesTurns_ = false>
+          bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
   static constexpr int kStepK = kFp8Block;
-  static constexpr int kTemporaries = kTemporaries_;
-  static constexpr bool kTakesTurns = kTakesTurns_;
   // Parts of a tile lie along n, but along m if rows lie along n.
   static constexpr bool kIsTurned = kRows_ == Axis::kN;
+  static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
+  static constexpr int kTemporaries = kIsTurned ? 2 : 1;
   static constexpr int kPartN = kPartN_;
   static constexpr int kParts = kIsTurned ? kTileM_ / (64 * kConsumerGroups) : kTileN_ / kPartN;
   static constexpr int kPartSize = kPartN / 2;  // registers of a part
@@ -42,15 +48,8 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
   // The results of a warp group have the scales of one block of weights, or of at most two.
   static_assert(kIsTurned ? kTileM_ == kConsumerGroups * kFp8Block && kPartN == kTileN_
                           : kTileM_ == 64 * kConsumerGroups && kTileN_ <= 2 * kFp8Block);
-  static_assert(kTileN_ % kPartN == 0 && kPartN % 32 == 0);
+  static_assert(kTileN_ % kPartN == 0 && kPartN % 32 == 0 && !(kWholeTurns && kIsTurned));
   static_assert(kParts % kTemporaries == 0, "a part has the same temporary in each step");
-  static_assert(kTemporaries == 1 || (kTemporaries == 2 && !kTakesTurns));
-};
-
-template <typename F>
-struct Fp8Shared : GemmShared<F> {
-  // The work of each warp, which it need not keep in registers while it multiplies.
-  Work current[kConsumerWarps];
 };
 
 struct Fp8Params : GemmParams {
@@ -60,7 +59,8 @@ struct Fp8Params : GemmParams {
 };
 
 // The scales of a lane's results, for rows along m. Each lane of a quad (four lanes, which have the same rows) reads
-// those of another step. Rows and columns beyond the last have any scales: their results are not stored.
+// those of another step, and leaves them for the others in shared memory. Rows and columns beyond the last have any scales:
+// their results are not stored.
 template <typename F>
 class ScalesAlongM {
  public:
@@ -70,6 +70,10 @@ class ScalesAlongM {
   static constexpr int kLanes = 4;
   static constexpr int kBlocks = (F::kTileN + kFp8Block - 1) / kFp8Block;  // of weights
   static_assert(F::kTileN % kColumns == 0 && kBlocks <= 2);
+  // Of kLanes steps and each quad: of its two rows with the first block, and with the second block.
+  using Shared = float4[kLanes][kWarpThreads / kLanes];
+
+  __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
 
   // Loads the scales of the first steps. `m` is the warp's first row in its group.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
@@ -85,26 +89,24 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of `step`; index() says whose. Steps come in order.
-  __device__ void get(const Fp8Params& p, int step, int steps, float (&scales)[kSize]) {
-    if (step % kLanes == 0) {
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) current_[i] = of_row_[i % 2] * of_block_[i / 2];
-      load(p, step + kLanes, steps);
+  // Returns the scales of step `first + next`; index() says whose. Steps come in order, and `first` is a multiple of kLanes.
+  __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
+    if (next % kLanes == 0) {
+      const float block = of_block_[0], other = of_block_[kBlocks - 1];
+      __syncwarp();
+      of_steps_[lane_index() % kLanes][lane_index() / kLanes] = {
+          of_row_[0] * block, of_row_[1] * block, of_row_[0] * other, of_row_[1] * other};
+      __syncwarp();
+      load(p, first + next + kLanes, steps);
     }
-    float of_step[2 * kBlocks];
+    const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
+    // The block that a half of 64 columns is in is its number / 2, or (its number + 1) / 2 if the tile begins within one.
+    const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      of_step[i] = __shfl_sync(kAllLanes, current_[i], step % kLanes, kLanes);
-    }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if constexpr (kColumns == kFp8Block) {
-        scales[i] = of_step[i];
-      } else {  // the block of a half: (i / 2) / 2 if the tile begins with a block, else (i / 2 + 1) / 2
-        scales[i] = begins_within_block_ ? of_step[(i / 2 + 1) / 2 * 2 + i % 2]
-                                         : of_step[i / 4 * 2 + i % 2];
-      }
+    for (int i = 0; i < kSize / 2; ++i) {
+      const bool is_second = kColumns == kFp8Block ? i > 0 : second[i];
+      scales[2 * i] = is_second ? of_step.z : of_step.x;
+      scales[2 * i + 1] = is_second ? of_step.w : of_step.y;
     }
   }
   // Returns where the scale of a part's register i is.
@@ -125,10 +127,10 @@ class ScalesAlongM {
     }
   }
 
+  Shared& of_steps_;
   bool begins_within_block_;
   uint32_t row_, to_second_row_, block_, to_second_block_;  // where scales are in their arrays
   float of_row_[2], of_block_[kBlocks];                     // of the next steps
-  float current_[2 * kBlocks];
 };
 
 // The scales of a lane's results, for rows along n. Each lane of a warp reads those of other rows.
@@ -137,6 +139,9 @@ class ScalesAlongN {
  public:
   static constexpr int kSize = F::kTileN / 4;
   static constexpr int kReads = F::kTileN / kWarpThreads;
+  using Shared = Nothing;
+
+  __device__ explicit ScalesAlongN(Shared&) {}
 
   // Loads the scales of the first step. `m` is the warp's first row of weights.
   __device__ void start(const Fp8Params& p, const Work& work, const Tile<F>& tile, int32_t m) {
@@ -178,6 +183,16 @@ class ScalesAlongN {
   uint32_t row_, matrix_;             // where scales are in their arrays
   int32_t num_rows_;                  // from this lane's first row to the group's end
   float of_row_[kReads], of_matrix_;  // of the next step
+};
+
+template <typename F>
+using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>>;
+
+template <typename F>
+struct Fp8Shared : GemmShared<F> {
+  // The work of each warp, which it need not keep in registers while it multiplies.
+  Work current[kConsumerWarps];
+  typename Scales<F>::Shared scales[kConsumerWarps];
 };
 
 // Stores boxes of float32 results through a warp's buffers in turn: 16 rows of m by 32 of n.
@@ -254,38 +269,24 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
   }
 }
 
-// Lets the two warp groups start products in turn. The first group begins.
-class Turns {
- public:
-  __device__ explicit Turns(int group) : own_(kFirstBarrier + group) {
-    if (group == 1) arrive_named(kFirstBarrier, kThreads);
-  }
-  __device__ void wait() const { sync_named(own_, kThreads); }
-  __device__ void pass() const { arrive_named(2 * kFirstBarrier + 1 - own_, kThreads); }
-  // The second group has passed the turn once more than the first group has waited.
-  __device__ void end() const {
-    if (own_ == kFirstBarrier) wait();
-  }
-
- private:
-  static constexpr int kFirstBarrier = 1, kThreads = 128 * kConsumerGroups;
-  const int own_;
-};
+// Tells the compiler that a value is the same in all lanes.
+__device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // Multiplies and stores this warp group's part of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shared, uint32_t rank) {
-  using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>>;
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
-  const int warp = threadIdx.x / kWarpThreads, group = warp / 4;
-  const int first_m = group * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
+  const int warp = static_cast<int>(uniform(threadIdx.x / kWarpThreads));
+  const int first_m = warp / 4 * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
   WriterOf<T, F> writer(shared.results[warp]);
-  const auto descriptor_a = static_cast<uint32_t>(
-      operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, Major::kK));
-  const auto descriptor_b = static_cast<uint32_t>(operand_descriptor(shared.b[0], Major::kK));
+  const auto descriptor_of = [](const char* operand) {
+    return uniform(static_cast<uint32_t>(operand_descriptor(operand, Major::kK)));
+  };
+  const uint32_t descriptor_a = descriptor_of(shared.a[0] + first_m / kBoxElements * kBoxBytes);
+  const uint32_t descriptor_b = descriptor_of(shared.b[0]);
   int taken = 0;  // entries of work
   Cursor<F::kStages> stage;
-  Scales scales;
+  Scales<F> scales(shared.scales[warp]);
   const auto take_work = [&] {
     const int entry = taken % kWorkEntries;
     wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry], taken / kWorkEntries % 2);
@@ -301,8 +302,6 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
   const auto give = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  std::conditional_t<F::kTakesTurns, Turns, Nothing> turns(group);
-
   Work work = take_work();
   while (!work.is_end()) {
     if (lane_index() == 0) shared.current[warp] = work;
@@ -313,14 +312,12 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
 #pragma unroll
     for (float& x : d) x = 0;
     if (tile.n < tile.end_n && tile.m + first_m < tile.end_m) {
-      float t[F::kTemporaries][F::kPartSize], scale[Scales::kSize];
+      float t[F::kTemporaries][F::kPartSize], scale[Scales<F>::kSize];
       // Starts the products of a part of the stage.
-      const auto start = [&](int part) {
+      const auto start = [&](int place, int part) {
         float (&of)[F::kPartSize] = t[part % F::kTemporaries];
-        const uint32_t a =
-            descriptor_a + stage.place * (F::kBytesA >> 4) + part * (F::kStepOfA >> 4);
-        const uint32_t b =
-            descriptor_b + stage.place * (F::kBytesB >> 4) + part * (F::kStepOfB >> 4);
+        const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfA >> 4);
+        const uint32_t b = descriptor_b + place * (F::kBytesB >> 4) + part * (F::kStepOfB >> 4);
         fence_registers(of);
         begin_products();
 #pragma unroll
@@ -336,31 +333,30 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
         fence_registers(of);
 #pragma unroll
         for (int i = 0; i < F::kPartSize; ++i) {
-          d[part * F::kPartSize + i] += scale[Scales::index(part, i)] * of[i];
+          d[part * F::kPartSize + i] += scale[Scales<F>::index(part, i)] * of[i];
         }
       };
       constexpr int kLast = F::kParts - 1;
-      if constexpr (F::kTemporaries == 2) {
-        // A part is added while the next one is multiplied.
+      if constexpr (F::kIsTurned) {
         const auto add_all_but_last = [&](int step) {
           scales.get(p, step, steps, scale);
 #pragma unroll
           for (int part = 0; part < kLast; ++part) {
             wait_for_products<0>();
-            start(part + 1);
+            start(stage.place, part + 1);
             add(part);
           }
         };
         if (steps > 0) {
           wait_for(&shared.loaded[stage.place], stage.parity);
-          start(0);
+          start(stage.place, 0);
           for (int step = 0; step + 1 < steps; ++step) {
             add_all_but_last(step);
             const int place = stage.place;
             stage.advance();
             wait_for(&shared.loaded[stage.place], stage.parity);
             wait_for_products<0>();
-            start(0);
+            start(stage.place, 0);
             give(place);
             add(kLast);
           }
@@ -371,25 +367,29 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
           add(kLast);
         }
       } else {
-        // A group takes turns only in tiles where both have results.
-        const bool takes_turns = F::kTakesTurns && tile.m + kWarpGroupM < tile.end_m;
-        for (int step = 0; step < steps; ++step) {
-          wait_for(&shared.loaded[stage.place], stage.parity);
+        // The step `first + next`, of the stage at `place`.
+        const auto multiply = [&](int first, int next, int place) {
+          wait_for_lane(&shared.loaded[place], stage.parity);
 #pragma unroll
           for (int part = 0; part < F::kParts; ++part) {
-            if constexpr (F::kTakesTurns) {
-              if (takes_turns) turns.wait();
-            }
-            start(part);
-            if constexpr (F::kTakesTurns) {
-              if (takes_turns) turns.pass();
-            }
-            if (part == 0) scales.get(p, step, steps, scale);
+            start(place, part);
+            if (part == 0) scales.get(p, first, next, steps, scale);
             wait_for_products<0>();
-            if (part == kLast) give(stage.place);
+            if (part == kLast) give(place);
             add(part);
           }
-          stage.advance();
+        };
+        if constexpr (F::kWholeTurns) {
+          for (int first = 0; first < steps; first += F::kStages) {
+#pragma unroll
+            for (int place = 0; place < F::kStages; ++place) multiply(first, place, place);
+            stage.parity ^= 1;
+          }
+        } else {
+          for (int step = 0; step < steps; ++step) {
+            multiply(0, step, stage.place);
+            stage.advance();
+          }
         }
       }
     } else {
@@ -405,7 +405,6 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
     store_results<T, F>(p, writer, Tile<F>(p, done, rank), Plane(F::kHasRaggedD, done), warp_m, d);
     work = next;
   }
-  if constexpr (F::kTakesTurns) turns.end();
   if (lane_index() == 0) wait_until_stored();
 }
 

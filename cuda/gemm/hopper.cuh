@@ -108,10 +108,10 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
 }
 
-// Arrives at the barrier `index`, at which other threads of the block wait with sync_named(). All threads together are
-// `num_threads`, in whole warps.
-__device__ inline void arrive_named(int index, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
+// Waits like wait_for(), but for one lane: before products, which wait for all lanes.
+__device__ inline void wait_for_lane(uint64_t* barrier, uint32_t parity) {
+  while (!try_wait<false>(barrier, parity)) {
+  }
 }
 
 // Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
