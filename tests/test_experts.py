@@ -232,11 +232,12 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
     weights = weights.at[5].set(0)
     sizes = jnp.array(SIZES, jnp.int32)
     params = dict(activation=SWIGLU, num_sms=None)
-    h, pre = experts.dot_act_p.bind(
-        rows, w_in, b_in, weights, sizes, keep=True, has_bias=True, **params
-    )
+    product = experts.Product(rows, w_in, b_in, weights, sizes)
+    h, pre = experts._bind(experts.dot_act_p, product, keep=True, **params)
     ct = jnp.ones((ROWS, HIDDEN)).at[5].set(jnp.nan)
-    ct_pre, again, _ = experts.act_dot_grad_p.bind(ct, pre, weights, w_out, sizes, **params)
+    ct_pre, again, _ = experts._bind(
+        experts.act_dot_grad_p, experts.Gradient(ct, pre, weights, w_out, sizes), **params
+    )
     assert np.isnan(pre[1]).any()
     for x in (h, ct_pre, again):
         assert not np.any(x[jnp.array([1, 5])])

@@ -125,6 +125,11 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
+    // The two arrays of weights are told apart here, once for each tile, so consumers have no branch.
+    const bool is_spare = work.weight >= p.first_spare;
+    work.weight -= is_spare ? p.first_spare : 0;
+    const CUtensorMap* map_a = is_spare && F::kWeightsAreA ? &p.spare : &p.a;
+    const CUtensorMap* map_b = is_spare && !F::kWeightsAreA ? &p.spare : &p.b;
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
     const int products = tile.steps(), steps = products + F::kPreStages;
     // Take the next tile as late as possible without a wait. A block that is late then does not
@@ -149,13 +154,13 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
           const int32_t m = F::kIsGated && F::kRows == Axis::kN
                                 ? gated_column<true>(tile.m, box, p.activation.num_columns)
                                 : tile.m + box * kBoxElements;
-          load(a + box * kBoxBytes, &p.a, box_of<F::kMajorA>(plane_a, m, k), loaded);
+          load(a + box * kBoxBytes, map_a, box_of<F::kMajorA>(plane_a, m, k), loaded);
         };
         const auto load_b = [&](int box, auto&& load) {
           const int32_t n = F::kIsGated && F::kRows == Axis::kM
                                 ? gated_column<false>(tile.n, box, p.activation.num_columns)
                                 : tile.n + box * F::kRowsOfBoxB;
-          load(b + box * (F::kBytesB / F::kBoxesB), &p.b, box_of<F::kMajorB>(plane_b, n, k),
+          load(b + box * (F::kBytesB / F::kBoxesB), map_b, box_of<F::kMajorB>(plane_b, n, k),
                loaded);
         };
         if (kIsCluster && work.shares_a()) {

@@ -229,7 +229,9 @@ def _kernel(
     lead = jnp.broadcast_shapes(w_values.shape[:-3], w_scales.shape[:-3])
     weights = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (w_values, w_scales))
     w3, scales3 = (lowered.flat(x, 3) for x in weights)
-    groups = lowered.table(sizes, lead_of(values), num_rows, lead, has_tail=tail == "zero")
+    groups = lowered.table(
+        sizes, lead_of(values), num_rows, (*lead, sizes.shape[-1]), has_tail=tail == "zero"
+    )
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD

@@ -1,8 +1,9 @@
 """Apply experts with replicas: the home experts of a rank, and its spare slots, whose weights are
 fetched.
 
-No array holds the weights of both. The experts are applied twice to the same rows: once by the home
-weights, and once by the spare weights to rows that begin with those of the spare slots.
+No array holds the weights of both. Products read them as two arrays. Products in FP8 have only one
+array, so the experts are applied twice to the same rows: once by the home weights, and once by the
+spare weights to rows that begin with those of the spare slots.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def apply_to_both(
     recv: Recv,
     placement: Placement,
     fetched: Weights | None,
+    *,
+    in_two: bool,
 ) -> jax.Array:
     """Fetch the weights of spare slots, and return the outputs of all rows.
 
@@ -98,10 +101,14 @@ def apply_to_both(
       apply: maps rows, weights of groups and the sizes of these groups to outputs.
       recv: of the rows. Its groups are those of the home experts, and then of the spare slots.
       fetched: the weights of spare slots if they are already here.
+      in_two: True to apply the experts twice, because ``apply`` accepts no tuples of weights.
     """
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Weights, spare: Weights, sizes: jax.Array) -> jax.Array:
+        if not in_two:
+            pairs = (None if w is None else (w, x) for w, x in zip(home, spare, strict=True))
+            return apply(rows, Weights(*pairs), sizes)
         num_home = home.w_in.shape[0]
         start = sizes[:num_home].sum(dtype=jnp.int32)
         is_home = jnp.arange(rows.has_token.shape[0], dtype=jnp.int32) < start
