@@ -60,32 +60,26 @@ def dot_act(
 ) -> list[jax.Array]:
     o = tree.unflatten(operands)
     columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
-    return _product(*o, columns, keep, num_sms, attributes_of(activation))
+    return _product(o, columns, keep, num_sms, attributes_of(activation))
 
 
 def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
     o = tree.unflatten(operands)
     attributes = dict(attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
     columns = arrays_of(o.w)[0].shape[-1]
-    return _product(*o, columns, False, num_sms, attributes)[0]
+    return _product(o, columns, False, num_sms, attributes)[0]
 
 
 def _product(
-    rows: jax.Array,
-    w: Any,
-    bias: Any,
-    weights: jax.Array,
-    sizes: jax.Array,
-    columns: int,
-    keep: bool,
-    num_sms: int | None,
-    attributes: dict[str, Any],
+    operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
     """Call the kernel that has an activation in the epilogue of a product of rows.
 
     Args:
+      operands: a ``Product``.
       columns: of the result. With ``keep``, the product itself is a second result.
     """
+    rows, w, bias, weights, sizes = operands
     ws = list(arrays_of(w))
     num_rows, width = rows.shape[-2], ws[0].shape[-1]
     biases = [jnp.zeros(0, rows.dtype)]

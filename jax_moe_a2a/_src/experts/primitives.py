@@ -120,14 +120,8 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-FULL = (
-    "rows",
-    "weights",
-    "d_pre",
-    "d_weights",
-    "ct",
-    "pre",
-)  # operands with all leading axes in full
+# Operands with all leading axes in full.
+FULL = ("rows", "weights", "d_pre", "d_weights", "ct", "pre")
 
 
 def _bind(primitive: Any, operands: Any, **params: Any) -> Any:
@@ -386,7 +380,6 @@ def _tangent_transpose(
 ) -> list[Any]:
     ct, *passed = cts
     o = tree.unflatten(operands)
-
     d_pre, d_weights = (d if ad.is_undefined_primal(d) else None for d in o[:2])
     d_w_out = arrays_of(o.d_w_out)
     of_w = any(map(ad.is_undefined_primal, d_w_out))
@@ -403,13 +396,13 @@ def _tangent_transpose(
             found[0] = None if d_pre is None else ct_pre
             found[1] = None if d_weights is None else ct_weights
         if passes:
-            found[2] = [bind_add_outer(*found[2], h, ct, o.sizes, num_sms)]
+            found[2] = [bind_add_outer(found[2][0], h, ct, o.sizes, num_sms)]
             if d_pre is not None:
                 # The product by w_in comes next, when h and ct are no longer needed.
                 found[0], found[2] = lax.optimization_barrier((ct_pre, found[2]))
         elif of_w:
-            params = dict(tail="unspecified", num_sms=num_sms)
-            found[2] = outers_like(d_w_out, h, ct, o.sizes, ct, **params)
+            of_tail = dict(tail="unspecified", num_sms=num_sms)
+            found[2] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
     of_linear: list[Any] = []
     for x, d in zip((*found[:2], found[2]), o[:3], strict=True):
         if d is not None:

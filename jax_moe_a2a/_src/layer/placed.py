@@ -43,14 +43,16 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of some experts of a rank."""
+    """The weights of some experts of a rank. Each may be a tuple of home and spare ones."""
 
     w_in: Any
     """An array or ``QuantizedExperts``."""
-    b_in: jax.Array | None
+    b_in: Any
+    """An array or None."""
     w_out: Any
     """An array or ``QuantizedExperts``."""
-    b_out: jax.Array | None
+    b_out: Any
+    """An array or None."""
 
 
 def to_slots(
