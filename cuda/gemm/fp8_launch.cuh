@@ -39,6 +39,7 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
   p.sizes = gemm.sizes;
   p.weights = gemm.weights;
   p.num_groups = gemm.num_groups;
+  p.first_spare = static_cast<int32_t>(gemm.num_weights);
   p.next_tile = gemm.counter;
   p.row_scales = gemm.row_scales;
   p.matrix_scales = gemm.matrix_scales;

@@ -126,7 +126,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
     const Tile<F> tile(p, work, rank);
     // The two arrays of weights are told apart here, once for each tile, so consumers have no branch.
-    const bool is_spare = work.weight >= p.first_spare;
+    const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
     const CUtensorMap* map_a = is_spare && F::kWeightsAreA ? &p.spare : &p.a;
     const CUtensorMap* map_b = is_spare && !F::kWeightsAreA ? &p.spare : &p.b;
