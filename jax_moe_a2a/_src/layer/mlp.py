@@ -392,7 +392,7 @@ def mlp_and_routing(
         if spare:
             assert placement is not None
             alone = lambda *args: apply(*args, totals={})[0]
-            in_two = in_fp8 or experts_format is not None
+            in_two = experts_format is not None
             y = apply_to_both(alone, rows, weights, recv, placement, fetched, in_two=in_two)
         else:
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)

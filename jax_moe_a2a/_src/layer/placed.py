@@ -1,9 +1,9 @@
 """Apply experts with replicas: the home experts of a rank, and its spare slots, whose weights are
 fetched.
 
-No array holds the weights of both. Products read them as two arrays. Products in FP8 have only one
-array, so the experts are applied twice to the same rows: once by the home weights, and once by the
-spare weights to rows that begin with those of the spare slots.
+No array holds the weights of both. Products read them as two arrays. Products that quantize the
+weights on the way have only one array, so the experts are applied twice to the same rows: once by
+the home weights, and once by the spare weights to rows that begin with those of the spare slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .. import compat
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
-from ..formats.formats import Quantized
 from ..group.group import Group
 from ..placement.choice import choose_slots
 from ..placement.types import Placement
@@ -147,9 +146,8 @@ def _keeps_all_but_fetched(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
     """Return rows of which only some are used: the gradients of the others are zero."""
-    is_quantized = isinstance(rows.rows, Quantized)  # and has no gradients
     return Rows(
-        rows.rows if is_quantized else _with_gradients_of(rows.rows, is_kept),
+        _with_gradients_of(rows.rows, is_kept),
         jnp.where(is_kept, rows.weights, 0),
         rows.has_token & is_kept,
     )
