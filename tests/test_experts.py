@@ -232,11 +232,12 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
     weights = weights.at[5].set(0)
     sizes = jnp.array(SIZES, jnp.int32)
     params = dict(activation=SWIGLU, num_sms=None)
-    h, pre = experts.dot_act_p.bind(
-        rows, w_in, b_in, weights, sizes, keep=True, has_bias=True, **params
-    )
+    product = experts.Product(rows, w_in, b_in, weights, sizes)
+    h, pre = experts._bind(experts.dot_act_p, product, keep=True, **params)
     ct = jnp.ones((ROWS, HIDDEN)).at[5].set(jnp.nan)
-    ct_pre, again, _ = experts.act_dot_grad_p.bind(ct, pre, weights, w_out, sizes, **params)
+    ct_pre, again, _ = experts._bind(
+        experts.act_dot_grad_p, experts.Gradient(ct, pre, weights, w_out, sizes), **params
+    )
     assert np.isnan(pre[1]).any()
     for x in (h, ct_pre, again):
         assert not np.any(x[jnp.array([1, 5])])
@@ -545,3 +546,57 @@ def test_why_not_fused_names_the_reason(hopper):
         why(jax.nn.silu)
     with pytest.raises(ValueError, match="w_out must have the shape"):
         why(ma.gated(jax.nn.silu), w_out=w_out.update(shape=(4, 320)))
+
+
+# Home and spare weights
+
+
+def in_pairs(args, num):
+    """Divide weights and biases: the last groups have the spare ones."""
+    return [(x[:num], x[num:]) if i in (1, 2, 4, 5) else x for i, x in enumerate(args)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", (SWIGLU, CLAMPED, FusedActivation("gelu")), ids=name_of)
+@pytest.mark.parametrize("sizes", [(150, 0, 70, 1), (0, 0, 3, 200), (8, 0, 5, 0)], ids=str)
+def test_two_arrays_of_weights_equal_one(sizes, activation, dtype):
+    """On a GPU with the kernels, these sizes run them, in both forms of the first product."""
+    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
+
+    def both(*args):
+        y, transpose = jax.vjp(functools.partial(fused, activation=activation, sizes=sizes), *args)
+        return y, *transpose(jnp.cos(y))
+
+    found, expected = jax.jit(both)(*in_pairs(args, 2)), jax.jit(both)(*args)
+    joined = jax.tree.map(
+        lambda x: jnp.concatenate(x) if isinstance(x, tuple) else x,
+        list(found),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    tolerance = 1e-5 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps)
+    for name, x, right in zip(("y", *NAMES), joined, expected, strict=True):
+        x, right = (a[: sum(sizes)] if a.shape[0] == 300 else a for a in (x, right))
+        x, right = (a.astype("float32") for a in (x, right))
+        error = float(jnp.linalg.norm(x - right))
+        assert error <= tolerance * float(jnp.linalg.norm(right)), name
+
+
+@needs_kernel
+def test_no_program_joins_two_arrays_of_weights(hopper):
+    args = operands(
+        SWIGLU, dtype="bfloat16", sizes=(150, 0, 70, 1), rows=300, hidden=72, intermediate=328
+    )
+
+    def both(*args):
+        y, transpose = jax.vjp(functools.partial(fused, sizes=(150, 0, 70, 1)), *args)
+        return transpose(y)
+
+    text = jax.jit(both).trace(*in_pairs(args, 2)).lower(lowering_platforms=("cuda",)).as_text()
+    called = re.findall(r"custom_call @moe_a2a_(\w+)\(([^)]*)\)", text)
+    # The products of weights read both arrays. A bias has a product of its own only in gradients.
+    counts = {name: {len(o.split(",")) for n, o in called if n == name} for name, _ in called}
+    assert counts["dot_act"] == counts["act_dot_grad"] == {6}
+    assert counts["grouped_gemm"] == {3, 4}  # gradients of weights; the gradient of rows
+    for line in text.splitlines():
+        if "stablehlo.concatenate" in line:  # of the table of groups and of biases only
+            assert not re.search(r"4x(72x656|328x72)x|300x", line), line

@@ -4,6 +4,7 @@ On CPU: decoded products ("reference"), and what the kernel gets, read by numpy 
 ("table"). With MOE_A2A_TEST_GPU=1: the kernel, and decoded products.
 """
 
+import functools
 import types
 
 import format_oracle
@@ -113,7 +114,8 @@ def read_table(target, results, arrays, num_sms, product):
     (out,) = results
 
     def run(*arrays):
-        values, w_values, table, scales, w_scales = map(np.asarray, arrays)
+        values, w_values, table, scales, w_scales, *spare = map(np.asarray, arrays)
+        w_values = np.concatenate([w_values, *spare])
         d = np.full(out.shape, np.nan, out.dtype)
         for start, size, weight in table.T.tolist():
             assert start >= 0 and size >= 0 and start + size <= len(values)
@@ -182,6 +184,24 @@ def test_a_product_is_that_of_the_definition(path, case, tail):
         out = dot(rows, experts, sizes)
         inexact = 0.0 if is_exact else 2.0**-7
         assert_is_product(out, rows, w, sizes, dtype, tail == "zero", inexact)
+
+
+@pytest.mark.parametrize("num_spare", (1, 2))
+@pytest.mark.parametrize("case", ("tail", "many_groups", "edges"))
+def test_spare_weights_are_a_second_array(path, case, num_spare):
+    """The sums are exact, so no bit differs from the product of one array."""
+    num_rows, k, n, sizes = (CASES | HOSTILE)[case]
+    rows, w = draw_exact(num_rows, k, n, sizes)
+    home, spare = ([x[:-num_spare] for x in w], [x[-num_spare:] for x in w])
+    params = dict(dtype=jnp.dtype("float32"), tail="zero", num_sms=None)
+    dot = jax.jit(functools.partial(quantized.bind_dot_fp8, **params))
+    sizes = np.array(sizes, np.int32)
+    pair = ma.QuantizedExperts(*home), ma.QuantizedExperts(*spare)
+    np.testing.assert_array_equal(dot(rows, pair, sizes), dot(rows, ma.QuantizedExperts(*w), sizes))
+    lead = lambda x: jax.tree.map(lambda x: np.stack([x, x]), x)
+    both = jax.jit(jax.vmap(functools.partial(quantized.bind_dot_fp8, **params), (0, (0, None), 0)))
+    shared = both(lead(rows), (lead(pair[0]), pair[1]), lead(sizes))
+    np.testing.assert_array_equal(shared, np.stack([dot(rows, pair, sizes)] * 2))
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

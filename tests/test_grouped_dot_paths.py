@@ -141,6 +141,19 @@ def test_each_product_in_fp8_is_one_call(hopper):
 
 
 @needs_kernel
+def test_spare_weights_in_fp8_are_read_by_the_same_call(hopper):
+    params = dict(dtype=jnp.dtype("bfloat16"), tail="unspecified", num_sms=None)
+    dot = functools.partial(quantized.bind_dot_fp8, **params)
+    rows, w, _ = fp8_avals()
+    args = rows, (w, fp8_avals(groups=2)[1]), jax.ShapeDtypeStruct((6,), "int32")
+    assert fp8_calls(dot, *args) == [0]
+    text = jax.jit(dot).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    joined = [line for line in text.splitlines() if "stablehlo.concatenate" in line]
+    assert any("tensor<6x2x2xf32>" in line for line in joined)  # the scales
+    assert not any("f8E4M3FN" in line for line in joined)
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     ("why", "options"),
     [

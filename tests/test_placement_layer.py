@@ -1,6 +1,7 @@
 """Layers with replicas of experts: results and gradients are those without a placement."""
 
 import functools
+import re
 
 import jax
 import jax.extend.core
@@ -289,6 +290,36 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     assert (ranks, 1, WIDTH, HIDDEN) not in kept and (ranks, LOCAL, WIDTH, HIDDEN) in kept
     joined = f"{LOCAL + 1},{HIDDEN},{2 * WIDTH}]"
     assert joined not in jax.jit(both).lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("kind", ("bfloat16", "quantized"))
+def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
+    ranks, size, rng = 2, 128, np.random.default_rng(0)
+    placement, _ = placement_of(rng, ranks, LOCAL, 1)
+    ids, _ = layer_arguments(rng, ranks, False)
+    draw = lambda *shape: jnp.zeros((ranks, *shape), jnp.bfloat16)
+    weights = [draw(LOCAL, size, 2 * size), draw(LOCAL, size, size)]
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    run = functools.partial(value_and_gradients, group=group)
+    if kind == "quantized":
+        weights = [jax.vmap(ma.quantize_experts)(w) for w in weights]
+        run = functools.partial(layer, group=group)
+    run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
+    top_k = jnp.ones((ranks, TOKENS, TOP_K), jnp.float32)
+    floats = [draw(TOKENS, size), top_k, *weights, draw(LOCAL, 2 * size), draw(LOCAL, size)]
+
+    def lowered(placement):
+        traced = run.trace(ids, floats, placement)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        targets = r"custom_call @moe_a2a_(dot_act|act_dot_grad|fp8_gemm|act_encode)\("
+        return sorted(re.findall(targets, text)), text
+
+    calls, text = lowered(placement)
+    expected = ["act_encode", "fp8_gemm", "fp8_gemm"]
+    assert calls == (["act_dot_grad", "dot_act", "dot_act"] if kind == "bfloat16" else expected)
+    assert calls == lowered(None)[0]
+    joined = [line for line in text.splitlines() if "stablehlo.concatenate" in line]
+    assert joined and not any(re.search(r"x128x(128|256)x|x256x128x", line) for line in joined)
 
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():

@@ -16,6 +16,9 @@
 // moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or float32; results values
 // [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
 //
+// Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or [S, N, K], which
+// follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N / 128, K / 128].
+//
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
 // checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
 #include "ffi/grouped_gemm.h"
@@ -172,13 +175,27 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
        ReadLaunch(call, gemm)});
 }
 
+// Sets the second array of weights, if the call has one. `like` is the first.
+template <typename Gemm>
+ffi::Error ReadSpare(const ffi::RemainingArgs& spare, const ffi::AnyBuffer& like, Gemm* gemm) {
+  if (spare.size() == 0) return ffi::Error::Success();
+  if (spare.size() > 1) return Invalid("grouped_dot has too many operands");
+  const auto found = spare.get<ffi::AnyBuffer>(0);
+  if (!found.has_value()) return found.error();
+  const auto axes = like.dimensions();
+  gemm->spare = found->untyped_data();
+  gemm->num_spare = found->dimensions().size() == 3 ? found->dimensions()[0] : 0;
+  return CheckShape(*found, "spare weights", like.element_type(),
+                    {gemm->num_spare, axes[1], axes[2]});
+}
+
 ffi::Error Launch(const GroupedGemm& gemm, cudaStream_t stream) {
   const Problem problem = LaunchGroupedGemm(gemm, stream);
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
 ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t num_sms,
-               ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer table,
+               ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer table, ffi::RemainingArgs spare,
                ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> counter) {
   GroupedGemm gemm = {};
   if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
@@ -191,9 +208,11 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   if (error.failure()) return error;
   const ffi::DataType type = a.element_type();
   const bool is_transposed = gemm.product == GroupedProduct::kTransposed;
-  error = is_gradient ? CheckShape(b, "b", type, {gemm.num_rows, gemm.n})
-                      : CheckShape(*d, "the result", type,
-                                   {gemm.num_rows, is_transposed ? gemm.k : gemm.n});
+  if (is_gradient && spare.size() > 0) return Invalid("grouped_dot has too many operands");
+  error = First({ReadSpare(spare, b, &gemm),
+                 is_gradient ? CheckShape(b, "b", type, {gemm.num_rows, gemm.n})
+                             : CheckShape(*d, "the result", type,
+                                          {gemm.num_rows, is_transposed ? gemm.k : gemm.n})});
   if (error.failure()) return error;
   gemm.a = a.untyped_data();
   gemm.b = b.untyped_data();
@@ -231,8 +250,9 @@ ffi::Error CheckGated(const GroupedGemm& gemm, const ActivatedProduct& activated
 ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t function,
                   int64_t is_gated, float alpha, float limit, int64_t num_sms, ffi::AnyBuffer rows,
                   ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer bias,
-                  ffi::AnyBuffer row_weights, ffi::Result<ffi::AnyBuffer> act,
-                  ffi::Result<ffi::AnyBuffer> pre, ffi::Result<ffi::AnyBuffer> counter) {
+                  ffi::AnyBuffer row_weights, ffi::RemainingArgs spare,
+                  ffi::Result<ffi::AnyBuffer> act, ffi::Result<ffi::AnyBuffer> pre,
+                  ffi::Result<ffi::AnyBuffer> counter) {
   ActivatedProduct activated = {};
   GroupedGemm gemm = {};
   gemm.product = static_cast<GroupedProduct>(product);
@@ -241,14 +261,16 @@ ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
   }
   ffi::Error error =
       First({ReadActivation(function, is_gated, alpha, limit, &activated),
-             ReadCall({stream, ordinal, num_sms, rows, weights, table, *counter}, &gemm),
-             CheckGated(gemm, activated, gemm.n)});
+             ReadCall({stream, ordinal, num_sms, rows, weights, table, *counter}, &gemm)});
+  if (error.failure()) return error;
+  error = First({ReadSpare(spare, weights, &gemm), CheckGated(gemm, activated, gemm.n)});
   if (error.failure()) return error;
   const ffi::DataType type = rows.element_type();
   const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
   const bool has_bias = !IsEmpty(bias), keeps = pre->dimensions().size() == 2;
-  error = First({has_bias ? CheckShape(bias, "biases", type, {gemm.num_weights, gemm.n})
-                          : ffi::Error::Success(),
+  error = First({has_bias
+                     ? CheckShape(bias, "biases", type, {gemm.num_weights + gemm.num_spare, gemm.n})
+                     : ffi::Error::Success(),
                  CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
                  CheckShape(*act, "activations", type, {gemm.num_rows, columns}),
                  keeps ? CheckShape(*pre, "pre-activations", type, {gemm.num_rows, gemm.n})
@@ -267,8 +289,9 @@ ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
 ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, int64_t is_gated,
                       float alpha, float limit, int64_t num_sms, ffi::AnyBuffer gradient,
                       ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer pre,
-                      ffi::AnyBuffer row_weights, ffi::Result<ffi::AnyBuffer> d_pre,
-                      ffi::Result<ffi::AnyBuffer> act, ffi::Result<ffi::AnyBuffer> partial_dots,
+                      ffi::AnyBuffer row_weights, ffi::RemainingArgs spare,
+                      ffi::Result<ffi::AnyBuffer> d_pre, ffi::Result<ffi::AnyBuffer> act,
+                      ffi::Result<ffi::AnyBuffer> partial_dots,
                       ffi::Result<ffi::AnyBuffer> counter) {
   ActivatedProduct activated = {};
   GroupedGemm gemm = {};
@@ -283,7 +306,7 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
   const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
   const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
   error = First(
-      {CheckGated(gemm, activated, width),
+      {ReadSpare(spare, weights, &gemm), CheckGated(gemm, activated, width),
        CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
        CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
        CheckShape(*d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
@@ -303,7 +326,7 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
 
 ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t num_sms,
                   ffi::AnyBuffer rows, ffi::AnyBuffer weights, ffi::AnyBuffer table,
-                  ffi::AnyBuffer row_scales, ffi::AnyBuffer weight_scales,
+                  ffi::AnyBuffer row_scales, ffi::AnyBuffer weight_scales, ffi::RemainingArgs spare,
                   ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> counter) {
   const Call call = {stream, ordinal, num_sms, rows, weights, table, *counter};
   if (ffi::Error error = CheckAxes(call); error.failure()) return error;
@@ -324,15 +347,16 @@ ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
   const bool is_float = d->element_type() == float32;
   gemm.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
-  const ffi::Error error =
-      First({CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
-             CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
-             CheckShape(row_scales, "the scales of rows", float32, {gemm.num_rows, blocks_k}),
-             CheckShape(weight_scales, "the scales of weights", float32,
-                        {gemm.num_weights, blocks_n, blocks_k}),
-             CheckShape(*d, "the result", is_float ? float32 : ffi::DataType::BF16,
-                        {gemm.num_rows, gemm.n}),
-             ReadLaunch(call, &gemm)});
+  ffi::Error error = ReadSpare(spare, weights, &gemm);
+  if (error.failure()) return error;
+  error = First({CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
+                 CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
+                 CheckShape(row_scales, "the scales of rows", float32, {gemm.num_rows, blocks_k}),
+                 CheckShape(weight_scales, "the scales of weights", float32,
+                            {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}),
+                 CheckShape(*d, "the result", is_float ? float32 : ffi::DataType::BF16,
+                            {gemm.num_rows, gemm.n}),
+                 ReadLaunch(call, &gemm)});
   if (error.failure()) return error;
   gemm.rows = rows.untyped_data();
   gemm.matrices = weights.untyped_data();
@@ -446,6 +470,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm, Run,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -465,6 +490,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dot_act, DotAct,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
@@ -484,6 +510,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_dot_grad, ActDotGrad,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
@@ -501,6 +528,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_fp8_gemm, Fp8Dot,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

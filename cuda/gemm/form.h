@@ -80,6 +80,7 @@ struct Form {
   static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // of a warp group, for 16 of k
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
+  static constexpr bool kWeightsAreA = !kHasRaggedA;
   // Results are [rows, columns]. If rows lie along n, a tile is transposed when it is stored.
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A box of results, which a warp stores at once.
@@ -145,12 +146,14 @@ struct GemmParams {
   // activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
   CUtensorMap read_pre[2];  // the pre-activations that kDerive reads
+  CUtensorMap spare;        // the weights whose indices are at least first_spare
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
   ActivationParams activation;
   // For each group: its first row, its number of rows, and its matrix of weights (GroupedGemm).
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
+  int32_t first_spare;
   int32_t* next_tile;  // 0 before the launch
 };
 

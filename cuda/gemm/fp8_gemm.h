@@ -25,13 +25,16 @@ struct Fp8Gemm {
   const void *rows, *matrices;  // float8_e4m3fn, K contiguous; K is a multiple of kFp8Block
   const float* row_scales;      // of row c and block i of K at c * row_stride + i * block_stride
   int64_t row_stride, block_stride;
-  const float* matrix_scales;  // [L, ceil(N / kFp8Block), K / kFp8Block]
+  const float* matrix_scales;  // [L + num_spare, ceil(N / kFp8Block), K / kFp8Block]
   void* d;
   int64_t num_rows, num_weights, k, n;      // C, L, K, N
   const int32_t *starts, *sizes, *weights;  // as in GroupedGemm
   int32_t num_groups;
   int32_t* counter;  // device memory; the launch sets it to zero
   int num_sms;       // the most blocks to launch
+  // More matrices [num_spare, N, K], whose indices follow those of the first, or null.
+  const void* spare = nullptr;
+  int64_t num_spare = 0;
 };
 
 // Returns why the kernels cannot compute every product of this many rows and groups with weights of k by n elements, or

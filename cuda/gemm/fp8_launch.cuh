@@ -18,8 +18,10 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
   constexpr int kRowsOfBox = F::kIsTurned ? F::kRowsOfBoxB : kBoxElements;
   constexpr int kColumnsOfBox = F::kIsTurned ? kBoxElements : F::kRowsOfBoxB;
   const TensorMap rows = {1, gemm.rows, gemm.k, true, 0, 0, kFp8Block, kRowsOfBox};
-  const TensorMap matrices = {1,      gemm.matrices,    gemm.k,    false,
-                              gemm.n, gemm.num_weights, kFp8Block, kColumnsOfBox};
+  const auto matrices_of = [&](const void* data, int64_t num) {
+    return TensorMap{1, data, gemm.k, false, gemm.n, num, kFp8Block, kColumnsOfBox};
+  };
+  const TensorMap matrices = matrices_of(gemm.matrices, gemm.num_weights);
   // A box of results is what a writer stores at once.
   constexpr bool kIsFloat = std::is_same_v<T, float>;
   constexpr int kAlongM = 16, kAlongN = kIsFloat       ? FloatWriter<F>::kColumns
@@ -32,6 +34,9 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
   Problem problem = EncodeTensorMap(F::kIsTurned ? matrices : rows, &p.a);
   if (problem.empty()) problem = EncodeTensorMap(F::kIsTurned ? rows : matrices, &p.b);
   if (problem.empty()) problem = EncodeTensorMap(d, &p.d);
+  if (problem.empty() && gemm.num_spare > 0) {
+    problem = EncodeTensorMap(matrices_of(gemm.spare, gemm.num_spare), &p.spare);
+  }
   if (!problem.empty()) return problem;
   (F::kIsTurned ? p.m : p.n) = static_cast<int32_t>(gemm.n);
   p.k = static_cast<int32_t>(gemm.k);
@@ -39,6 +44,7 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
   p.sizes = gemm.sizes;
   p.weights = gemm.weights;
   p.num_groups = gemm.num_groups;
+  p.first_spare = static_cast<int32_t>(gemm.num_weights);
   p.next_tile = gemm.counter;
   p.row_scales = gemm.row_scales;
   p.matrix_scales = gemm.matrix_scales;

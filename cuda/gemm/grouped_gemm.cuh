@@ -125,6 +125,9 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
+    // Only the loader tells the two arrays of weights apart.
+    const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
+    work.weight -= is_spare ? p.first_spare : 0;
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
     const int products = tile.steps(), steps = products + F::kPreStages;
     // Take the next tile as late as possible without a wait. A block that is late then does not
@@ -145,18 +148,28 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = step * F::kStepK;
         expect_bytes(loaded, kBytes);
+        // Branches, because an address that is chosen at run time needs registers that the loader does not have.
+        const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
+                                   const Box& box, auto&& load) {
+          if (has_weights && is_spare) {
+            load(to, &p.spare, box, loaded);
+          } else {
+            load(to, &map, box, loaded);
+          }
+        };
         const auto load_a = [&](int box, auto&& load) {
           const int32_t m = F::kIsGated && F::kRows == Axis::kN
                                 ? gated_column<true>(tile.m, box, p.activation.num_columns)
                                 : tile.m + box * kBoxElements;
-          load(a + box * kBoxBytes, &p.a, box_of<F::kMajorA>(plane_a, m, k), loaded);
+          load_from(p.a, F::kWeightsAreA, a + box * kBoxBytes, box_of<F::kMajorA>(plane_a, m, k),
+                    load);
         };
         const auto load_b = [&](int box, auto&& load) {
           const int32_t n = F::kIsGated && F::kRows == Axis::kM
                                 ? gated_column<false>(tile.n, box, p.activation.num_columns)
                                 : tile.n + box * F::kRowsOfBoxB;
-          load(b + box * (F::kBytesB / F::kBoxesB), &p.b, box_of<F::kMajorB>(plane_b, n, k),
-               loaded);
+          load_from(p.b, !F::kWeightsAreA, b + box * (F::kBytesB / F::kBoxesB),
+                    box_of<F::kMajorB>(plane_b, n, k), load);
         };
         if (kIsCluster && work.shares_a()) {
           load_a(rank, load_box_for_both);

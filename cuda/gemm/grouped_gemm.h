@@ -31,7 +31,7 @@ struct ActivatedProduct {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
-  const void* bias;          // [L, P], or null
+  const void* bias;          // [L + num_spare, P], or null
   void* pre;                 // [C, P]; kForward stores it unless it is null
   void* d_pre;
   float* partial_dots;
@@ -51,6 +51,9 @@ struct GroupedGemm {
   int32_t* counter;  // device memory; the launch sets it to zero
   int num_sms;       // the most blocks to launch
   const ActivatedProduct* activated = nullptr;
+  // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for kWeightGradient.
+  const void* spare = nullptr;
+  int64_t num_spare = 0;
 };
 
 // Loads the kernels on the current device, so that no later call does.

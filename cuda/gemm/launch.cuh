@@ -22,27 +22,29 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
     // Nothing is loaded from an array without rows, but its map needs an address.
     return TensorMap{bytes, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
   };
-  const auto weights_of = [&](const void* data) {
-    return TensorMap{bytes, data, gemm.n, false, gemm.k, gemm.num_weights, 0, 0};
+  const auto weights_of = [&](const void* data, int64_t num) {
+    return TensorMap{bytes, data, gemm.n, false, gemm.k, num, 0, 0};
   };
   const int32_t k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
   const int32_t results = F::kIsGated ? n / 2 : n;
   TensorMap a, b, d;
   switch (gemm.product) {
     case GroupedProduct::kForward:
-      a = rows_of(gemm.a, k), b = weights_of(gemm.b), d = rows_of(gemm.d, results);
+      a = rows_of(gemm.a, k), b = weights_of(gemm.b, gemm.num_weights),
+      d = rows_of(gemm.d, results);
       p->m = 0, p->n = results, p->k = k;
       break;
     case GroupedProduct::kForwardFew:
-      a = weights_of(gemm.b), b = rows_of(gemm.a, k), d = rows_of(gemm.d, results);
+      a = weights_of(gemm.b, gemm.num_weights), b = rows_of(gemm.a, k),
+      d = rows_of(gemm.d, results);
       p->m = results, p->n = 0, p->k = k;
       break;
     case GroupedProduct::kTransposed:
-      a = rows_of(gemm.a, n), b = weights_of(gemm.b), d = rows_of(gemm.d, k);
+      a = rows_of(gemm.a, n), b = weights_of(gemm.b, gemm.num_weights), d = rows_of(gemm.d, k);
       p->m = 0, p->n = k, p->k = n;
       break;
     case GroupedProduct::kWeightGradient:
-      a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d);
+      a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d, gemm.num_weights);
       p->m = k, p->n = n, p->k = 0;
       break;
   }
@@ -53,6 +55,11 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
   if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
   if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
+  if (problem.empty() && gemm.num_spare > 0) {
+    TensorMap spare = weights_of(gemm.spare, gemm.num_spare);
+    problem =
+        encode(spare, kBoxElements, F::kWeightsAreA ? kBoxElements : F::kRowsOfBoxB, &p->spare);
+  }
   if (const ActivatedProduct* activated = gemm.activated; activated != nullptr) {
     const int32_t columns = static_cast<int32_t>(d.columns), halves = activated->is_gated ? 2 : 1;
     const auto encode_half = [&](void* pre, int half, int box_columns, int box_rows,
@@ -77,6 +84,7 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   p->sizes = gemm.sizes;
   p->weights = gemm.weights;
   p->num_groups = gemm.num_groups;
+  p->first_spare = static_cast<int32_t>(gemm.num_weights);
   p->next_tile = gemm.counter;
   return problem;
 }

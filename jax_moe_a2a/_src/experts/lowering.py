@@ -14,7 +14,7 @@ import numpy as np
 
 from ..grouped import lowering as grouped
 from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
-from ..grouped.reference import lead_of
+from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 
 DOT_ACT = "moe_a2a_dot_act"
@@ -33,82 +33,72 @@ def why_not_dot_act(
     return next(filter(None, whys), "")
 
 
-def why_no_dot_act(rows: Any, w: Any, *others: Any, activation: FusedActivation, **_: Any) -> str:
+def _sizes(rows: Any, w: Any, sizes: Any) -> tuple[int, int, int, int]:
+    return sizes_of(rows, sizes, arrays_of(w)[0].shape)
+
+
+def why_no_dot_act(*avals: Any, tree: Any, activation: FusedActivation, **_: Any) -> str:
     """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
-    return why_not_dot_act(activation, rows.dtype, *sizes_of(rows, others[-1], w.shape))
+    o = tree.unflatten(avals)
+    return why_not_dot_act(activation, o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
-def why_no_dot_bias(h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, **_: Any) -> str:
+def why_no_dot_bias(*avals: Any, tree: Any, **_: Any) -> str:
     """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
-    return grouped.why_no_kernel(h.dtype, *sizes_of(h, sizes, w_out.shape))
+    o = tree.unflatten(avals)
+    return grouped.why_no_kernel(o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
-def why_no_act_dot_grad(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> str:
+def why_no_act_dot_grad(*avals: Any, tree: Any, **_: Any) -> str:
     """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
-    return grouped.why_no_kernel(ct.dtype, *sizes_of(ct, sizes, w_out.shape))
+    o = tree.unflatten(avals)
+    return grouped.why_no_kernel(o.ct.dtype, *_sizes(o.ct, o.w_out, o.sizes))
 
 
 def dot_act(
-    rows: jax.Array,
-    w: jax.Array,
-    *others: jax.Array,
-    activation: FusedActivation,
-    keep: bool,
-    has_bias: bool,
-    num_sms: int | None,
+    *operands: jax.Array, tree: Any, activation: FusedActivation, keep: bool, num_sms: int | None
 ) -> list[jax.Array]:
-    *bias, weights, sizes = others
-    columns = w.shape[-1] // activation.width(1)
-    attributes = attributes_of(activation)
-    return _product(
-        rows, w, bias[0] if has_bias else None, weights, sizes, columns, keep, num_sms, attributes
-    )
+    o = tree.unflatten(operands)
+    columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
+    return _product(o, columns, keep, num_sms, attributes_of(activation))
 
 
-def dot_bias(
-    h: jax.Array,
-    w_out: jax.Array,
-    b_out: jax.Array,
-    weights: jax.Array,
-    sizes: jax.Array,
-    *,
-    num_sms: int | None,
-) -> jax.Array:
+def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
+    o = tree.unflatten(operands)
     attributes = dict(attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
-    columns = w_out.shape[-1]
-    return _product(h, w_out, b_out, weights, sizes, columns, False, num_sms, attributes)[0]
+    columns = arrays_of(o.w)[0].shape[-1]
+    return _product(o, columns, False, num_sms, attributes)[0]
 
 
 def _product(
-    rows: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    weights: jax.Array,
-    sizes: jax.Array,
-    columns: int,
-    keep: bool,
-    num_sms: int | None,
-    attributes: dict[str, Any],
+    operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
     """Call the kernel that has an activation in the epilogue of a product of rows.
 
     Args:
+      operands: a ``Product``.
       columns: of the result. With ``keep``, the product itself is a second result.
     """
-    num_rows, width = rows.shape[-2], w.shape[-1]
-    bias2 = jnp.zeros(0, rows.dtype)
+    rows, w, bias, weights, sizes = operands
+    ws = list(arrays_of(w))
+    num_rows, width = rows.shape[-2], ws[0].shape[-1]
+    biases = [jnp.zeros(0, rows.dtype)]
     if bias is not None:  # the table has one index for both
-        lead = np.broadcast_shapes(w.shape[:-3], bias.shape[:-2])
-        w = jnp.broadcast_to(w, (*lead, *w.shape[-3:]))
-        bias2 = flat(jnp.broadcast_to(bias, (*lead, *bias.shape[-2:])), 2)
-    groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=False)
+        biases = list(arrays_of(bias))
+        for i, (w, bias) in enumerate(zip(ws, biases, strict=True)):
+            lead = np.broadcast_shapes(w.shape[:-3], bias.shape[:-2])
+            ws[i] = jnp.broadcast_to(w, (*lead, *w.shape[-3:]))
+            biases[i] = flat(jnp.broadcast_to(bias, (*lead, *bias.shape[-2:])), 2)
+    bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
+    groups = table(sizes, lead_of(rows), num_rows, *(w.shape[:-2] for w in ws), has_tail=False)
+    w3, *spare = (flat(w, 3) for w in ws)
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
     h, pre = call(
         DOT_ACT,
         [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
-        (rows2, flat(w, 3), groups, bias2, weights.reshape(-1)),
+        (rows2, w3, groups, bias2, weights.reshape(-1), *spare),
         num_sms,
         product=FORWARD_FEW if few else FORWARD,
         **attributes,
@@ -118,17 +108,14 @@ def _product(
 
 
 def act_dot_grad(
-    ct: jax.Array,
-    pre: jax.Array,
-    weights: jax.Array,
-    w_out: jax.Array,
-    sizes: jax.Array,
-    *,
-    activation: FusedActivation,
-    num_sms: int | None,
+    *operands: jax.Array, tree: Any, activation: FusedActivation, num_sms: int | None
 ) -> list[jax.Array]:
-    columns = w_out.shape[-2]
-    groups = table(sizes, lead_of(ct), ct.shape[-2], w_out.shape[:-3], has_tail=False)
+    ct, pre, weights, w_out, sizes = tree.unflatten(operands)
+    ws = arrays_of(w_out)
+    columns = ws[0].shape[-2]
+    leads = [w.shape[:-2] for w in ws]
+    groups = table(sizes, lead_of(ct), ct.shape[-2], *leads, has_tail=False)
+    w3, *spare = (flat(w, 3) for w in ws)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
     num_rows, num_tiles = ct2.shape[0], -(-columns // TILE_COLUMNS)
     ct_pre, h, partial = call(
@@ -138,7 +125,7 @@ def act_dot_grad(
             jax.ShapeDtypeStruct((num_rows, columns), pre.dtype),
             jax.ShapeDtypeStruct((num_tiles, num_rows), jnp.float32),
         ],
-        (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
+        (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         num_sms,
         aliases={3: 0},  # a warp reads its elements before it writes them
         **attributes_of(activation),

@@ -21,7 +21,9 @@ products and jnp, so derivatives of any order exist.
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
-unspecified. The parameter ``tree`` says which operands are given (``Experts``, ``Tangent``).
+unspecified. The parameter ``tree`` says which operands are given (``Experts``, ``Product``,
+``Tangent``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare ones,
+as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
@@ -43,9 +45,17 @@ from jax.interpreters import ad
 from .. import compat
 from ..exchange.rules import is_zero, jvp_of_moving
 from ..grouped.lowering import by_kernel
-from ..grouped.primitives import bind, bind_outer, grouped_dot_p, register, rows_like
+from ..grouped.primitives import (
+    all_or_none,
+    bind,
+    grouped_dot_p,
+    outers_like,
+    register,
+    rows_like,
+)
 from ..grouped.primitives import sum_of as _sum
 from ..grouped.primitives import unspecified_dot as _dot
+from ..grouped.reference import arrays_of
 from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
@@ -77,6 +87,16 @@ class Experts(NamedTuple):
     """The totals of w_in and w_out, or none."""
 
 
+class Product(NamedTuple):
+    """The operands of ``dot_act_p`` and ``dot_bias_p``. The bias may be None."""
+
+    rows: Any
+    w: Any
+    bias: Any
+    weights: Any
+    sizes: Any
+
+
 class Tangent(NamedTuple):
     """The operands of ``act_dot_tangent_p``. Some of the first three, in which it is linear, may be
     None."""
@@ -90,10 +110,21 @@ class Tangent(NamedTuple):
     sizes: Any
 
 
-FULL = ("rows", "weights", "d_pre", "d_weights", "pre")  # operands with all leading axes in full
+class Gradient(NamedTuple):
+    """The operands of ``act_dot_grad_p``."""
+
+    ct: Any
+    pre: Any
+    weights: Any
+    w_out: Any
+    sizes: Any
 
 
-def _bind(primitive: Any, operands: Experts | Tangent, **params: Any) -> list[jax.Array]:
+# Operands with all leading axes in full.
+FULL = ("rows", "weights", "d_pre", "d_weights", "ct", "pre")
+
+
+def _bind(primitive: Any, operands: Any, **params: Any) -> Any:
     leaves, tree = jax.tree.flatten(operands)
     return bind(primitive, *leaves, tree=tree, **params)
 
@@ -105,7 +136,7 @@ def _places(tree: Any) -> Any:
 
 def _is_full(*, tree: Any, **_: Any) -> list[bool]:
     named = _places(tree)._asdict()
-    return [name in FULL for name, place in named.items() if place not in (None, ())]
+    return [name in FULL for name, places in named.items() for _ in jax.tree.leaves(places)]
 
 
 def bind_experts(
@@ -118,23 +149,22 @@ def bind_experts(
 
 
 def _bind_dot_act(o: Experts, **params: Any) -> list[jax.Array]:
-    bias = [] if o.b_in is None else [o.b_in]
-    operands = o.rows, o.w_in, *bias, o.weights, o.sizes
-    return bind(dot_act_p, *operands, has_bias=bool(bias), **params)
+    return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
 def _bind_dot_bias(h: Any, o: Experts, num_sms: int | None) -> jax.Array:
     """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes, num_sms)
-    return bind(dot_bias_p, h, o.w_out, o.b_out, o.weights, o.sizes, num_sms=num_sms)
+    operands = Product(h, o.w_out, o.b_out, o.weights, o.sizes)
+    return _bind(dot_bias_p, operands, num_sms=num_sms)
 
 
 # Compositions of grouped products and jnp: the meaning of the primitives
 
 
 def bias_of_rows(
-    bias: jax.Array, scale: jax.Array, sizes: jax.Array, num_sms: int | None = None
+    bias: Any, scale: jax.Array, sizes: jax.Array, num_sms: int | None = None
 ) -> jax.Array:
     """Return the bias [*B, L, N] of each row's expert times the row's scale [*B, C]: [*B, C, N].
 
@@ -146,7 +176,9 @@ def bias_of_rows(
         x = jnp.expand_dims(x, axis)
         return jnp.pad(x, [(0, (BIAS_ROWS - 1) * (i == x.ndim + axis)) for i in range(x.ndim)])
 
-    return _dot(padded(scale.astype(bias.dtype), -1), padded(bias, -2), sizes, num_sms)
+    rows = scale.astype(arrays_of(bias)[0].dtype)
+    padded_bias = jax.tree.map(lambda x: padded(x, -2), bias)
+    return _dot(padded(rows, -1), padded_bias, sizes, num_sms)
 
 
 def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.Array:
@@ -169,17 +201,15 @@ def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
 
 
 def _dot_act(
-    rows: Any,
-    w: Any,
-    *others: Any,
+    *operands: Any,
+    tree: Any,
     activation: FusedActivation,
     keep: bool,
-    has_bias: bool,
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
-    *bias, weights, sizes = others
-    pre = _pre(rows, w, bias[0] if has_bias else None, sizes, num_sms)
+    rows, w, bias, weights, sizes = tree.unflatten(operands)
+    pre = _pre(rows, w, bias, sizes, num_sms)
     h = scaled(activation(pre), weights, selects).astype(rows.dtype)
     return [h, pre] if keep else [h]
 
@@ -190,9 +220,8 @@ def _experts(*operands: Any, tree: Any, **params: Any) -> list[jax.Array]:
     return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
 
 
-def _dot_bias(
-    h: Any, w_out: Any, b_out: Any, weights: Any, sizes: Any, *, num_sms: int | None
-) -> jax.Array:
+def _dot_bias(*operands: Any, tree: Any, num_sms: int | None) -> jax.Array:
+    h, w_out, b_out, weights, sizes = tree.unflatten(operands)
     return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
 
 
@@ -223,16 +252,13 @@ def _act_dot_tangent(
 
 
 def _act_dot_grad(
-    ct: Any,
-    pre: Any,
-    weights: Any,
-    w_out: Any,
-    sizes: Any,
-    *,
+    *operands: Any,
+    tree: Any,
     activation: FusedActivation,
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
+    ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
     act, transpose = jax.vjp(activation, pre)
     (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
@@ -247,36 +273,40 @@ def _act_dot_grad(
 
 
 def _dot_act_abstract(
-    rows: Any, w: Any, *_: Any, keep: bool, activation: FusedActivation, **__: Any
+    *avals: Any, tree: Any, keep: bool, activation: FusedActivation, **_: Any
 ) -> list[Any]:
-    width = w.shape[-1]
+    rows, w, *_others = tree.unflatten(avals)
+    width = arrays_of(w)[0].shape[-1]
     h = rows_like(rows, width // activation.width(1))
     return [h, rows_like(rows, width)] if keep else [h]
 
 
 def _experts_abstract(*avals: Any, tree: Any, **_: Any) -> list[Any]:
     o = tree.unflatten(avals)
-    return [rows_like(o.rows, o.w_out.shape[-1]), *o.totals]
+    return [rows_like(o.rows, arrays_of(o.w_out)[0].shape[-1]), *o.totals]
 
 
-def _dot_bias_abstract(h: Any, w_out: Any, *_: Any, **__: Any) -> Any:
-    return rows_like(h, w_out.shape[-1])
+def _dot_bias_abstract(*avals: Any, tree: Any, **_: Any) -> Any:
+    o = tree.unflatten(avals)
+    return rows_like(o.rows, arrays_of(o.w)[0].shape[-1])
 
 
-def _tangent_abstract(*avals: Any, passes: bool, **_: Any) -> list[Any]:
-    pre, _, w_out, _ = avals[-4:]
-    return [rows_like(pre, w_out.shape[-1]), *([avals[-5]] if passes else [])]
+def _tangent_abstract(*avals: Any, tree: Any, passes: bool, **_: Any) -> list[Any]:
+    o = tree.unflatten(avals)
+    y = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-1])
+    return [y, *([o.d_w_out] if passes else [])]
 
 
-def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, *_: Any, **__: Any) -> list[Any]:
-    return [rows_like(pre, pre.shape[-1]), rows_like(pre, w_out.shape[-2]), weights]
+def _grad_abstract(*avals: Any, tree: Any, **_: Any) -> list[Any]:
+    _, pre, weights, w_out, _ = tree.unflatten(avals)
+    return [rows_like(pre, pre.shape[-1]), rows_like(pre, arrays_of(w_out)[0].shape[-2]), weights]
 
 
 # Derivatives
 
 
 def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> Any:
-    o, d, num_sms = tree.unflatten(primals), tree.unflatten(tangents), params["num_sms"]
+    o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
     passes = bool(o.totals)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
     h, pre = _bind_dot_act(o, keep=True, **params)
@@ -322,10 +352,18 @@ def _bias_terms(
     return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
 
 
-def _dot_bias_jvp(primals: Any, tangents: Any, *, num_sms: Any) -> Any:
-    h, w_out, b_out, weights, sizes = primals
-    d_h, d_w_out, d_b_out, d_weights, _ = tangents
-    y = bind(dot_bias_p, *primals, num_sms=num_sms)
+def _tangents(tree: Any, tangents: Any) -> Any:
+    """Return the operands' tangents, one for each tuple of home and spare arrays."""
+    d = tree.unflatten(tangents)
+    return d._replace(
+        **{name: all_or_none(x) for name, x in d._asdict().items() if name != "totals"}
+    )
+
+
+def _dot_bias_jvp(primals: Any, tangents: Any, *, tree: Any, num_sms: Any) -> Any:
+    h, w_out, b_out, weights, sizes = tree.unflatten(primals)
+    d_h, d_w_out, d_b_out, d_weights, _ = _tangents(tree, tangents)
+    y = bind(dot_bias_p, *primals, tree=tree, num_sms=num_sms)
     moving = [(d_h, w_out), (h, d_w_out)]
     terms = [_dot(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
     terms += _bias_terms(b_out, d_b_out, weights, d_weights, sizes, num_sms)
@@ -342,34 +380,41 @@ def _tangent_transpose(
 ) -> list[Any]:
     ct, *passed = cts
     o = tree.unflatten(operands)
-    wanted = [d if ad.is_undefined_primal(d) else None for d in o[:3]]
-    d_pre, d_weights, d_w_out = wanted
-    found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in wanted]
+    d_pre, d_weights = (d if ad.is_undefined_primal(d) else None for d in o[:2])
+    d_w_out = arrays_of(o.d_w_out)
+    of_w = any(map(ad.is_undefined_primal, d_w_out))
+    found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in (d_pre, d_weights)]
+    found.append([ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in d_w_out])
     if passes:
-        (found[2],) = passed
+        found[2] = passed
     if not is_zero(ct):
         params = dict(activation=activation, num_sms=num_sms)
         if d_pre is None and d_weights is None:
             h = scaled(activation(o.pre), o.weights, True).astype(o.pre.dtype)
         else:
-            ct_pre, h, ct_weights = bind(act_dot_grad_p, ct, *o[3:], **params)
+            ct_pre, h, ct_weights = _bind(act_dot_grad_p, Gradient(ct, *o[3:]), **params)
             found[0] = None if d_pre is None else ct_pre
             found[1] = None if d_weights is None else ct_weights
         if passes:
-            found[2] = bind_add_outer(found[2], h, ct, o.sizes, num_sms)
+            found[2] = [bind_add_outer(found[2][0], h, ct, o.sizes, num_sms)]
             if d_pre is not None:
                 # The product by w_in comes next, when h and ct are no longer needed.
                 found[0], found[2] = lax.optimization_barrier((ct_pre, found[2]))
-        elif d_w_out is not None:
-            like = dict(lead=d_w_out.aval.shape[:-3], dtype=d_w_out.aval.dtype)
-            found[2] = bind_outer(h, ct, o.sizes, tail="unspecified", num_sms=num_sms, **like)
-    return [x for x, d in zip(found, o[:3], strict=True) if d is not None] + [None] * 4
+        elif of_w:
+            of_tail = dict(tail="unspecified", num_sms=num_sms)
+            found[2] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
+    of_linear: list[Any] = []
+    for x, d in zip((*found[:2], found[2]), o[:3], strict=True):
+        if d is not None:
+            of_linear += x if isinstance(x, list) else [x]
+    return of_linear + [None] * (len(operands) - len(of_linear))
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **params: Any) -> Any:
     """Compute the jvp: linear operands have the same primitive, the others the composition."""
-    o, d = tree.unflatten(primals), tree.unflatten(tangents)
+    o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
+    num = len(jax.tree.leaves(o[:3]))
     terms = []
     passed = [d.d_w_out] if passes else []
     moving = [None if x is None or is_zero(x) else x for x in d[:3]]
@@ -379,10 +424,10 @@ def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **para
         term, *found = _bind(act_dot_tangent_p, of_moving, passes=moves, **params)
         passed = found or passed
         terms.append(term)
-    if not all(map(is_zero, d[3:])):
-        fixed = [x for x in o[:3] if x is not None]
-        fn = partial(_act_dot_tangent, *fixed, tree=tree, passes=False, selects=False, **params)
-        terms += _jvp_of(fn, o[3:], d[3:])[1]
+    if not all(map(is_zero, tangents[num:])):
+        options = dict(tree=tree, passes=False, selects=False, **params)
+        fn = partial(_act_dot_tangent, *primals[:num], **options)
+        terms += _jvp_of(fn, primals[num:], tangents[num:])[1]
     return outs, [_sum(outs[0], terms), *passed]
 
 
@@ -414,15 +459,15 @@ def _jvp_of(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[A
     return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
-def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]:
+def _grad_transpose(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
+    ct, *others = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        pre, weights, w_out, sizes = others
-        linear = Tangent(ct_pre, ct_weights, None, pre, weights, w_out, sizes)
+        linear = Tangent(ct_pre, ct_weights, None, *others)
         (found,) = _bind(act_dot_tangent_p, linear, passes=False, **params)
-    return [found] + [None] * len(others)
+    return [found] + [None] * (len(operands) - 1)
 
 
 # Dead code
@@ -438,13 +483,14 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     if used[0]:
         eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
         return [True] * len(eqn.invars), eqn
-    if eqn.params["has_bias"]:
+    rows, w, bias, weights, sizes = eqn.params["tree"].unflatten(eqn.invars)
+    if bias is not None:
         return [True] * len(eqn.invars), eqn
-    rows, w, _, sizes = eqn.invars
+    w, *spare = arrays_of(w)
     num_sms = eqn.params["num_sms"]
     params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
-    dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes], params=params)
-    return [True, True, False, True], eqn.replace(outvars=eqn.outvars[1:], **dot)
+    dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes, *spare], params=params)
+    return [var is not weights for var in eqn.invars], eqn.replace(outvars=eqn.outvars[1:], **dot)
 
 
 # Registration
@@ -461,7 +507,7 @@ register(
     dot_act_p,
     abstract=_dot_act_abstract,
     jvp=_dot_act_jvp,
-    is_full=lambda has_bias, **_: (True, *[False] * (1 + has_bias), True),
+    is_full=_is_full,
     composition=_dot_act,
     cuda=by_kernel(lowered.why_no_dot_act, lowered.dot_act, _dot_act),
 )
@@ -469,7 +515,7 @@ register(
     dot_bias_p,
     abstract=_dot_bias_abstract,
     jvp=_dot_bias_jvp,
-    is_full=(True, False, False, True),
+    is_full=_is_full,
     composition=_dot_bias,
     cuda=by_kernel(lowered.why_no_dot_bias, lowered.dot_bias, _dot_bias),
 )
@@ -487,7 +533,7 @@ register(
     abstract=_grad_abstract,
     jvp=_grad_jvp,
     transpose=_grad_transpose,
-    is_full=(True, True, True),
+    is_full=_is_full,
     composition=_act_dot_grad,
     cuda=by_kernel(lowered.why_no_act_dot_grad, lowered.act_dot_grad, _act_dot_grad),
 )

@@ -56,7 +56,9 @@ def encode_by_kernel(
     """
     lead, (num_rows, width) = lead_of(product), product.shape[-2:]
     # The table is that of the product before or after, so XLA computes it once.
-    groups = lowered.table(sizes, lead, num_rows, (1,) * len(lead), has_tail=False)
+    groups = lowered.table(
+        sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
+    )
     rows = math.prod(lead), num_rows
     results = [
         jax.ShapeDtypeStruct((*rows, columns), jnp.float8_e4m3fn),

@@ -108,7 +108,7 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
 
 def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
-    rows, w, sizes = ctx.avals_in
+    rows, w, sizes, *_ = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
     return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
@@ -140,8 +140,8 @@ def _lower(
     operands: Sequence[Any],
     params: dict[str, Any],
     sizes: tuple[int, int, int, int],
-    kernel: Callable[..., jax.Array],
-    reference: Callable[..., jax.Array],
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
     by_mosaic: Callable[..., jax.Array],
 ) -> Any:
     rows = ctx.avals_in[0]
@@ -173,7 +173,7 @@ def _dot_kernel(
     rows: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
-    *,
+    *spare: jax.Array,
     transposed: bool,
     dtype: Any,
     tail: str,
@@ -182,10 +182,11 @@ def _dot_kernel(
     num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
-    groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
-    rows2, w3 = flat(rows, 2), flat(w, 3)
+    leads = [x.shape[:-2] for x in (w, *spare)]
+    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
+    rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    (result,) = call(TARGET, [out], (rows2, w3, groups), num_sms, product=product)
+    (result,) = call(TARGET, [out], (rows2, ws[0], groups, *ws[1:]), num_sms, product=product)
     return result.reshape(*rows.shape[:-1], columns)
 
 
@@ -194,18 +195,28 @@ def _outer_kernel(
     y: jax.Array,
     sizes: jax.Array,
     *,
-    lead: tuple[int, ...],
+    parts: tuple[tuple[int, ...], ...],
     dtype: Any,
     num_sms: int | None,
     **_: Any,
-) -> jax.Array:
-    batch = lead_of(x)
-    groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
-    own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
-    shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    operands = flat(x, 2), flat(y, 2), groups
-    (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
-    return sum_lead(out.reshape(*batch, *own), lead)
+) -> list[jax.Array]:
+    """Compute each part in a launch of its own, whose table has only the groups of the part."""
+    batch, nums = lead_of(x), [num for *_, num in parts]
+    leads = [(*batch, num) for num in nums]
+    groups = table(sizes, batch, x.shape[-2], *leads, has_tail=False)
+    by_batch = groups.reshape(3, -1, sum(nums))
+    found, first = [], 0
+    for *lead, num in parts:
+        if len(parts) > 1:
+            groups = by_batch[..., first : first + num].reshape(3, -1)
+            groups -= np.array([[0], [0], [math.prod(batch) * first]], np.int32)
+        own = (num, x.shape[-1], y.shape[-1])
+        shape = jax.ShapeDtypeStruct((math.prod(batch) * num, *own[1:]), dtype)
+        operands = flat(x, 2), flat(y, 2), groups
+        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
+        found.append(sum_lead(out.reshape(*batch, *own), tuple(lead)))
+        first += num
+    return found
 
 
 def _add_outer_kernel(
@@ -214,7 +225,7 @@ def _add_outer_kernel(
     """Compute the gradients of some experts after those of others, because each of them needs
     memory until it is added to the total."""
     batch = lead_of(x)
-    groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
+    groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     x2, y2, sums = flat(x, 2), flat(y, 2), flat(total, 3)
     bytes_of_group = math.prod(sums.shape[1:]) * x.dtype.itemsize
     step = max(1, ADDED_BYTES // bytes_of_group)
@@ -240,17 +251,24 @@ def table(
     sizes: jax.Array,
     batch: tuple[int, ...],
     num_rows: int,
-    w_lead: tuple[int, ...],
+    *leads: tuple[int, ...],
     has_tail: bool,
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
     With ``has_tail``, the rows after the last group are a group without weights.
+
+    Args:
+      leads: the leading axes and the number of matrices of each array of weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
-    weights = np.arange(math.prod(w_lead) * num_groups, dtype=np.int32)
-    weights = np.broadcast_to(weights.reshape(*w_lead, num_groups), (*batch, num_groups))
+    indices, first = [], 0
+    for lead in leads:
+        index = np.arange(first, first + math.prod(lead), dtype=np.int32).reshape(lead)
+        indices.append(np.broadcast_to(index, (*batch, lead[-1])))
+        first += index.size
+    weights = np.concatenate(indices, axis=-1)
     if has_tail:
         end = starts[..., -1:] + sizes[..., -1:]
         starts = jnp.concatenate([starts, end], axis=-1)

@@ -5,14 +5,16 @@
 and its transposes are these two primitives again. So derivatives of any order exist.
 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
-operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. Batching adds the
-leading axes ``B``. All operands have the same number of them. A leading axis of ``w`` or ``sizes``
-is 1 if the batch shares the array.
+operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
+the last S groups may be a last operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
+program joins two arrays of weights; ``w`` then has those of the first L - S groups. Batching adds
+the leading axes ``B``. All operands have the same number of them. A leading axis of ``w``,
+``sizes`` or ``spare`` is 1 if the batch shares the array.
 
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
-C, N] to [*B, C, K]. ``lead`` has the leading axes of the result of ``grouped_outer_p``, which is
-summed over leading axes that are 1 in ``lead``.
+C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
+of each result; a result is summed over leading axes that are 1.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
-from ..exchange.rules import is_zero, zero_tangent
+from ..exchange.rules import aval_of, is_zero, zero_tangent
 from . import lowering as lowered
 from . import reference
 
 grouped_dot_p = compat.Primitive("moe_a2a_grouped_dot")
 grouped_outer_p = compat.Primitive("moe_a2a_grouped_outer")
+grouped_outer_p.multiple_results = True
 
 
 def bind(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -40,7 +43,12 @@ def bind(primitive: Any, *operands: Any, **params: Any) -> Any:
 
 
 bind_dot: Callable[..., jax.Array] = partial(bind, grouped_dot_p)
-bind_outer: Callable[..., jax.Array] = partial(bind, grouped_outer_p)
+bind_outers: Callable[..., list[jax.Array]] = partial(bind, grouped_outer_p)
+
+
+def bind_outer(x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], **params: Any) -> jax.Array:
+    """Bind ``grouped_outer_p`` for one result with these leading axes."""
+    return bind_outers(x, y, sizes, parts=((*lead, sizes.shape[-1]),), **params)[0]
 
 
 def unspecified_dot(
@@ -52,9 +60,11 @@ def unspecified_dot(
     transposed: bool = False,
     primitive: Any = grouped_dot_p,
 ) -> jax.Array:
-    """Bind a product in the dtype of its rows, unspecified after the last group."""
+    """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
+    tuple of home and spare weights."""
     params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind(primitive, rows, w.astype(rows.dtype), sizes, *parts, **params)
+    w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
+    return bind(primitive, rows, w, sizes, *spare, *parts, **params)
 
 
 def register(
@@ -120,9 +130,10 @@ def dot_abstract(rows: Any, w: Any, *_: Any, transposed: bool, dtype: Any, **__:
 
 
 def _outer_abstract(
-    x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], dtype: Any, **_: Any
-) -> Any:
-    return compat.result_aval(x, (*lead, sizes.shape[-1], x.shape[-1], y.shape[-1]), dtype)
+    x: Any, y: Any, _: Any, *, parts: tuple[tuple[int, ...], ...], dtype: Any, **__: Any
+) -> list[Any]:
+    columns = x.shape[-1], y.shape[-1]
+    return [compat.result_aval(x, (*part, *columns), dtype) for part in parts]
 
 
 # Derivatives of o_g = r_g w_g and of the outer product u_g = x_g^T y_g, for rows of group g:
@@ -136,7 +147,28 @@ def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
     a_dot, b_dot, *_ = tangents
     out = primitive.bind(a, b, *others, **params)
     moving = [pair for pair in ((a_dot, b), (a, b_dot)) if not any(map(is_zero, pair))]
-    return out, sum_of(out, [primitive.bind(*pair, *others, **params) for pair in moving])
+    terms = [primitive.bind(*pair, *others, **params) for pair in moving]
+    return out, jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
+
+
+def _dot_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Compute the jvp, which is linear in both arrays of weights together."""
+    rows, _, sizes, *_ = primals
+    d_rows, d_w, _, *d_spare = tangents
+    out, terms = grouped_dot_p.bind(*primals, **params), []
+    if not is_zero(d_rows):
+        terms.append(grouped_dot_p.bind(d_rows, *primals[1:], **params))
+    if not is_zero(d_ws := all_or_none((d_w, *d_spare))):
+        terms.append(bind_dot(rows, d_ws[0], sizes, *d_ws[1:], **params))
+    return out, sum_of(out, terms)
+
+
+def all_or_none(d: Any) -> Any:
+    """Return the tangents of a tuple of arrays without symbolic zeros, or a symbolic zero if all of
+    them are. Other tangents are returned unchanged."""
+    if not isinstance(d, tuple):
+        return d
+    return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
 
 
 def sum_of(like: Any, terms: Sequence[Any]) -> Any:
@@ -145,32 +177,49 @@ def sum_of(like: Any, terms: Sequence[Any]) -> Any:
 
 
 def _dot_transpose(
-    ct: Any, rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any
+    ct: Any, rows: Any, w: Any, sizes: Any, *spare: Any, transposed: bool, **params: Any
 ) -> list[Any]:
+    others = [None] * len(spare)
     if ad.is_undefined_primal(rows):
         if is_zero(ct):
-            return [ad.Zero(rows.aval), None, None]
+            return [ad.Zero(rows.aval), None, None, *others]
         dtype = rows.aval.dtype
         params = dict(params, dtype=dtype, transposed=not transposed)
-        return [bind_dot(ct.astype(dtype), w, sizes, **params), None, None]
+        return [bind_dot(ct.astype(dtype), w, sizes, *spare, **params), None, None, *others]
+    x, y = (ct, rows) if transposed else (rows, ct)
+    d_w, *d_spare = outers_like((w, *spare), x, y, sizes, ct, **params)
+    return [None, d_w, None, *d_spare]
+
+
+def outers_like(ws: Sequence[Any], x: Any, y: Any, sizes: Any, ct: Any, **params: Any) -> list[Any]:
+    """Return the cotangents of arrays of weights, and None for those that are known.
+
+    Args:
+      ct: the one of ``x`` and ``y`` that is a cotangent.
+    """
+    avals = [aval_of(w) for w in ws]
+    is_wanted = list(map(ad.is_undefined_primal, ws))
     if is_zero(ct):
-        return [None, ad.Zero(w.aval), None]
-    dtype = w.aval.dtype
-    x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
-    params = dict(params, dtype=dtype, lead=w.aval.shape[:-3])
-    return [None, bind_outer(x, y, sizes, **params), None]
+        return [ad.Zero(aval) if wanted else None for aval, wanted in zip(avals, is_wanted)]
+    dtype = avals[0].dtype
+    x, y = (z.astype(dtype) if z is ct else z for z in (x, y))
+    parts = tuple(aval.shape[:-2] for aval in avals)
+    found = bind_outers(x, y, sizes, parts=parts, **dict(params, dtype=dtype))
+    return [out if wanted else None for out, wanted in zip(found, is_wanted)]
 
 
 def _outer_transpose(
-    ct: Any, x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], **params: Any
+    cts: Any, x: Any, y: Any, sizes: Any, *, parts: tuple[tuple[int, ...], ...], **params: Any
 ) -> list[Any]:
+    del parts
     of_x = ad.is_undefined_primal(x)
     wanted, other = (x, y) if of_x else (y, x)
     found: Any = ad.Zero(wanted.aval)
-    if not is_zero(ct):
+    if not is_zero(cts := all_or_none(tuple(cts))):
         dtype = wanted.aval.dtype
         params = dict(params, dtype=dtype, transposed=of_x)
-        found = bind_dot(other, ct.astype(dtype), sizes, **params)
+        w, *spare = (ct.astype(dtype) for ct in cts)
+        found = bind_dot(other, w, sizes, *spare, **params)
     return [found, None, None] if of_x else [None, found, None]
 
 
@@ -205,9 +254,10 @@ def _batch(primitive: Any, is_full: Any, passed: Any, args: Any, dims: Any, **pa
     return outs, found_dims
 
 
-def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+def _outer_batch(args: Any, dims: Any, *, parts: Any, **params: Any) -> tuple[Any, list[int]]:
     args, size = _with_batch(args, dims, (True, True))
-    return bind_outer(*args, **dict(params, lead=(size, *params["lead"]))), 0
+    outs = bind_outers(*args, parts=tuple((size, *part) for part in parts), **params)
+    return outs, [0] * len(outs)
 
 
 # Registration
@@ -215,7 +265,7 @@ def _outer_batch(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
 register(
     grouped_dot_p,
     abstract=dot_abstract,
-    jvp=partial(bilinear_jvp, grouped_dot_p),
+    jvp=_dot_jvp,
     transpose=_dot_transpose,
     is_full=(True,),
     composition=reference.dot,

@@ -1,10 +1,10 @@
 """Multiply rows by the weights of their groups, both in ``BlockwiseFp8``, as a primitive.
 
 The operands of ``grouped_dot_fp8_p`` are the values and scales of rows [*B, C, K] and [*B, C,
-K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; and sizes [*B, L]. As
-in ``primitives.py``, batching adds the leading axes ``B``, and a leading axis of weights or sizes
-is 1 if the batch shares the array. Parameters are ``dtype`` of the result, ``tail`` and
-``num_sms``.
+K / 128]; of weights [*B, L, N, K] and [*B, L, N / 128 rounded up, K / 128]; sizes [*B, L]; and the
+values and scales of spare weights, if the last groups have them. As in ``primitives.py``, batching
+adds the leading axes ``B``, and a leading axis of weights or sizes is 1 if the batch shares the
+array. Parameters are ``dtype`` of the result, ``tail`` and ``num_sms``.
 
 docs/fp8.md defines the arithmetic. The primitive has no derivatives, because a float8 array cannot
 hold a gradient.
@@ -12,7 +12,8 @@ hold a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..group import native
 from . import lowering as lowered
 from . import reference
 from .primitives import bind, bind_dot, register, rows_like
-from .reference import lead_of
+from .reference import arrays_of, lead_of
 from .weights import (
     BLOCK,
     QuantizedExperts,
@@ -161,15 +162,17 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 def bind_dot_fp8(
     rows: Quantized,
-    w: QuantizedExperts,
+    w: QuantizedExperts | tuple[QuantizedExperts, QuantizedExperts],
     sizes: jax.Array,
     *,
     dtype: Any,
     tail: Tail,
     num_sms: int | None,
 ) -> jax.Array:
-    """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes."""
-    operands = [*map(jnp.asarray, (*rows, w.values, w.scales)), sizes]
+    """Bind ``grouped_dot_fp8_p`` after casting all operands to vary over the same mesh axes. ``w``
+    may be a tuple of home and spare weights."""
+    home, *spare = ((jnp.asarray(x.values), jnp.asarray(x.scales)) for x in arrays_of(w))
+    operands = [*map(jnp.asarray, rows), *home, sizes, *itertools.chain(*spare)]
     return bind(grouped_dot_fp8_p, *operands, dtype=dtype, tail=tail, num_sms=num_sms)
 
 
@@ -188,28 +191,32 @@ def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
     return out, jax.tree.map(zero_tangent, out)
 
 
-def _decoded(parts: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
-    """Return rows [*B, C, K] and weights [*B, L, K, N] in a dtype."""
-    values, scales, w_values, w_scales = parts
+def _decoded(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Return the operands of ``grouped_dot_p``, with rows and weights in a dtype."""
+    values, scales, w_values, w_scales, sizes, *spare = operands
     rows = BlockwiseFp8().decode(Quantized(values, scales), dtype)
-    return [rows, jnp.swapaxes(decode_experts(w_values, w_scales, dtype), -1, -2)]
+    decoded = (decode_experts(*pair, dtype) for pair in _pairs(w_values, w_scales, *spare))
+    w, *more = (jnp.swapaxes(x, -1, -2) for x in decoded)
+    return [rows, w, sizes, *more]
+
+
+def _pairs(*parts: jax.Array) -> Iterable[tuple[jax.Array, jax.Array]]:
+    """Return the values and scales of each array of weights."""
+    return zip(parts[::2], parts[1::2], strict=True)
 
 
 def _reference(*operands: Any, dtype: Any, **_: Any) -> jax.Array:
     """Decode to float32, which is exact for scales that are powers of two, and multiply."""
-    *parts, sizes = operands
-    rows, w = _decoded(parts, jnp.float32)
-    return reference.dot(rows, w, sizes, transposed=False, dtype=dtype)
+    return reference.dot(*_decoded(operands, jnp.float32), transposed=False, dtype=dtype)
 
 
 def _in_bfloat16(*operands: Any, dtype: Any, tail: Tail, num_sms: int | None) -> jax.Array:
     """Decode to bfloat16, which is exact for scales that are powers of two, and multiply."""
-    *parts, sizes = operands
-    rows, w = _decoded(parts, jnp.bfloat16)
-    if dtype == rows.dtype:
+    decoded = _decoded(operands, jnp.bfloat16)
+    if dtype == jnp.bfloat16:
         params = dict(transposed=False, dtype=dtype, tail=tail, num_sms=num_sms)
-        return bind_dot(rows, w, sizes, **params)
-    return reference.dot(rows, w, sizes, transposed=False, dtype=dtype)
+        return bind_dot(*decoded, **params)
+    return reference.dot(*decoded, transposed=False, dtype=dtype)
 
 
 def _kernel(
@@ -218,7 +225,7 @@ def _kernel(
     w_values: jax.Array,
     w_scales: jax.Array,
     sizes: jax.Array,
-    *,
+    *spare: jax.Array,
     dtype: Any,
     tail: Tail,
     num_sms: int | None,
@@ -226,19 +233,27 @@ def _kernel(
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     # The batch may share the values or the scales of weights, but a group has one index for both.
-    lead = jnp.broadcast_shapes(w_values.shape[:-3], w_scales.shape[:-3])
-    weights = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (w_values, w_scales))
-    w3, scales3 = (lowered.flat(x, 3) for x in weights)
-    groups = lowered.table(sizes, lead_of(values), num_rows, lead, has_tail=tail == "zero")
+    leads, flat_values, flat_scales = [], [], []
+    for pair in _pairs(w_values, w_scales, *spare):
+        lead = jnp.broadcast_shapes(*(x.shape[:-3] for x in pair))
+        of_lead = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in pair)
+        w3, scales3 = (lowered.flat(x, 3) for x in of_lead)
+        leads.append((*lead, pair[0].shape[-3]))
+        flat_values.append(w3)
+        flat_scales.append(scales3)
+    groups = lowered.table(sizes, lead_of(values), num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
     product = lowered.FORWARD_FEW if few else lowered.FORWARD
-    operands = rows2, w3, groups, lowered.flat(scales, 2), scales3
+    # The kernel has one array of scales, which are small.
+    scales3 = jnp.concatenate(flat_scales) if spare else flat_scales[0]
+    w3, *spare3 = flat_values
+    operands = rows2, w3, groups, lowered.flat(scales, 2), scales3, *spare3
     (result,) = lowered.call(TARGET, [out], operands, num_sms, product=product)
     return result.reshape(*values.shape[:-1], columns)
 
 
-def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, **___: Any) -> str:
+def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, *___: Any, **____: Any) -> str:
     n, k = w.shape[-2:]
     return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 

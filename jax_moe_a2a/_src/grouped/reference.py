@@ -44,6 +44,11 @@ def lead_of(rows: Any) -> tuple[int, ...]:
     return rows.shape[:-2]
 
 
+def arrays_of(w: Any) -> tuple[Any, ...]:
+    """Return the arrays of weights, which are one array, or a tuple of home and spare weights."""
+    return w if isinstance(w, tuple) else (w,)
+
+
 Dot = Callable[..., jax.Array]
 """(rows [C, K], w [L, K, N], sizes [L], transposed) -> [C, N]; transposed: rows [C, N] -> [C, K].
 Rows after the last group are zero in the operands, and any values in the result."""
@@ -78,25 +83,38 @@ def dot(
     rows: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
-    *,
+    *spare: jax.Array,
     transposed: bool,
     dtype: Any,
     by: Dot = ragged_dot,
     **_: Any,
 ) -> jax.Array:
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
-    weights, [*B, C, K]. Rows after the last group are zero."""
+    weights, [*B, C, K]. Rows after the last group are zero.
+
+    Spare weights have a product of their own, because joined weights would need memory for a copy.
+    """
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)
     if 0 in (*shape, *w.shape):
         return jnp.zeros(shape, dtype)
 
-    def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        cut = groups_of(sizes, rows.shape[0]).sizes
+    def product(rows: jax.Array, w: jax.Array, cut: jax.Array) -> jax.Array:
         out = by(_without_tail(rows, cut), w, cut, transposed=transposed, dtype=dtype)
         return _without_tail(out, cut)
 
-    return _for_each(of_one, lead_of(rows), (rows, 2), (w, 3), (sizes, 1))
+    def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array, *spare: jax.Array) -> jax.Array:
+        cut, num = groups_of(sizes, rows.shape[0]).sizes, w.shape[0]
+        out = product(rows, w, cut[:num])
+        for x in spare:
+            start = jnp.sum(cut[:num], dtype=jnp.int32)
+            others = product(jnp.roll(rows, -start, axis=0), x, cut[num:])
+            is_home = jnp.arange(rows.shape[0], dtype=jnp.int32) < start
+            out = jnp.where(is_home[:, None], out, jnp.roll(others, start, axis=0))
+        return out
+
+    operands = ((rows, 2), (w, 3), (sizes, 1), *((x, 3) for x in spare))
+    return _for_each(of_one, lead_of(rows), *operands)
 
 
 def outer(
@@ -104,22 +122,35 @@ def outer(
     y: jax.Array,
     sizes: jax.Array,
     *,
-    lead: tuple[int, ...],
+    parts: tuple[tuple[int, ...], ...],
     dtype: Any,
     by: Outer = ragged_outer,
     **_: Any,
-) -> jax.Array:
-    """Return for each group the sum of the outer products of its rows, [*lead, L, K, N]. The result
-    is also summed over the leading axes that are 1 in ``lead``."""
-    shape = (*lead_of(x), sizes.shape[-1], x.shape[-1], y.shape[-1])
-    if 0 in (*shape, *x.shape):
-        return jnp.zeros((*lead, *shape[-3:]), dtype)
+) -> list[jax.Array]:
+    """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
+    are its leading axes and its number of groups, the result is [*part, K, N]. It is also summed
+    over leading axes that are 1 in the part."""
+    found, first = [], 0
+    for *lead, num in parts:
+        shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])
 
-    def of_one(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-        cut = groups_of(sizes, x.shape[0]).sizes
-        return by(_without_tail(x, cut), _without_tail(y, cut), cut, dtype=dtype)
+        def of_one(
+            x: jax.Array, y: jax.Array, sizes: jax.Array, first: int = first, num: int = num
+        ) -> jax.Array:
+            cut = groups_of(sizes, x.shape[0]).sizes
+            own = cut[first : first + num]
+            if first:
+                start = jnp.sum(cut[:first], dtype=jnp.int32)
+                x, y = (jnp.roll(rows, -start, axis=0) for rows in (x, y))
+            return by(_without_tail(x, own), _without_tail(y, own), own, dtype=dtype)
 
-    return sum_lead(_for_each(of_one, lead_of(x), (x, 2), (y, 2), (sizes, 1)), lead)
+        if 0 in (*shape, *x.shape):
+            found.append(jnp.zeros((*lead, *shape[-3:]), dtype))
+        else:
+            sums = _for_each(of_one, lead_of(x), (x, 2), (y, 2), (sizes, 1))
+            found.append(sum_lead(sums, tuple(lead)))
+        first += num
+    return found
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:

@@ -182,8 +182,8 @@ def _passing_dot_transpose(
 
 
 def _add_outer(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
-    lead = total.shape[:-3]
-    return total + reference.outer(x, y, sizes, lead=lead, dtype=total.dtype, **params)
+    parts = (total.shape[:-2],)
+    return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype, **params)[0]
 
 
 def _add_outer_by_product(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:

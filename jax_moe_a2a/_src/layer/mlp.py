@@ -34,6 +34,7 @@ from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
 from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
+from ..grouped.primitives import unspecified_dot
 from ..grouped.quantized import without_gradient
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
@@ -391,7 +392,8 @@ def mlp_and_routing(
         if spare:
             assert placement is not None
             alone = lambda *args: apply(*args, totals={})[0]
-            y = apply_to_both(alone, rows, weights, recv, placement, fetched)
+            in_two = experts_format is not None
+            y = apply_to_both(alone, rows, weights, recv, placement, fetched, in_two=in_two)
         else:
             y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     else:
@@ -428,6 +430,8 @@ def _product(
         in_fp8 = quantized is not None
         product, total = summing_dot(rows, w, totals[name], sizes, weights, in_fp8=in_fp8)
         return product, {**totals, name: total}
+    if isinstance(w, tuple):
+        return unspecified_dot(rows, w, sizes, None), totals
     if quantized is None:
         return product_of(rows, w, sizes), totals
     return dot_in_fp8(rows, w, sizes, weights), totals

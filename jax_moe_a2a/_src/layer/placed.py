@@ -1,8 +1,9 @@
 """Apply experts with replicas: the home experts of a rank, and its spare slots, whose weights are
 fetched.
 
-No array holds the weights of both. The experts are applied twice to the same rows: once by the home
-weights, and once by the spare weights to rows that begin with those of the spare slots.
+No array holds the weights of both. Products read them as two arrays. Products that quantize the
+weights on the way have only one array, so the experts are applied twice to the same rows: once by
+the home weights, and once by the spare weights to rows that begin with those of the spare slots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from .. import compat
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
-from ..formats.formats import Quantized
 from ..group.group import Group
 from ..placement.choice import choose_slots
 from ..placement.types import Placement
@@ -42,14 +42,16 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of some experts of a rank."""
+    """The weights of some experts of a rank. Each may be a tuple of home and spare ones."""
 
     w_in: Any
     """An array or ``QuantizedExperts``."""
-    b_in: jax.Array | None
+    b_in: Any
+    """An array or None."""
     w_out: Any
     """An array or ``QuantizedExperts``."""
-    b_out: jax.Array | None
+    b_out: Any
+    """An array or None."""
 
 
 def to_slots(
@@ -91,6 +93,8 @@ def apply_to_both(
     recv: Recv,
     placement: Placement,
     fetched: Weights | None,
+    *,
+    in_two: bool,
 ) -> jax.Array:
     """Fetch the weights of spare slots, and return the outputs of all rows.
 
@@ -98,10 +102,14 @@ def apply_to_both(
       apply: maps rows, weights of groups and the sizes of these groups to outputs.
       recv: of the rows. Its groups are those of the home experts, and then of the spare slots.
       fetched: the weights of spare slots if they are already here.
+      in_two: True to apply the experts twice, because ``apply`` accepts no tuples of weights.
     """
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Weights, spare: Weights, sizes: jax.Array) -> jax.Array:
+        if not in_two:
+            pairs = (None if w is None else (w, x) for w, x in zip(home, spare, strict=True))
+            return apply(rows, Weights(*pairs), sizes)
         num_home = home.w_in.shape[0]
         start = sizes[:num_home].sum(dtype=jnp.int32)
         is_home = jnp.arange(rows.has_token.shape[0], dtype=jnp.int32) < start
@@ -138,9 +146,8 @@ def _keeps_all_but_fetched(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
     """Return rows of which only some are used: the gradients of the others are zero."""
-    is_quantized = isinstance(rows.rows, Quantized)  # and has no gradients
     return Rows(
-        rows.rows if is_quantized else _with_gradients_of(rows.rows, is_kept),
+        _with_gradients_of(rows.rows, is_kept),
         jnp.where(is_kept, rows.weights, 0),
         rows.has_token & is_kept,
     )
