@@ -567,7 +567,7 @@ class Expected:
             epsilon = max(map(oracle.epsilon, (p.dtype, dtype, self.dtype_of_weights)))
             smallest = max(float(ml_dtypes.finfo(t).smallest_subnormal) for t in (p.dtype, dtype))
             slack[name] = MOST_ROUNDINGS * (epsilon * self.conditioning * x + smallest)
-            if name != "y" and self.may_take_another_slope:
+            if name != "y" and (self.may_take_another_slope or self.may_overflow):
                 slack[name] = np.full_like(x, np.inf)  # not judged
         if p.wire:
             travels = ("y", "t") if p.derivative in (None, "jvp") else ("y", "t", "d.x", "dd.x")
@@ -619,6 +619,13 @@ class Expected:
         return any(
             (np.abs(h) < MOST_ROUNDINGS * epsilon * size).any() for h, size in zip(sums, terms)
         )
+
+    @property
+    def may_overflow(self):
+        """Return True if the inverse cube of a row's length, which its derivative has, may be
+        infinite."""
+        largest = float(ml_dtypes.finfo(cases.dtype(self.p.dtype)).max)
+        return self.conditioning**1.5 > largest
 
     @functools.cached_property
     def conditioning(self):
