@@ -47,6 +47,7 @@ HOSTILE = dict(
     many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
+    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K that the form for multiples of 512 has
 )
 
 
@@ -187,7 +188,7 @@ def test_a_product_is_that_of_the_definition(path, case, tail):
 
 
 @pytest.mark.parametrize("num_spare", (1, 2))
-@pytest.mark.parametrize("case", ("tail", "many_groups", "edges"))
+@pytest.mark.parametrize("case", ("tail", "many_groups", "edges", "whole_turns"))
 def test_spare_weights_are_a_second_array(path, case, num_spare):
     """The sums are exact, so no bit differs from the product of one array."""
     num_rows, k, n, sizes = (CASES | HOSTILE)[case]

@@ -338,11 +338,11 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
     def program(x, _):
         return jnp.log(-1 - ma.dispatch(x, ids, tail="unspecified", **options).rows[0])
 
-    def layer(x, w, activation):
-        return ma.moe_mlp(x, ids, None, w, w, activation=activation, **options)
+    def layer(x, w, **more):
+        return ma.moe_mlp(x, ids, None, w, w, **more, **options)
 
-    def gradient(activation):
-        fn = on_ranks(functools.partial(layer, activation=activation))
+    def gradient(activation, **more):
+        fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
     program(x, w)  # the cached program still writes NaN, but JAX runs the operations anew
@@ -352,4 +352,6 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         with pytest.raises(FloatingPointError, match="in log"):
             program(x, w)
         assert "unspecified" not in gradient(jnp.tanh)
+        replicas = ma.Placement.from_slots([0, 1, 2, 2, 3, 0], 4, num_ranks=2)
+        assert "unspecified" not in gradient(jnp.tanh, placement=replicas)
         assert "moe_a2a_dot_act" not in gradient(jax.nn.silu)

@@ -175,16 +175,21 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
        ReadLaunch(call, gemm)});
 }
 
-// Sets the second array of weights, if the call has one. `like` is the first.
+// Sets the second array of weights, if the call has one; it may have `most` of them. `like` is the first.
 template <typename Gemm>
-ffi::Error ReadSpare(const ffi::RemainingArgs& spare, const ffi::AnyBuffer& like, Gemm* gemm) {
+ffi::Error ReadSpare(const ffi::RemainingArgs& spare, size_t most, const ffi::AnyBuffer& like,
+                     Gemm* gemm) {
   if (spare.size() == 0) return ffi::Error::Success();
-  if (spare.size() > 1) return Invalid("grouped_dot has too many operands");
+  if (spare.size() > most) {
+    return Invalid("grouped_dot has " + std::to_string(spare.size()) +
+                   " arrays of spare weights; expected at most " + std::to_string(most));
+  }
   const auto found = spare.get<ffi::AnyBuffer>(0);
   if (!found.has_value()) return found.error();
   const auto axes = like.dimensions();
+  if (found->dimensions().size() != 3) return Invalid("spare weights must have three axes");
   gemm->spare = found->untyped_data();
-  gemm->num_spare = found->dimensions().size() == 3 ? found->dimensions()[0] : 0;
+  gemm->num_spare = found->dimensions()[0];
   return CheckShape(*found, "spare weights", like.element_type(),
                     {gemm->num_spare, axes[1], axes[2]});
 }
@@ -208,8 +213,7 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   if (error.failure()) return error;
   const ffi::DataType type = a.element_type();
   const bool is_transposed = gemm.product == GroupedProduct::kTransposed;
-  if (is_gradient && spare.size() > 0) return Invalid("grouped_dot has too many operands");
-  error = First({ReadSpare(spare, b, &gemm),
+  error = First({ReadSpare(spare, is_gradient ? 0 : 1, b, &gemm),
                  is_gradient ? CheckShape(b, "b", type, {gemm.num_rows, gemm.n})
                              : CheckShape(*d, "the result", type,
                                           {gemm.num_rows, is_transposed ? gemm.k : gemm.n})});
@@ -263,7 +267,7 @@ ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
       First({ReadActivation(function, is_gated, alpha, limit, &activated),
              ReadCall({stream, ordinal, num_sms, rows, weights, table, *counter}, &gemm)});
   if (error.failure()) return error;
-  error = First({ReadSpare(spare, weights, &gemm), CheckGated(gemm, activated, gemm.n)});
+  error = First({ReadSpare(spare, 1, weights, &gemm), CheckGated(gemm, activated, gemm.n)});
   if (error.failure()) return error;
   const ffi::DataType type = rows.element_type();
   const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
@@ -306,7 +310,7 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
   const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
   const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
   error = First(
-      {ReadSpare(spare, weights, &gemm), CheckGated(gemm, activated, width),
+      {ReadSpare(spare, 1, weights, &gemm), CheckGated(gemm, activated, width),
        CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
        CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
        CheckShape(*d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
@@ -347,7 +351,7 @@ ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
   const bool is_float = d->element_type() == float32;
   gemm.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
-  ffi::Error error = ReadSpare(spare, weights, &gemm);
+  ffi::Error error = ReadSpare(spare, 1, weights, &gemm);
   if (error.failure()) return error;
   error = First({CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
                  CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),

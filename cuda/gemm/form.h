@@ -132,7 +132,7 @@ struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
-  const void* bias;          // [L, P] or null; kActivate
+  const void* bias;          // [L, P] of home and spare weights, or null; kActivate
   float* partial_dots;       // [tiles of I, C]; kDerive
   int32_t num_columns;       // I
   int32_t keeps;             // kActivate: store the pre-activations

@@ -7,8 +7,8 @@ namespace {
 
 using Fp8Results = Types<__nv_bfloat16, float>;
 template <bool kWholeTurns>
-using Fp8Forward = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, 4, 192, kWholeTurns>;
-using Fp8ForwardFew = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, 4, 64>;
+using Fp8Forward = gemm::Fp8Form<gemm::Axis::kM, 128, 192, 2, 4, kWholeTurns>;
+using Fp8ForwardFew = gemm::Fp8Form<gemm::Axis::kN, 256, 64, 1, 4>;
 
 // Calls body(product, Type<element of results>, Type<form>) for every kernel, to load it or to launch it.
 template <typename Body>

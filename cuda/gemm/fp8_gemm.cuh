@@ -5,16 +5,16 @@
 // fewer bits than float32 has; the sum over blocks is in float32 in the order of k. d is rounded once. Otherwise like
 // gemm/grouped_gemm.cuh, whose loader, schedule, roles and waits these are.
 //
-// Parts: a warp group has kParts products, each of 64 of m by kPartN of n. It multiplies a block of k for one part into
+// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a block of k for one part into
 // temporary registers, and adds these times their scales to the part's results. The compiler lets no products run across
 // a wait for others whose results are read, so a part starts after the wait for the part before. Meanwhile the other warp
 // group's products keep the hardware busy.
 //
-// Rows along m: one temporary. The groups' products run at the same time and end together, so the time from their end to
+// Rows along m: one part and one temporary. The groups' products run at the same time and end together, so the time from their end to
 // the start of the next ones counts. It is shortest if tiles have whole turns of kStages steps (kWholeTurns): then places of
 // stages are constants, their descriptors are in uniform registers, and a wait begins while the step before is added.
 //
-// Rows along n: two temporaries, and a part is added while the next one is multiplied.
+// Rows along n: two parts and two temporaries, and a part is added while the next one is multiplied.
 //
 // Scales: a lane reads scales from global memory into registers, some steps ahead, and gets those that other lanes of its
 // warp have read through shared memory, or from their registers. So nobody lays them out, and they may lie in any order.
@@ -30,26 +30,21 @@ namespace moe_a2a::gemm {
 
 // A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and Form's numbers of
 // bytes hold.
-template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_, int kPartN_,
+template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
   static constexpr int kStepK = kFp8Block;
-  // Parts of a tile lie along n, but along m if rows lie along n.
   static constexpr bool kIsTurned = kRows_ == Axis::kN;
   static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
-  static constexpr int kTemporaries = kIsTurned ? 2 : 1;
-  static constexpr int kPartN = kPartN_;
-  static constexpr int kParts = kIsTurned ? kTileM_ / (64 * kConsumerGroups) : kTileN_ / kPartN;
-  static constexpr int kPartSize = kPartN / 2;  // registers of a part
+  static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
+  static constexpr int kPartSize = kTileN_ / 2;  // registers of a part
   // From a part to the next one, in shared memory.
-  static constexpr int kStepOfA = kIsTurned ? kBoxBytes : 0;
-  static constexpr int kStepOfB = kIsTurned ? 0 : kPartN * kFp8Block;
+  static constexpr int kStepOfPart = kBoxBytes;
   static_assert(kFp8Block == kBoxElements * 2);
   // The results of a warp group have the scales of one block of weights, or of at most two.
-  static_assert(kIsTurned ? kTileM_ == kConsumerGroups * kFp8Block && kPartN == kTileN_
-                          : kTileM_ == 64 * kConsumerGroups && kTileN_ <= 2 * kFp8Block);
-  static_assert(kTileN_ % kPartN == 0 && kPartN % 32 == 0 && !(kWholeTurns && kIsTurned));
-  static_assert(kParts % kTemporaries == 0, "a part has the same temporary in each step");
+  static_assert(kTileM_ == (kIsTurned ? kFp8Block : 64) * kConsumerGroups);
+  static_assert(!kWholeTurns || (!kIsTurned && kStages_ % 4 == 0),
+                "the scales of four steps are read at once");
 };
 
 struct Fp8Params : GemmParams {
@@ -65,11 +60,10 @@ template <typename F>
 class ScalesAlongM {
  public:
   // Columns of a tile that have the same scale, wherever the tile begins.
-  static constexpr int kColumns = F::kTileN % kFp8Block == 0 ? kFp8Block : kFp8Block / 2;
+  static constexpr int kColumns = kFp8Block / 2;
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
-  static constexpr int kBlocks = (F::kTileN + kFp8Block - 1) / kFp8Block;  // of weights
-  static_assert(F::kTileN % kColumns == 0 && kBlocks <= 2);
+  static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
   // Of kLanes steps and each quad: of its two rows with the first block, and with the second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
@@ -92,10 +86,10 @@ class ScalesAlongM {
   // Returns the scales of step `first + next`; index() says whose. Steps come in order, and `first` is a multiple of kLanes.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
-      const float block = of_block_[0], other = of_block_[kBlocks - 1];
       __syncwarp();
       of_steps_[lane_index() % kLanes][lane_index() / kLanes] = {
-          of_row_[0] * block, of_row_[1] * block, of_row_[0] * other, of_row_[1] * other};
+          of_row_[0] * of_block_[0], of_row_[1] * of_block_[0], of_row_[0] * of_block_[1],
+          of_row_[1] * of_block_[1]};
       __syncwarp();
       load(p, first + next + kLanes, steps);
     }
@@ -104,15 +98,12 @@ class ScalesAlongM {
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
-      const bool is_second = kColumns == kFp8Block ? i > 0 : second[i];
-      scales[2 * i] = is_second ? of_step.z : of_step.x;
-      scales[2 * i + 1] = is_second ? of_step.w : of_step.y;
+      scales[2 * i] = second[i] ? of_step.z : of_step.x;
+      scales[2 * i + 1] = second[i] ? of_step.w : of_step.y;
     }
   }
   // Returns where the scale of a part's register i is.
-  static constexpr __device__ int index(int part, int i) {
-    return (part * F::kPartN + i / 4 * 8) / kColumns * 2 + i / 2 % 2;
-  }
+  static constexpr __device__ int index(int i) { return i / 4 * 8 / kColumns * 2 + i / 2 % 2; }
 
  private:
   __device__ void load(const Fp8Params& p, int step, int steps) {
@@ -122,15 +113,13 @@ class ScalesAlongM {
     of_row_[0] = load_if(is_step, p.row_scales + row);
     of_row_[1] = load_if(is_step, p.row_scales + row + to_second_row_);
     of_block_[0] = load_if(is_step, p.matrix_scales + block);
-    if (kBlocks > 1) {
-      of_block_[kBlocks - 1] = load_if(is_step, p.matrix_scales + block + to_second_block_);
-    }
+    of_block_[1] = load_if(is_step, p.matrix_scales + block + to_second_block_);
   }
 
   Shared& of_steps_;
   bool begins_within_block_;
   uint32_t row_, to_second_row_, block_, to_second_block_;  // where scales are in their arrays
-  float of_row_[2], of_block_[kBlocks];                     // of the next steps
+  float of_row_[2], of_block_[2];                           // of the next steps
 };
 
 // The scales of a lane's results, for rows along n. Each lane of a warp reads those of other rows.
@@ -166,7 +155,7 @@ class ScalesAlongN {
                               row % kWarpThreads + lane_index() % 4 * 2);
     }
   }
-  static constexpr __device__ int index(int, int i) { return i / 4 * 2 + i % 2; }
+  static constexpr __device__ int index(int i) { return i / 4 * 2 + i % 2; }
 
  private:
   __device__ void load(const Fp8Params& p, int step, int steps) {
@@ -253,7 +242,7 @@ __device__ inline void store_results(const Fp8Params& p, WriterOf<T, F>& writer,
                            : F::kIsTurned           ? F::kTileN
                                                     : kBoxElements;
 #pragma unroll
-  for (int i = 0; i < (F::kIsTurned ? F::kParts : 1); ++i) {
+  for (int i = 0; i < F::kParts; ++i) {
     const int32_t m = tile.m + warp_m + i * 64;
 #pragma unroll
     for (int n = 0; n < F::kTileN; n += kColumns) {
@@ -312,12 +301,12 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
 #pragma unroll
     for (float& x : d) x = 0;
     if (tile.n < tile.end_n && tile.m + first_m < tile.end_m) {
-      float t[F::kTemporaries][F::kPartSize], scale[Scales<F>::kSize];
+      float t[F::kParts][F::kPartSize], scale[Scales<F>::kSize];
       // Starts the products of a part of the stage.
       const auto start = [&](int place, int part) {
-        float (&of)[F::kPartSize] = t[part % F::kTemporaries];
-        const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfA >> 4);
-        const uint32_t b = descriptor_b + place * (F::kBytesB >> 4) + part * (F::kStepOfB >> 4);
+        float (&of)[F::kPartSize] = t[part];
+        const uint32_t a = descriptor_a + place * (F::kBytesA >> 4) + part * (F::kStepOfPart >> 4);
+        const uint32_t b = descriptor_b + place * (F::kBytesB >> 4);
         fence_registers(of);
         begin_products();
 #pragma unroll
@@ -329,15 +318,15 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
         fence_registers(of);
       };
       const auto add = [&](int part) {
-        float (&of)[F::kPartSize] = t[part % F::kTemporaries];
+        float (&of)[F::kPartSize] = t[part];
         fence_registers(of);
 #pragma unroll
         for (int i = 0; i < F::kPartSize; ++i) {
-          d[part * F::kPartSize + i] += scale[Scales<F>::index(part, i)] * of[i];
+          d[part * F::kPartSize + i] += scale[Scales<F>::index(i)] * of[i];
         }
       };
-      constexpr int kLast = F::kParts - 1;
       if constexpr (F::kIsTurned) {
+        constexpr int kLast = F::kParts - 1;
         const auto add_all_but_last = [&](int step) {
           scales.get(p, step, steps, scale);
 #pragma unroll
@@ -370,14 +359,11 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
         // The step `first + next`, of the stage at `place`.
         const auto multiply = [&](int first, int next, int place) {
           wait_for_lane(&shared.loaded[place], stage.parity);
-#pragma unroll
-          for (int part = 0; part < F::kParts; ++part) {
-            start(place, part);
-            if (part == 0) scales.get(p, first, next, steps, scale);
-            wait_for_products<0>();
-            if (part == kLast) give(place);
-            add(part);
-          }
+          start(place, 0);
+          scales.get(p, first, next, steps, scale);
+          wait_for_products<0>();
+          give(place);
+          add(0);
         };
         if constexpr (F::kWholeTurns) {
           for (int first = 0; first < steps; first += F::kStages) {

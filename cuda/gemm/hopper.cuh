@@ -204,9 +204,6 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MOE_A2A_REGISTERS_48 \
-  MOE_A2A_REGISTERS_32       \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define MOE_A2A_REGISTERS_96                                                         \
   MOE_A2A_REGISTERS_64                                                               \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -227,7 +224,6 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MOE_A2A_OUT_16(i) MOE_A2A_OUT_8(i), MOE_A2A_OUT_8(i + 8)
 #define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
-#define MOE_A2A_OUT_48(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_16(i + 32)
 #define MOE_A2A_OUT_96(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_32(i + 64)
 #define MOE_A2A_OUT_64(i) MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32)
 #define MOE_A2A_OUT_128(i) MOE_A2A_OUT_64(i), MOE_A2A_OUT_64(i + 64)
@@ -281,17 +277,13 @@ __device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool 
 template <int kSize>
 __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
-  static_assert(kSize == 16 || kSize == 32 || kSize == 48 || kSize == 64 || kSize == 96);
+  static_assert(kSize == 16 || kSize == 32 || kSize == 96);
   if constexpr (kSize == 16) {
     MOE_A2A_PRODUCT("32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18");
   } else if constexpr (kSize == 32) {
     MOE_A2A_PRODUCT("64", MOE_A2A_REGISTERS_32, MOE_A2A_OUT_32(0), "32", "33", "34");
-  } else if constexpr (kSize == 48) {
-    MOE_A2A_PRODUCT("96", MOE_A2A_REGISTERS_48, MOE_A2A_OUT_48(0), "48", "49", "50");
-  } else if constexpr (kSize == 96) {
-    MOE_A2A_PRODUCT("192", MOE_A2A_REGISTERS_96, MOE_A2A_OUT_96(0), "96", "97", "98");
   } else {
-    MOE_A2A_PRODUCT("128", MOE_A2A_REGISTERS_64, MOE_A2A_OUT_64(0), "64", "65", "66");
+    MOE_A2A_PRODUCT("192", MOE_A2A_REGISTERS_96, MOE_A2A_OUT_96(0), "96", "97", "98");
   }
 }
 #undef MOE_A2A_PRODUCT

@@ -47,8 +47,8 @@ Variant Of(const std::string& name) {
   return {name, Element<T>::kType, F::kIsTurned, gemm::LaunchFp8<T, F>};
 }
 
-using Few64 = Fp8Form<Axis::kN, 256, 64, 1, 4, 64>;
-using Few32 = Fp8Form<Axis::kN, 256, 32, 1, 5, 32>;
+using Few64 = Fp8Form<Axis::kN, 256, 64, 1, 4>;
+using Few32 = Fp8Form<Axis::kN, 256, 32, 1, 5>;
 
 // The package's form for many rows and this k, and its form for any k.
 template <typename T>

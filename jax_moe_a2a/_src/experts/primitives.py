@@ -143,7 +143,7 @@ def bind_experts(
     operands: Experts, *, activation: FusedActivation, num_sms: int | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Bind ``experts_p``. Return its results, and the totals if they are given. With totals, the
-    tangents of w_in and w_out are ignored."""
+    tangents of w_in and w_out are ignored, and no weights are tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
     return y, totals
 

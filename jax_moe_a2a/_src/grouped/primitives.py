@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
+from ..checks import check_tail
 from ..exchange.rules import aval_of, is_zero, zero_tangent
 from . import lowering as lowered
 from . import reference
@@ -61,8 +62,9 @@ def unspecified_dot(
     primitive: Any = grouped_dot_p,
 ) -> jax.Array:
     """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
-    tuple of home and spare weights."""
-    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    tuple of home and spare weights, each of at least one matrix."""
+    tail = check_tail("unspecified")
+    params = dict(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=num_sms)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
     return bind(primitive, rows, w, sizes, *spare, *parts, **params)
 
