@@ -16,8 +16,9 @@
 //
 // Rows along n: two parts and two temporaries, and a part is added while the next one is multiplied.
 //
-// Scales: a lane reads scales from global memory into registers, some steps ahead, and gets those that other lanes of its
-// warp have read through shared memory, or from their registers. So nobody lays them out, and they may lie in any order.
+// Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the scales that other lanes of
+// its warp have read from shared memory (rows along m) or by shuffles (rows along n). No copy of the scales is needed, so
+// they may lie in any order.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_FP8_GEMM_CUH_

@@ -108,7 +108,7 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
 }
 
-// Waits like wait_for(), but for one lane: before products, which wait for all lanes.
+// Waits until this lane sees the phase. Use it only before products, because products wait for all lanes of the warp.
 __device__ inline void wait_for_lane(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<false>(barrier, parity)) {
   }
