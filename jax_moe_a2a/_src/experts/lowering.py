@@ -80,18 +80,16 @@ def _product(
       columns: of the result. With ``keep``, the product itself is a second result.
     """
     rows, w, bias, weights, sizes = operands
-    ws = list(arrays_of(w))
+    ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]
-    biases = [jnp.zeros(0, rows.dtype)]
-    if bias is not None:  # the table has one index for both
-        biases = list(arrays_of(bias))
-        for i, (w, bias) in enumerate(zip(ws, biases, strict=True)):
-            lead = np.broadcast_shapes(w.shape[:-3], bias.shape[:-2])
-            ws[i] = jnp.broadcast_to(w, (*lead, *w.shape[-3:]))
-            biases[i] = flat(jnp.broadcast_to(bias, (*lead, *bias.shape[-2:])), 2)
-    bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
-    groups = table(sizes, lead_of(rows), num_rows, *(w.shape[:-2] for w in ws), has_tail=False)
-    w3, *spare = (flat(w, 3) for w in ws)
+    if bias is None:
+        bias2 = jnp.zeros(0, rows.dtype)
+        leads, (w3, *spare) = tuple(w.shape[:-2] for w in ws), (flat(w, 3) for w in ws)
+    else:
+        pairs = zip(ws, arrays_of(bias), strict=True)
+        leads, (w3, *spare), biases = zip(*(grouped.aligned(*pair, 2) for pair in pairs))
+        bias2 = biases[0] if len(biases) == 1 else jnp.concatenate(biases)
+    groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=False)
     rows2 = flat(rows, 2)
     few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
     results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]

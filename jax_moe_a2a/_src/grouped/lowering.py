@@ -247,6 +247,21 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
+def aligned(w: Any, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
+    """Return the leading axes and the number of matrices of weights, as ``table`` needs them, and
+    the flat weights and ``other``: a group has one index for both.
+
+    Args:
+      w: weights [..., L, K, N].
+      other: what belongs to the matrices, with its last ``axes`` axes from L on.
+    """
+    lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
+    w3, flat_other = (
+        flat(jnp.broadcast_to(x, (*lead, *x.shape[-n:])), n) for x, n in ((w, 3), (other, axes))
+    )
+    return (*lead, w.shape[-3]), w3, flat_other
+
+
 def table(
     sizes: jax.Array,
     batch: tuple[int, ...],

@@ -233,14 +233,8 @@ def _kernel(
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     # The batch may share the values or the scales of weights, but a group has one index for both.
-    leads, flat_values, flat_scales = [], [], []
-    for pair in _pairs(w_values, w_scales, *spare):
-        lead = jnp.broadcast_shapes(*(x.shape[:-3] for x in pair))
-        of_lead = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in pair)
-        w3, scales3 = (lowered.flat(x, 3) for x in of_lead)
-        leads.append((*lead, pair[0].shape[-3]))
-        flat_values.append(w3)
-        flat_scales.append(scales3)
+    pairs = _pairs(w_values, w_scales, *spare)
+    leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, lead_of(values), num_rows, *leads, has_tail=tail == "zero")
     rows2 = lowered.flat(values, 2)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
