@@ -38,6 +38,22 @@ struct ActivatedProduct {
 };
 constexpr int kDotColumns = Tuning::kTransposed.n;
 
+// kForward in slices of columns, one after the other. `finished` counts the tiles of each slice that are complete; it is
+// device memory, and zero before the launch. A slice is complete when its count is slice_tiles(), of all groups together.
+struct ColumnSlices {
+  int num;
+  uint32_t* finished;
+};
+
+// Returns the columns of each of at most `num` slices of n columns; the last slice may have fewer.
+constexpr int64_t slice_columns(int64_t n, int num) {
+  return ceil_div(ceil_div(n, Tuning::kForward.n), num) * Tuning::kForward.n;
+}
+// Returns the tiles that a group of `rows` rows has in `columns` columns.
+MOE_A2A_HOST_DEVICE constexpr int64_t slice_tiles(int64_t rows, int64_t columns) {
+  return ceil_div(rows, Tuning::kForward.m) * ceil_div(columns, Tuning::kForward.n);
+}
+
 struct GroupedGemm {
   GroupedProduct product;
   ElementType type;  // kBFloat16 or kFloat16
@@ -54,6 +70,7 @@ struct GroupedGemm {
   // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for kWeightGradient.
   const void* spare = nullptr;
   int64_t num_spare = 0;
+  const ColumnSlices* slices = nullptr;  // of a form that is sliced
 };
 
 // Loads the kernels on the current device, so that no later call does.
