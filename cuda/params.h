@@ -237,6 +237,27 @@ struct SummedArray {
   bool vectorized;  // rows and outputs consist of whole, aligned 16-byte words
 };
 
+// ---- Slices of columns (ColumnSlices in gemm/grouped_gemm.h)
+
+// Returns the columns of each of at most `num` slices of n columns; the last slice may have fewer.
+constexpr int64_t slice_columns(int64_t n, int num) {
+  return ceil_div(ceil_div(n, Tuning::kForward.n), num) * Tuning::kForward.n;
+}
+// Returns the tiles that a group of `rows` rows has in `columns` columns.
+MOE_A2A_HOST_DEVICE constexpr int64_t slice_tiles(int64_t rows, int64_t columns) {
+  return ceil_div(rows, Tuning::kForward.m) * ceil_div(columns, Tuning::kForward.n);
+}
+
+// A grouped product that computes the rows to sum while the combine runs. The combine sums a slice of columns when the
+// product has counted all its tiles: docs/protocol_split.md.
+struct SlicedRows {
+  int32_t num;  // slices: a power of two; 0: the rows are complete before the launch
+  int32_t num_groups;
+  int64_t columns;             // of a slice: slice_columns()
+  const uint32_t* finished;    // [num]: tiles that the product has finished
+  const int32_t* group_sizes;  // [num_groups]: rows of the product's groups
+};
+
 struct CombineParams {
   RankView view;
   RoutingView routing;
@@ -259,6 +280,7 @@ struct CombineParams {
   // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
+  SlicedRows sliced;
 };
 
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }

@@ -45,15 +45,6 @@ struct ColumnSlices {
   uint32_t* finished;
 };
 
-// Returns the columns of each of at most `num` slices of n columns; the last slice may have fewer.
-constexpr int64_t slice_columns(int64_t n, int num) {
-  return ceil_div(ceil_div(n, Tuning::kForward.n), num) * Tuning::kForward.n;
-}
-// Returns the tiles that a group of `rows` rows has in `columns` columns.
-MOE_A2A_HOST_DEVICE constexpr int64_t slice_tiles(int64_t rows, int64_t columns) {
-  return ceil_div(rows, Tuning::kForward.m) * ceil_div(columns, Tuning::kForward.n);
-}
-
 struct GroupedGemm {
   GroupedProduct product;
   ElementType type;  // kBFloat16 or kFloat16

@@ -19,7 +19,12 @@
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Slices: if a product computes the rows while this kernel runs (SlicedRows), all tokens are sent and summed slice by
+// slice of columns. Each team waits until its device's product has counted all tiles of a slice. Then a flag covers
+// this slice of a chunk.
+//
+// Launch: any number of blocks; the first `send_blocks` to start send first. With slices, the product has been launched
+// before, and the blocks leave it room.
 #include <type_traits>
 
 #include "device/exchange.cuh"
@@ -34,8 +39,8 @@ namespace {
 // The ways of summing rows. kGeneral: any rows and weights. The others go through a warp's list
 // (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
 // time, where a segment is what one weight covers, or the whole row without weights. Sums in a
-// token format use kSegments.
-enum class Sums { kGeneral, kRows, kSegments };
+// token format use kSegments. kSlices: kRows by slices of columns.
+enum class Sums { kGeneral, kRows, kSegments, kSlices };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
@@ -94,16 +99,21 @@ struct ListedSegment {
 // Returns true if a row is summed as a single segment.
 template <Sums kSums, typename Wire>
 __device__ __forceinline__ bool has_one_segment(const CombineParams& p) {
-  return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
+  return kSums == Sums::kRows || kSums == Sums::kSlices ||
+         (kIsEncoded<Wire> && p.weights_per_row <= 1);
 }
 
-// Calls body(ListedSegment) for each row segment of an array.
+// Calls body(ListedSegment) for each row segment of an array, or for its slice.
 template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
-                                                        const SummedArray& array, Body&& body) {
+                                                        const SummedArray& array, int slice,
+                                                        Body&& body) {
   const int64_t row_bytes = array.elements * sizeof(T);
   if constexpr (kSums == Sums::kRows) {
     body(ListedSegment{0, row_bytes, 0, row_bytes});
+  } else if constexpr (kSums == Sums::kSlices) {
+    const int64_t bytes = p.sliced.columns * sizeof(T), first = slice * bytes;
+    body(ListedSegment{0, row_bytes, first, min(bytes, row_bytes - first)});
   } else {
     const bool is_whole = has_one_segment<kSums, Wire>(p);
     const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
@@ -168,14 +178,14 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
 // Writes the partial sums and choice arrays of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
-                                          SourceList& list, const WarpChoices& choices, int slot,
-                                          char* to_zone) {
+                                          SourceList& list, const WarpChoices& choices, int slice,
+                                          int slot, char* to_zone) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     char* to_row =
         to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
-      for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
+      for_each_listed_segment<T, Wire, kSums>(p, array, slice, [&](const ListedSegment& segment) {
         const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, segment);
         SegmentOnWire<T, Wire> on_wire(p, segment);
         sum_listed<T, Sum::kPartial>(team, list, {rows, 0, 0}, segment.bytes,
@@ -205,17 +215,64 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
 // The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
+// How slots share flags: a flag is for a slice of a chunk of slots.
+template <Sums kSums>
+struct Chunks {
+  int slots, of_slice, count;  // slots of a chunk; chunks of a slice; all chunks
+
+  __device__ explicit Chunks(const CombineParams& p) {
+    const int slices = kSums == Sums::kSlices ? p.sliced.num : 1;
+    slots = slots_per_chunk(int64_t{p.routing.num_tokens} * slices);
+    of_slice = ceil_div(p.routing.num_tokens, slots);
+    count = slices * of_slice;
+  }
+  __device__ int slice_of(int chunk) const { return kSums == Sums::kSlices ? chunk / of_slice : 0; }
+};
+
+// Waits for the slices of this device's product, in their order.
+template <Sums kSums>
+class SliceWait {
+ public:
+  // Returns whether the rows have this slice. All threads of the team call it.
+  __device__ bool wait(const CombineParams& p, const Team& team, uint64_t epoch, int slice) {
+    if constexpr (kSums == Sums::kSlices) {
+      if (slice < num_complete_) return true;
+      bool is_complete = true;
+      if (team.is_first_warp()) {
+        const int64_t columns = p.summed[0].elements - slice * p.sliced.columns;
+        int tiles = 0;
+        for (int group = lane_index(); group < p.sliced.num_groups; group += kWarpThreads) {
+          tiles += slice_tiles(p.sliced.group_sizes[group], min(columns, p.sliced.columns));
+        }
+        tiles = __reduce_add_sync(kAllLanes, tiles);
+        is_complete =
+            lane_index() > 0 || wait_for_tiles(p.view, p.sliced.finished + slice, tiles, epoch);
+      }
+      if (!team.broadcast(is_complete)) return false;
+      num_complete_ = slice + 1;
+    }
+    return true;
+  }
+
+ private:
+  int num_complete_ = 0;
+};
+
 // Writes the partial sums of one chunk of slots into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
-                                           SourceList& list, uint64_t epoch, int source_rank,
-                                           int chunk) {
+                                           SourceList& list, SliceWait<kSums>& slices,
+                                           uint64_t epoch, int source_rank, int chunk) {
   const RankView& view = p.view;
   const int top_k = p.routing.top_k;
-  const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
-  const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
+  const Chunks<kSums> chunks(p);
+  const int slice = chunks.slice_of(chunk);
+  // If the wait fails, the flag of the chunk follows the poison.
+  if (!slices.wait(p, team, epoch, slice)) return;
+  chunk -= slice * chunks.of_slice;
+  const int end = min((chunk + 1) * chunks.slots, p.routing.num_tokens);
   char* to_zone = zone(view, source_rank, epoch, view.rank, p.zone_bytes);
-  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
+  for (int first = chunk * chunks.slots; first < end; first += slots_per_look(p)) {
     const int count = min(end - first, slots_per_look(p));
     const int my_slot = lane_index() / top_k;
     const WarpChoices all(p, source_rank, my_slot < count ? first + my_slot : -1,
@@ -223,7 +280,7 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
     for (int i = 0; i < count; ++i) {
       const WarpChoices choices = all.of(i, top_k);
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
-      send_slot<T, Wire, kSums>(p, team, list, choices, first + i, to_zone);
+      send_slot<T, Wire, kSums>(p, team, list, choices, slice, first + i, to_zone);
     }
   }
 }
@@ -258,8 +315,9 @@ struct SourceToken {
   WarpChoices own;  // its choices on this rank
 };
 
-// Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
-__device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
+// Waits until all partial sums of the token, or their slice, have landed. Each warp of a team waits for itself.
+template <Sums kSums>
+__device__ bool wait_for_token(const CombineParams& p, const SourceToken& token, int slice) {
   const RankView& view = p.view;
   bool landed = true;
   for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -272,7 +330,8 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token)
       continue;
     }
     if (rank == view.rank) continue;
-    const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
+    const Chunks<kSums> chunks(p);
+    const int chunk = slice * chunks.of_slice + slot / chunks.slots;
     landed = landed && wait_for_flag(view, chunk_flag(view, token.epoch, rank, chunk), token.epoch,
                                      Phase::kReceiveChunk, rank);
   }
@@ -325,13 +384,13 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
-                                                 const SourceToken& token, T* to) {
+                                                 const SourceToken& token, int slice, T* to) {
   const RankView& view = p.view;
   const int rank = lane_index();
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
+  for_each_listed_segment<T, Wire, kSums>(p, array, slice, [&](const ListedSegment& segment) {
     const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, segment),
                                  __popc(before), __popc(after)};
     SegmentOnWire<T, Wire> on_wire(p, segment);
@@ -347,17 +406,17 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
   });
 }
 
-// Writes the results of one token.
+// Writes the results of one token, or their slice.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
-                                            SourceList& list, const SourceToken& token,
+                                            SourceList& list, const SourceToken& token, int slice,
                                             int token_index) {
   const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
     if constexpr (kSums != Sums::kGeneral) {
-      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, to);
+      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, slice, to);
     } else if (array.vectorized) {
       sum_token<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
@@ -385,11 +444,18 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
                                         int* slots, uint64_t epoch) {
   const RankView& view = p.view;
   const RoutingView& routing = p.routing;
+  SliceWait<kSums> slices;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     // take_item() is also a barrier, after which the slots of the token before have been read.
-    const int token_index = take_item(control(view).next_receive, team);
-    if (token_index >= routing.num_tokens) return;
+    int token_index = take_item(control(view).next_receive, team), slice = 0;
+    if constexpr (kSums == Sums::kSlices) {
+      slice = token_index / routing.num_tokens;
+      if (slice >= p.sliced.num) return;
+      token_index -= slice * routing.num_tokens;
+    } else if (token_index >= routing.num_tokens) {
+      return;
+    }
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
       slots[rank] = routing.token_slot[int64_t{token_index} * view.num_ranks + rank];
     }
@@ -398,9 +464,9 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     const SourceToken token = {slots, epoch,
                                WarpChoices(p, view.rank, own_slot, lane_index(), epoch)};
     mark(view, Mark::kAwait);
-    if (!wait_for_token(p, token)) continue;
+    if (!slices.wait(p, team, epoch, slice) || !wait_for_token<kSums>(p, token, slice)) continue;
     mark(view, Mark::kLanded);
-    write_token<T, Wire, kSums>(p, team, list, token, token_index);
+    write_token<T, Wire, kSums>(p, team, list, token, slice, token_index);
     mark(view, Mark::kReceived);
   }
 }
@@ -416,11 +482,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
-    const int num_chunks = num_chunks_of(p.routing.num_tokens);
+    SliceWait<kSums> slices;
     send_chunks(
-        p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
+        p.view, block, p.roles, senders, Chunks<kSums>(p).count, p.zone_bytes, asked,
         [&](int source_rank, int chunk) {
-          send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank, chunk);
+          send_chunk<T, Wire, kSums>(p, senders, lists[warp], slices, block.epoch, source_rank,
+                                     chunk);
         },
         [&](int source_rank, int chunk, auto&& add) {
           each_range<Wire>(p, source_rank, chunk, add);
@@ -456,6 +523,10 @@ struct CombineKernels {
       add({kType, kNoFormat, WireType::kOfRows, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
       add({kType, kNoFormat, WireType::kOfRows, Sums::kSegments},
           combine_kernel<T, T, Sums::kSegments>, 0);
+#ifndef MOE_A2A_NETWORK
+      add({kType, kNoFormat, WireType::kOfRows, Sums::kSlices}, combine_kernel<T, T, Sums::kSlices>,
+          0);
+#endif
       add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral},
           combine_kernel<T, float, Sums::kGeneral>, 0);
       for_each(TokenFormats{}, [&](auto format) {
@@ -468,7 +539,8 @@ struct CombineKernels {
 
 CombineKernels::Key key_of(const CombineParams& p) {
   if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments};
-  const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : Sums::kRows;
+  const Sums whole = p.sliced.num > 0 ? Sums::kSlices : Sums::kRows;
+  const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : whole;
   return {p.type, kNoFormat, p.wire, p.listed ? listed : Sums::kGeneral};
 }
 
@@ -477,6 +549,10 @@ CombineKernels::Key key_of(const CombineParams& p) {
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
+  const bool is_one_array = ranks->num_summed == 1 && ranks->num_moved == 0;
+  if (ranks->sliced.num > 0 && (key_of(*ranks).sums != Sums::kSlices || !is_one_array)) {
+    return cudaErrorInvalidValue;  // no other form waits for the product
+  }
   return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
 }
 

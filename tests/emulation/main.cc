@@ -54,6 +54,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
+  --sliced 1      in a combine, a product computes the rows in slices of columns meanwhile; only for c
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
@@ -310,6 +311,7 @@ int main(int argc, char** argv) {
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
+  making.sliced = options.has("sliced");
   making.corrupt_one_in = options.whole("corrupt", 0);
   if (variant_kernels().load() != cudaSuccess) return 2;
 #ifdef MOE_A2A_NETWORK
