@@ -417,6 +417,8 @@ void TimeAllSlices() {
 
 int main(int argc, char** argv) {
   using namespace moe_a2a;
+  // Otherwise a kernel that follows a product would be loaded, and start, when the product has ended.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   bool only_slices = false;
   ReadOptions(argc, argv, {{"--slices", &only_slices}});
   cudaDeviceProp properties;
