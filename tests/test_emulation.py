@@ -83,6 +83,14 @@ def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime(tmp_path):
     assert done.returncode == 0 and done.stdout.count("checked;") == 2, done.stdout + done.stderr
 
 
+def test_tiles_of_a_product_come_in_slices():
+    runs.build("plain/walk")
+    first = 1 + _commit() % 100_000
+    for seed in range(first, first + 10):
+        outcome = runs.run("plain", seed, program="walk")
+        assert outcome.is_right, outcome.output
+
+
 def _this_third():
     chosen = _commit() % THIRDS
     return [m for i, m in enumerate(mutations.all_mutations()) if i % THIRDS == chosen]
