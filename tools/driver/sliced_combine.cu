@@ -43,6 +43,7 @@ using Whole = gemm::Forward<gemm::Epilogue::kStore>;
 using Sliced = gemm::Forward<gemm::Epilogue::kStore, true>;
 
 constexpr int kExperts = 32, kTopK = 8, kMaxSlices = 4;
+constexpr double kLinkGbPerS = 345;  // that a GPU's plain peer stores reach on H200
 
 struct Options {
   int ranks = 4, tokens = 4096, samples = 9, reps = 12;
@@ -67,6 +68,7 @@ X* Upload(const std::vector<X>& values) {
 // The arrays of the routing that a combine reads, of all ranks one after the other, and the groups of the product.
 struct Routing {
   int ranks, tokens, capacity = 0;  // tokens and capacity of a rank
+  int64_t sent = 0;                 // partial sums for other ranks, of all ranks
   std::vector<int32_t> token_slot,
       slot_rows;  // [ranks, tokens, ranks], [ranks, ranks, tokens, kTopK]
   std::vector<int32_t> starts, sizes, matrices;  // [kExperts]
@@ -102,7 +104,10 @@ struct Routing {
         for (int k = 0; k < kTopK; ++k) {
           const int expert = ids[at * kTopK + k], rank = expert / local;
           int32_t& slot = token_slot[at * ranks + rank];
-          if (slot < 0) slot = next_slot[rank]++;
+          if (slot < 0) {
+            slot = next_slot[rank]++;
+            sent += rank != source;
+          }
           slot_rows[((rank * ranks + source) * tokens + slot) * kTopK + k] =
               next_row[expert]++ - rank * capacity;
         }
@@ -210,10 +215,15 @@ class Bench {
       }
     }
     CHECK(workspace_->Failure());
-    double sequence = 1e9;
+    double sequence = 1e9, product = 0;
     for (const Program& p : programs) {
       if (p.is_sequence) sequence = std::min(sequence, Summary(p.us).median);
+      if (p.name == "product alone") product = Summary(p.us).median;
     }
+    const double links = routing_.sent * n_ * sizeof(T) / (kLinkGbPerS * 1e3);
+    std::printf(
+        "  over links, a combine takes at least %.1f us, and the sequence %.1f us (computed)\n",
+        links, std::max(sequence, product + links));
     for (const Program& p : programs) {
       const Summary us(p.us);
       std::printf("  %-52s %8.1f us (%.1f to %.1f), %.3f of the sequence\n", p.name.c_str(),
