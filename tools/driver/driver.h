@@ -28,14 +28,15 @@ inline Problem ProblemOf(cudaError_t error) {
 inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
-// Ends the process from any thread, because other threads may be waiting for a device.
-#define CHECK(call)                                                                \
-  do {                                                                             \
-    const Problem problem = ProblemOf(call);                                       \
-    if (!problem.empty()) {                                                        \
-      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, problem.c_str()); \
-      std::_Exit(1);                                                               \
-    }                                                                              \
+// Ends the process from any thread, because other threads may be waiting for a device. The variable has a name that no
+// `call` contains, because it would otherwise be initialized with itself.
+#define CHECK(call)                                                                      \
+  do {                                                                                   \
+    const Problem check_problem = ProblemOf(call);                                       \
+    if (!check_problem.empty()) {                                                        \
+      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, check_problem.c_str()); \
+      std::_Exit(1);                                                                     \
+    }                                                                                    \
   } while (false)
 
 constexpr int kItemBytes = 2;  // bfloat16
