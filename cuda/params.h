@@ -184,9 +184,10 @@ MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, in
 }
 
 // The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in `send_teams` teams each. Then
-// all blocks receive, in `receive_teams` teams each.
+// all blocks receive, in `receive_teams` teams each. If `late_blocks` is not 0, blocks that start after that many others
+// send first, too: they had no room before.
 struct Roles {
-  int32_t send_blocks, send_teams, receive_teams;
+  int32_t send_blocks, send_teams, receive_teams, late_blocks;
 };
 
 // Rows of a work item that zeroes rows without a token.

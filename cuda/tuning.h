@@ -76,6 +76,8 @@ struct Sm90 {
   static constexpr int kLoadsOfPacks = 2;                       // the general sum
   // "Versions 8 to 10": 16-byte words that a thread sums at a time, if rows are summed through a list.
   static constexpr int kPartWords = 2;
+  // Slots of a slice that share a flag in combine. (Not measured yet.)
+  static constexpr int kSliceSlots = 8;
   static constexpr int kPlanLoads = 4;  // "Version 13", "Planning"
   // "What was learned": polls of a warp without a pause; then the pause between polls.
   static constexpr int kPollsWithoutPause = 16;

@@ -370,6 +370,116 @@ __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& l
   __syncwarp();
 }
 
+// ---- The sums of several short rows
+
+constexpr int kBatchRows = 64;
+static_assert(kBatchRows >=
+              2 * kWarpThreads);  // of two items whose rows a SourceList holds, or more
+
+// Sums that a warp computes one after the other, in its shared memory. The rows of an item are as in a SourceList, and
+// those of the next item follow.
+struct SumBatch {
+  struct Item {
+    char* out;
+    SourceCounts counts;
+
+    __device__ int total() const { return counts.own + counts.landed_before + counts.landed_after; }
+  };
+  const char* rows[kBatchRows];
+  float factors[kBatchRows];  // of this rank's rows
+  Item items[kWarpThreads];
+};
+
+// A position in the loads or the sums of a batch: a row's part of an item.
+class BatchPosition {
+ public:
+  SourceCounts counts = {};
+  int place = 0, row = 0, item = -1;  // in the item; in the batch
+  int64_t offset = 0;
+
+  __device__ BatchPosition(const SumBatch& batch, const RowParts& range, int num_items)
+      : batch_(batch), range_(range), num_items_(num_items) {
+    next_item();
+  }
+  __device__ __forceinline__ bool is_end() const { return item >= num_items_; }
+  __device__ __forceinline__ bool is_last_row() const { return place + 1 == total_; }
+  __device__ __forceinline__ void advance() {
+    ++row;
+    if (++place < total_) return;
+    offset += range_.step;
+    if (offset >= range_.row_bytes) return next_item();
+    row -= total_;
+    place = 0;
+  }
+
+ private:
+  // Items without rows have no parts.
+  __device__ __forceinline__ void next_item() {
+    total_ = 0;
+    while (total_ == 0 && ++item < num_items_) {
+      counts = batch_.items[item].counts;
+      total_ = batch_.items[item].total();
+    }
+    offset = range_.first;
+    place = 0;
+  }
+
+  const SumBatch& batch_;
+  const RowParts& range_;
+  const int num_items_;
+  int total_ = 0;
+};
+
+// Computes the items of a batch as sum_listed() does with RoundedWire: an item's result is the same. But the loads of the
+// next rows are under way across items. All lanes call it after they have written the batch, and may rewrite the batch
+// afterwards.
+template <typename T>
+__device__ __forceinline__ void sum_batch(const Team& team, const SumBatch& batch, int num_items,
+                                          int64_t row_bytes) {
+  __syncwarp();
+  for (int i = 0; i < num_items; ++i) {
+    if (batch.items[i].total() == 0) zero_row(team, batch.items[i].out, row_bytes, kVectorBytes);
+  }
+  const RowParts range(team, row_bytes);
+  BatchPosition load(batch, range, num_items), add(batch, range, num_items);
+  if (range.first < row_bytes && !add.is_end()) {
+    const auto load_next = [&](RowPart& part) {
+      if (load.is_end()) return;
+      part.load(range, batch.rows[load.row], load.offset);
+      load.advance();
+    };
+    RowPart own;
+    Float32Part<T> sum;
+    // Adds a part and loads another one into it. Returns false after the last part.
+    const auto add_next = [&](RowPart& part) {
+      sum.add(add.place < add.counts.own ? batch.factors[add.row] : 1.f, part);
+      load_next(part);
+      const int added = add.place + 1;
+      if (added == add.counts.own) {
+        own = sum.rounded();
+        sum = {};
+      }
+      if (added == add.counts.own + add.counts.landed_before && add.counts.own > 0) {
+        sum.add(1.f, own);
+      }
+      if (add.is_last_row()) {
+        sum.rounded().store(range, batch.items[add.item].out, add.offset);
+        sum = {};
+      }
+      add.advance();
+      return !add.is_end();
+    };
+    RowPart a, b, c, d;  // not an array: they must stay in registers
+    load_next(a);
+    load_next(b);
+    load_next(c);
+    load_next(d);
+    while (add_next(a) && add_next(b) && add_next(c) && add_next(d)) {
+    }
+  }
+  __syncwarp();
+}
+
 // Writes factor * row to `out`, unless `out` is null. Returns this lane's share of the inner product of `row` and
 // `other`, or 0 if `other` is null.
 template <typename T>

@@ -21,10 +21,11 @@
 //
 // Slices: if a product computes the rows while this kernel runs (SlicedRows), all tokens are sent and summed slice by
 // slice of columns. Each team waits until its device's product has counted all tiles of a slice. Then a flag covers
-// this slice of a chunk.
+// this slice of a chunk of slots. Rows of a slice are short, so a warp takes several slots or tokens at a time, because
+// each item, each load of the routing and each flag costs a latency.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first. With slices, the product has been launched
-// before, and the blocks leave it room.
+// before, and the blocks leave it room; late blocks take the room that the product leaves at its end.
 #include <type_traits>
 
 #include "device/exchange.cuh"
@@ -99,21 +100,16 @@ struct ListedSegment {
 // Returns true if a row is summed as a single segment.
 template <Sums kSums, typename Wire>
 __device__ __forceinline__ bool has_one_segment(const CombineParams& p) {
-  return kSums == Sums::kRows || kSums == Sums::kSlices ||
-         (kIsEncoded<Wire> && p.weights_per_row <= 1);
+  return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
 }
 
-// Calls body(ListedSegment) for each row segment of an array, or for its slice.
+// Calls body(ListedSegment) for each row segment of an array.
 template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
-                                                        const SummedArray& array, int slice,
-                                                        Body&& body) {
+                                                        const SummedArray& array, Body&& body) {
   const int64_t row_bytes = array.elements * sizeof(T);
   if constexpr (kSums == Sums::kRows) {
     body(ListedSegment{0, row_bytes, 0, row_bytes});
-  } else if constexpr (kSums == Sums::kSlices) {
-    const int64_t bytes = p.sliced.columns * sizeof(T), first = slice * bytes;
-    body(ListedSegment{0, row_bytes, first, min(bytes, row_bytes - first)});
   } else {
     const bool is_whole = has_one_segment<kSums, Wire>(p);
     const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
@@ -178,14 +174,14 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
 // Writes the partial sums and choice arrays of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
-                                          SourceList& list, const WarpChoices& choices, int slice,
-                                          int slot, char* to_zone) {
+                                          SourceList& list, const WarpChoices& choices, int slot,
+                                          char* to_zone) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     char* to_row =
         to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
-      for_each_listed_segment<T, Wire, kSums>(p, array, slice, [&](const ListedSegment& segment) {
+      for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
         const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, segment);
         SegmentOnWire<T, Wire> on_wire(p, segment);
         sum_listed<T, Sum::kPartial>(team, list, {rows, 0, 0}, segment.bytes,
@@ -215,64 +211,17 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
 // The number of slots that a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
-// How slots share flags: a flag is for a slice of a chunk of slots.
-template <Sums kSums>
-struct Chunks {
-  int slots, of_slice, count;  // slots of a chunk; chunks of a slice; all chunks
-
-  __device__ explicit Chunks(const CombineParams& p) {
-    const int slices = kSums == Sums::kSlices ? p.sliced.num : 1;
-    slots = slots_per_chunk(int64_t{p.routing.num_tokens} * slices);
-    of_slice = ceil_div(p.routing.num_tokens, slots);
-    count = slices * of_slice;
-  }
-  __device__ int slice_of(int chunk) const { return kSums == Sums::kSlices ? chunk / of_slice : 0; }
-};
-
-// Waits for the slices of this device's product, in their order.
-template <Sums kSums>
-class SliceWait {
- public:
-  // Returns whether the rows have this slice. All threads of the team call it.
-  __device__ bool wait(const CombineParams& p, const Team& team, uint64_t epoch, int slice) {
-    if constexpr (kSums == Sums::kSlices) {
-      if (slice < num_complete_) return true;
-      bool is_complete = true;
-      if (team.is_first_warp()) {
-        const int64_t columns = p.summed[0].elements - slice * p.sliced.columns;
-        int tiles = 0;
-        for (int group = lane_index(); group < p.sliced.num_groups; group += kWarpThreads) {
-          tiles += slice_tiles(p.sliced.group_sizes[group], min(columns, p.sliced.columns));
-        }
-        tiles = __reduce_add_sync(kAllLanes, tiles);
-        is_complete =
-            lane_index() > 0 || wait_for_tiles(p.view, p.sliced.finished + slice, tiles, epoch);
-      }
-      if (!team.broadcast(is_complete)) return false;
-      num_complete_ = slice + 1;
-    }
-    return true;
-  }
-
- private:
-  int num_complete_ = 0;
-};
-
 // Writes the partial sums of one chunk of slots into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
-                                           SourceList& list, SliceWait<kSums>& slices,
-                                           uint64_t epoch, int source_rank, int chunk) {
+                                           SourceList& list, uint64_t epoch, int source_rank,
+                                           int chunk) {
   const RankView& view = p.view;
   const int top_k = p.routing.top_k;
-  const Chunks<kSums> chunks(p);
-  const int slice = chunks.slice_of(chunk);
-  // If the wait fails, the flag of the chunk follows the poison.
-  if (!slices.wait(p, team, epoch, slice)) return;
-  chunk -= slice * chunks.of_slice;
-  const int end = min((chunk + 1) * chunks.slots, p.routing.num_tokens);
+  const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
+  const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, source_rank, epoch, view.rank, p.zone_bytes);
-  for (int first = chunk * chunks.slots; first < end; first += slots_per_look(p)) {
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
     const int count = min(end - first, slots_per_look(p));
     const int my_slot = lane_index() / top_k;
     const WarpChoices all(p, source_rank, my_slot < count ? first + my_slot : -1,
@@ -280,7 +229,7 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
     for (int i = 0; i < count; ++i) {
       const WarpChoices choices = all.of(i, top_k);
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
-      send_slot<T, Wire, kSums>(p, team, list, choices, slice, first + i, to_zone);
+      send_slot<T, Wire, kSums>(p, team, list, choices, first + i, to_zone);
     }
   }
 }
@@ -315,9 +264,8 @@ struct SourceToken {
   WarpChoices own;  // its choices on this rank
 };
 
-// Waits until all partial sums of the token, or their slice, have landed. Each warp of a team waits for itself.
-template <Sums kSums>
-__device__ bool wait_for_token(const CombineParams& p, const SourceToken& token, int slice) {
+// Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
+__device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
   for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -330,8 +278,7 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token,
       continue;
     }
     if (rank == view.rank) continue;
-    const Chunks<kSums> chunks(p);
-    const int chunk = slice * chunks.of_slice + slot / chunks.slots;
+    const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
     landed = landed && wait_for_flag(view, chunk_flag(view, token.epoch, rank, chunk), token.epoch,
                                      Phase::kReceiveChunk, rank);
   }
@@ -384,13 +331,13 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
-                                                 const SourceToken& token, int slice, T* to) {
+                                                 const SourceToken& token, T* to) {
   const RankView& view = p.view;
   const int rank = lane_index();
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  for_each_listed_segment<T, Wire, kSums>(p, array, slice, [&](const ListedSegment& segment) {
+  for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
     const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, segment),
                                  __popc(before), __popc(after)};
     SegmentOnWire<T, Wire> on_wire(p, segment);
@@ -406,17 +353,17 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
   });
 }
 
-// Writes the results of one token, or their slice.
+// Writes the results of one token.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
-                                            SourceList& list, const SourceToken& token, int slice,
+                                            SourceList& list, const SourceToken& token,
                                             int token_index) {
   const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
     if constexpr (kSums != Sums::kGeneral) {
-      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, slice, to);
+      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, to);
     } else if (array.vectorized) {
       sum_token<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
@@ -444,18 +391,11 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
                                         int* slots, uint64_t epoch) {
   const RankView& view = p.view;
   const RoutingView& routing = p.routing;
-  SliceWait<kSums> slices;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     // take_item() is also a barrier, after which the slots of the token before have been read.
-    int token_index = take_item(control(view).next_receive, team), slice = 0;
-    if constexpr (kSums == Sums::kSlices) {
-      slice = token_index / routing.num_tokens;
-      if (slice >= p.sliced.num) return;
-      token_index -= slice * routing.num_tokens;
-    } else if (token_index >= routing.num_tokens) {
-      return;
-    }
+    const int token_index = take_item(control(view).next_receive, team);
+    if (token_index >= routing.num_tokens) return;
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
       slots[rank] = routing.token_slot[int64_t{token_index} * view.num_ranks + rank];
     }
@@ -464,9 +404,217 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     const SourceToken token = {slots, epoch,
                                WarpChoices(p, view.rank, own_slot, lane_index(), epoch)};
     mark(view, Mark::kAwait);
-    if (!slices.wait(p, team, epoch, slice) || !wait_for_token<kSums>(p, token, slice)) continue;
+    if (!wait_for_token(p, token)) continue;
     mark(view, Mark::kLanded);
-    write_token<T, Wire, kSums>(p, team, list, token, slice, token_index);
+    write_token<T, Wire, kSums>(p, team, list, token, token_index);
+    mark(view, Mark::kReceived);
+  }
+}
+
+// ---- Slices of columns
+
+// How slots share flags: a flag is for a slice of a chunk of slots.
+struct SliceChunks {
+  int slots, of_slice, count;  // slots of a chunk; chunks of a slice; all chunks
+
+  __device__ explicit SliceChunks(const CombineParams& p) {
+    const int64_t least = slots_per_chunk(int64_t{p.routing.num_tokens} * p.sliced.num);
+    slots = max(static_cast<int>(least), Tuning::kSliceSlots);
+    of_slice = ceil_div(p.routing.num_tokens, slots);
+    count = p.sliced.num * of_slice;
+  }
+};
+
+// The bytes of a slice in a row.
+template <typename T>
+struct SliceBytes {
+  int64_t of_row, first, count;
+
+  __device__ SliceBytes(const CombineParams& p, int slice) {
+    const int64_t most = p.sliced.columns * sizeof(T);
+    of_row = p.summed[0].elements * sizeof(T);
+    first = slice * most;
+    count = min(most, of_row - first);
+  }
+};
+
+// Waits for the slices of this device's product, in their order.
+class SliceWait {
+ public:
+  // Returns whether the rows have this slice. All threads of the team call it.
+  __device__ bool wait(const CombineParams& p, const Team& team, uint64_t epoch, int slice) {
+    if (slice < num_complete_) return true;
+    bool is_complete = true;
+    if (team.is_first_warp()) {
+      const int64_t columns = p.summed[0].elements - slice * p.sliced.columns;
+      int tiles = 0;
+      for (int group = lane_index(); group < p.sliced.num_groups; group += kWarpThreads) {
+        tiles += slice_tiles(p.sliced.group_sizes[group], min(columns, p.sliced.columns));
+      }
+      tiles = __reduce_add_sync(kAllLanes, tiles);
+      is_complete =
+          lane_index() > 0 || wait_for_tiles(p.view, p.sliced.finished + slice, tiles, epoch);
+    }
+    if (!team.broadcast(is_complete)) return false;
+    num_complete_ = slice + 1;
+    return true;
+  }
+
+ private:
+  int num_complete_ = 0;
+};
+
+// Returns the bits of the i-th slot or token in a mask of choices, as lanes hold them in WarpChoices.
+__device__ inline uint32_t choices_of(uint32_t mask, int i, int top_k) {
+  return i * top_k < kWarpThreads ? mask >> (i * top_k) & (kAllLanes >> (kWarpThreads - top_k)) : 0;
+}
+// Returns the number of lower lanes in a mask.
+__device__ inline int count_below(uint32_t mask, int lane) {
+  return __popc(mask & ((1u << lane) - 1));
+}
+
+__device__ inline void add_own_row(const CombineParams& p, SumBatch& batch, int place,
+                                   const WarpChoices& choices, int64_t row_bytes, int64_t first) {
+  const char* rows = static_cast<const char*>(p.num_pairs > 0 ? p.pair_rows[0] : p.summed[0].rows);
+  batch.rows[place] = rows + choices.row * row_bytes + first;
+  batch.factors[place] = choices.weight;
+}
+
+// Writes a slice of the partial sums of one chunk of slots into the zone at the source rank.
+template <typename T>
+__device__ __forceinline__ void send_slice(const CombineParams& p, const Team& team,
+                                           SumBatch& batch, SliceWait& slices, uint64_t epoch,
+                                           int source_rank, int chunk) {
+  const SliceChunks chunks(p);
+  const int slice = chunk / chunks.of_slice, top_k = p.routing.top_k, lane = lane_index();
+  const SliceBytes<T> bytes(p, slice);
+  // If the wait fails, the flag of the chunk follows the poison.
+  if (!slices.wait(p, team, epoch, slice)) return;
+  const int begin = chunk % chunks.of_slice * chunks.slots;
+  const int end = min(begin + chunks.slots, p.routing.num_tokens);
+  char* to = zone(p.view, source_rank, epoch, p.view.rank, p.zone_bytes) + p.summed[0].zone_offset +
+             bytes.first;
+  for (int first = begin; first < end; first += slots_per_look(p)) {
+    const int count = min(end - first, slots_per_look(p)), mine = lane / top_k;
+    const WarpChoices choices(p, source_rank, mine < count ? first + mine : -1, lane % top_k,
+                              epoch);
+    const uint32_t in_use = __ballot_sync(kAllLanes, choices.row != kNoChoice);
+    const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
+    if (choices.row >= 0) {
+      add_own_row(p, batch, count_below(has_row, lane), choices, bytes.of_row, bytes.first);
+    }
+    // Lane i has the i-th slot. An unused slot is no item; a slot whose rows were dropped is zero.
+    const bool is_item = lane < count && choices_of(in_use, lane, top_k) != 0;
+    const uint32_t items = __ballot_sync(kAllLanes, is_item);
+    if (is_item) {
+      batch.items[count_below(items, lane)] = {to + (first + lane) * row_stride(bytes.of_row),
+                                               {__popc(choices_of(has_row, lane, top_k)), 0, 0}};
+    }
+    sum_batch<T>(team, batch, __popc(items), bytes.count);
+  }
+}
+
+// Waits until a slice of all partial sums of `count` tokens has landed. `slots` has their slots, [count, num_ranks]. Each
+// warp of a team waits for itself.
+__device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, int count,
+                                      uint64_t epoch, int slice) {
+  const RankView& view = p.view;
+  const SliceChunks chunks(p);
+  bool landed = true;
+  for (int i = lane_index(); i < count * view.num_ranks; i += kWarpThreads) {
+    const int slot = slots[i], rank = i % view.num_ranks;
+    if (slot < 0) continue;
+    if (slot >= p.routing.num_tokens) {
+      fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, epoch, p.routing.num_tokens, slot);
+      landed = false;
+      continue;
+    }
+    if (rank == view.rank) continue;
+    const int chunk = slice * chunks.of_slice + slot / chunks.slots;
+    landed = landed && wait_for_flag(view, chunk_flag(view, epoch, rank, chunk), epoch,
+                                     Phase::kReceiveChunk, rank);
+  }
+  const bool all = __all_sync(kAllLanes, landed);
+  __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
+  return all;
+}
+
+// Lists the rows of `count` tokens: own ones in the order of choices, and landed ones in the order of ranks.
+template <typename T>
+__device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& batch,
+                                            const int* slots, int first, int count,
+                                            const WarpChoices& choices, const SliceBytes<T>& bytes,
+                                            uint64_t epoch) {
+  const RankView& view = p.view;
+  const int lane = lane_index(), top_k = p.routing.top_k, ranks = view.num_ranks;
+  const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
+  // Lane i has the i-th token.
+  const int* of_token = slots + lane * ranks;
+  SourceCounts counts = {};
+  if (lane < count) {
+    counts.own = __popc(choices_of(has_row, lane, top_k));
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == view.rank || of_token[rank] < 0) continue;
+      ++(rank < view.rank ? counts.landed_before : counts.landed_after);
+    }
+  }
+  const int total = counts.own + counts.landed_before + counts.landed_after;
+  int inclusive = total;
+  for (int d = 1; d < kWarpThreads; d *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+  const int begin = inclusive - total, mine = lane / top_k;
+  const int begin_of_mine = __shfl_sync(kAllLanes, begin, mine);
+  if (choices.row >= 0) {
+    const uint32_t of_mine = choices_of(has_row, mine, top_k);
+    add_own_row(p, batch, begin_of_mine + count_below(of_mine, lane % top_k), choices, bytes.of_row,
+                bytes.first);
+  }
+  if (lane < count) {
+    char* out = static_cast<char*>(p.summed[0].out);
+    batch.items[lane] = {out + (first + lane) * bytes.of_row + bytes.first, counts};
+    int place = begin + counts.own;
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == view.rank || of_token[rank] < 0) continue;
+      batch.rows[place++] = zone(view, view.rank, epoch, rank, p.zone_bytes) +
+                            p.summed[0].zone_offset + of_token[rank] * row_stride(bytes.of_row) +
+                            bytes.first;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void receive_slices(const CombineParams& p, const Team& team,
+                                               SumBatch& batch, int* slots, uint64_t epoch) {
+  const RankView& view = p.view;
+  const RoutingView& routing = p.routing;
+  const int ranks = view.num_ranks, top_k = routing.top_k, lane = lane_index();
+  // Tokens of an item. At least one: a list has room for a token of any routing (SumBatch).
+  const int most = min(slots_per_look(p), kBatchRows / (top_k + ranks));
+  const int items = ceil_div(routing.num_tokens, most);
+  SliceWait slices;
+  delay_for_test(view, Phase::kReceiveChunk);
+  while (true) {
+    // take_item() is also a barrier, after which the slots of the tokens before have been read.
+    const int item = take_item(control(view).next_receive, team), slice = item / items;
+    if (slice >= p.sliced.num) return;
+    const int first = item % items * most, count = min(most, routing.num_tokens - first);
+    for (int i = lane; i < count * ranks; i += kWarpThreads) {
+      slots[i] = routing.token_slot[int64_t{first} * ranks + i];
+    }
+    __syncwarp();
+    const int mine = lane / top_k;
+    const WarpChoices choices(p, view.rank, mine < count ? slots[mine * ranks + view.rank] : -1,
+                              lane % top_k, epoch);
+    mark(view, Mark::kAwait);
+    if (!slices.wait(p, team, epoch, slice) || !wait_for_slice(p, slots, count, epoch, slice)) {
+      continue;
+    }
+    mark(view, Mark::kLanded);
+    const SliceBytes<T> bytes(p, slice);
+    list_tokens<T>(p, batch, slots, first, count, choices, bytes, epoch);
+    sum_batch<T>(team, batch, count, bytes.count);
     mark(view, Mark::kReceived);
   }
 }
@@ -476,25 +624,36 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ Launched<CombineParams> launched) {
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
-  __shared__ SourceList lists[kMaxTeams];      // by warp
-  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp sums
+  constexpr bool kIsSliced = kSums == Sums::kSlices;
+  using List = std::conditional_t<kIsSliced, SumBatch, SourceList>;
+  __shared__ List lists[kMaxTeams];            // by warp
+  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the tokens that a warp sums
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
-    SliceWait<kSums> slices;
+    [[maybe_unused]] SliceWait slices;
+    int num_chunks = num_chunks_of(p.routing.num_tokens);
+    if constexpr (kIsSliced) num_chunks = SliceChunks(p).count;
     send_chunks(
-        p.view, block, p.roles, senders, Chunks<kSums>(p).count, p.zone_bytes, asked,
+        p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
         [&](int source_rank, int chunk) {
-          send_chunk<T, Wire, kSums>(p, senders, lists[warp], slices, block.epoch, source_rank,
-                                     chunk);
+          if constexpr (kIsSliced) {
+            send_slice<T>(p, senders, lists[warp], slices, block.epoch, source_rank, chunk);
+          } else {
+            send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank, chunk);
+          }
         },
         [&](int source_rank, int chunk, auto&& add) {
           each_range<Wire>(p, source_rank, chunk, add);
         });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
-    receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
+    if constexpr (kIsSliced) {
+      receive_slices<T>(p, receivers, lists[warp], slots[warp], block.epoch);
+    } else {
+      receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
+    }
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }

@@ -58,6 +58,7 @@ class Combine : public Exchange {
     const cudaError_t error = launch_call(call(), on, a, [&](CombineParams& p, int blocks) {
       vary_roles(on.random, blocks, p.roles);
       if (form_ != Form::kSliced) return;
+      p.roles.late_blocks = on.random.below(blocks + 1);
       const Rank& own = ranks_[on.rank];
       p.sliced = {num_slices_, num_groups_, slice_columns_, own.finished->as<uint32_t>(),
                   own.group_sizes->as<int32_t>()};

@@ -7,7 +7,8 @@
 //   ./sliced_combine [--ranks 4] [--tokens 4096] [--sms 16,24] [--slices 2,4] [--samples 9] [--reps 12] [--timeout 5]
 //
 // Prints the median of the samples, which take turns, and its ratio to the fastest sequence. `--sms` are those of a
-// combine next to a product, which has the others. The results of all programs must have the same bits.
+// combine next to a product, which has the others; "then all": more blocks of the combine start where the product ends. The
+// results of all programs must have the same bits.
 //
 // "exposed": the time after which all is complete, less that of the product alone, relative to the same combine alone. No
 // bytes cross links here. "over links" is computed: nothing is complete before the last slice has crossed them, which
@@ -187,8 +188,11 @@ class Bench {
       programs.push_back({"product alone on the other SMs, combine" + on,
                           [=] { Multiply(num_sms_ - sms, 1); }, false, false});
       for (int slices : options_.slices) {
-        programs.push_back({std::to_string(slices) + " slices, combine" + on,
-                            [=] { Together(sms, slices); }, false, true, sms, slices});
+        for (bool is_late : {false, true}) {
+          programs.push_back(
+              {std::to_string(slices) + " slices, combine" + on + (is_late ? ", then all" : ""),
+               [=] { Together(sms, slices, is_late); }, false, true, sms, slices});
+        }
       }
     }
     std::printf("\n%s: %d ranks with %d tokens and %d rows of capacity, k %d, n %d\n",
@@ -328,9 +332,13 @@ class Bench {
     CHECK(problem);
   }
 
-  // `sms`: of all ranks together.
-  void Combine(cudaStream_t stream, int sms, int slices) {
-    const Grid grid = grid_of(params_[0], std::max(1, sms / routing_.ranks));
+  // `sms`: of all ranks together. Late blocks get the multiprocessors that the product leaves.
+  void Combine(cudaStream_t stream, int sms, int slices, bool has_late = false) {
+    Grid grid = grid_of(params_[0], std::max(1, sms / routing_.ranks));
+    if (has_late) {
+      grid.roles.late_blocks = grid.blocks;
+      grid.blocks = std::max(grid.blocks, (num_sms_ - 4) / routing_.ranks);
+    }
     for (CombineParams& p : params_) {
       p.roles = grid.roles;
       p.sliced = {};
@@ -341,16 +349,17 @@ class Bench {
     CHECK(LaunchCombine(params_, grid.blocks, stream));
   }
 
-  void Together(int sms, int slices) {
+  void Together(int sms, int slices, bool is_late) {
     CHECK(cudaMemsetAsync(counters_, 0, (1 + kMaxSlices) * sizeof(uint32_t), stream_));
     CHECK(cudaEventRecord(zeroed_, stream_));
     Multiply(num_sms_ - sms, slices);
-    // The combine starts when the product has taken a tile. Otherwise its blocks could be where the product's clusters
-    // need two neighbouring multiprocessors.
+    // The combine starts when every cluster of the product has taken a tile, or has found none. Otherwise its blocks could
+    // be where the product's clusters need two neighbouring multiprocessors.
+    const int clusters = (num_sms_ - sms) / Whole::kBlocks;
     CHECK(cudaStreamWaitEvent(side_, zeroed_));
-    CHECK(wait_value_(side_, reinterpret_cast<CUdeviceptr>(counters_), 1,
+    CHECK(wait_value_(side_, reinterpret_cast<CUdeviceptr>(counters_), clusters,
                       CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS);
-    Combine(side_, sms, slices);
+    Combine(side_, sms, slices, is_late);
     CHECK(cudaEventRecord(combined_, side_));
     CHECK(cudaStreamWaitEvent(stream_, combined_));
   }
