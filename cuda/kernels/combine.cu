@@ -515,7 +515,7 @@ __device__ __forceinline__ void send_slice(const CombineParams& p, const Team& t
 }
 
 // Waits until a slice of all partial sums of `count` tokens has landed. `slots` has their slots, [count, num_ranks]. Each
-// warp of a team waits for itself.
+// warp of a team waits for itself. A vote orders no memory: sum_batch() orders loads after every lane's acquire.
 __device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, int count,
                                       uint64_t epoch, int slice) {
   const RankView& view = p.view;
@@ -534,9 +534,7 @@ __device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, 
     landed = landed && wait_for_flag(view, chunk_flag(view, epoch, rank, chunk), epoch,
                                      Phase::kReceiveChunk, rank);
   }
-  const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
-  return all;
+  return __all_sync(kAllLanes, landed);
 }
 
 // Lists the rows of `count` tokens: own ones in the order of choices, and landed ones in the order of ranks.

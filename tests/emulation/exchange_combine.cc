@@ -112,9 +112,8 @@ class Combine : public Exchange {
   }
   // Returns the largest top_k for which every partial sum is exact in its wire dtype or format.
   int max_top_k() const {
-    return form_ == Form::kFp4                                 ? 1
-           : form_ == Form::kPlain || form_ == Form::kWeighted ? kMaxTopK
-                                                               : 4;
+    if (form_ == Form::kSliced) return kWarpThreads - making_.num_ranks;  // a warp's list has room
+    return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;
   }
 
   void choose_weights(Random& random) {

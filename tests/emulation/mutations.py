@@ -52,7 +52,7 @@ NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
     **dict.fromkeys(
-        ("wait_for_tiles", "wait_for_slice", "receive_slices", "sum_batch"), ["--sliced", 1]
+        ("wait_for_tiles", "receive_slices", "sum_batch"), ["--sliced", 1]
     ),
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
