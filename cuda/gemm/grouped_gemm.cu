@@ -24,6 +24,8 @@ void each_kernel(Body&& body) {
   constexpr Constants<Epilogue::kStore, Epilogue::kDerive, Epilogue::kDeriveGated> kTransposed;
   of(GroupedProduct::kForward, kForward,
      [](auto e) { return Type<gemm::Forward<decltype(e)::value>>{}; });
+  of(GroupedProduct::kForward, kPlain,
+     [](auto e) { return Type<gemm::Forward<decltype(e)::value, true>>{}; });
   of(GroupedProduct::kForwardFew, kForward,
      [](auto e) { return Type<gemm::ForwardFew<decltype(e)::value>>{}; });
   of(GroupedProduct::kTransposed, kTransposed,
@@ -60,8 +62,10 @@ Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   const Epilogue wanted = EpilogueOf(gemm);
   each_kernel([&](GroupedProduct product, Epilogue epilogue, auto element, auto form) {
     using T = typename decltype(element)::type;
+    using F = typename decltype(form)::type;
     if (gemm.product != product || wanted != epilogue || gemm.type != Element<T>::kType) return;
-    problem = gemm::Launch<T, typename decltype(form)::type>(gemm, stream);
+    if (F::kIsSliced != (gemm.slices != nullptr)) return;
+    problem = gemm::Launch<T, F>(gemm, stream);
   });
   return problem;
 }

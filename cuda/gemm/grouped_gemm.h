@@ -61,7 +61,7 @@ struct GroupedGemm {
   // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for kWeightGradient.
   const void* spare = nullptr;
   int64_t num_spare = 0;
-  const ColumnSlices* slices = nullptr;  // of a form that is sliced
+  const ColumnSlices* slices = nullptr;  // or null; only for kForward without an activation
 };
 
 // Loads the kernels on the current device, so that no later call does.
