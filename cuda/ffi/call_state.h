@@ -42,7 +42,8 @@ struct DeviceState {
   Topology topology;
   Workspace* workspace = nullptr;
   const Kernels* kernels = nullptr;
-  SideStream* side = nullptr;   // null for a whole exchange
+  SideStream* side = nullptr;
+  bool is_split = false;
   int64_t ranks_of_device = 1;  // if more than one, all ranks share the device and the launch
 #ifdef MOE_A2A_TEST_HOOKS
   bool is_uncapped = false;
@@ -94,8 +95,10 @@ class CallState {
 ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
                               Operation operation, int32_t ordinal);
 
-// Returns how many blocks a launch may have for each rank of a device: the number that the call requests, limited by
-// the device's multiprocessors.
+// Returns how many blocks a launch may have for each rank of a device: as many as its multiprocessors allow, and of
+// these, as many as the call requests.
+ffi::ErrorOr<int64_t> MostBlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
+                                       int32_t ordinal);
 ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
                                    int32_t ordinal);
 

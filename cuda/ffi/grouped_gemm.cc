@@ -56,32 +56,6 @@ ffi::Error ToError(cudaError_t error) {
   return error == cudaSuccess ? ffi::Error::Success() : Internal(cudaGetErrorString(error));
 }
 
-// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
-ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
-  static std::atomic<uint64_t> loaded{0};
-  const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
-  if ((loaded & device) != 0) return ffi::Error::Success();
-  int major = 0, minor = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
-  }
-  if (error != cudaSuccess) return ToError(error);
-  if (major != 9 || minor != 0) {
-    return Invalid("the kernel of grouped_dot needs compute capability 9.0; got " +
-                   std::to_string(major) + "." + std::to_string(minor) +
-                   ". The program was lowered for another GPU; lower it again");
-  }
-  const DeviceScope scope;
-  error = cudaSetDevice(ordinal);
-  if (error == cudaSuccess) error = LoadGroupedGemm();
-  if (error == cudaSuccess) error = LoadFp8Gemm();
-  if (error == cudaSuccess) error = LoadActEncode();
-  if (error == cudaSuccess) error = LoadEncodeSquares();
-  if (error == cudaSuccess) loaded |= device;
-  return ToError(error);
-}
-
 std::string Describe(ffi::Span<const int64_t> axes) {
   std::string text = "[";
   for (size_t i = 0; i < axes.size(); ++i) text += (i ? "," : "") + std::to_string(axes[i]);
@@ -461,7 +435,35 @@ ffi::Error RunEncodeSquares(cudaStream_t stream, ffi::AnyBuffer weights,
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
+ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) { return LoadProducts(ordinal); }
+
 }  // namespace
+
+// Once for each device, because they cannot be loaded while a graph is captured.
+ffi::Error LoadProducts(int32_t ordinal) {
+  static std::atomic<uint64_t> loaded{0};
+  const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
+  if ((loaded & device) != 0) return ffi::Error::Success();
+  int major = 0, minor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  }
+  if (error != cudaSuccess) return ToError(error);
+  if (major != 9 || minor != 0) {
+    return Invalid("the kernel of grouped_dot needs compute capability 9.0; got " +
+                   std::to_string(major) + "." + std::to_string(minor) +
+                   ". The program was lowered for another GPU; lower it again");
+  }
+  const DeviceScope scope;
+  error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess) error = LoadGroupedGemm();
+  if (error == cudaSuccess) error = LoadFp8Gemm();
+  if (error == cudaSuccess) error = LoadActEncode();
+  if (error == cudaSuccess) error = LoadEncodeSquares();
+  if (error == cudaSuccess) loaded |= device;
+  return ToError(error);
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());

@@ -109,10 +109,10 @@ using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
          Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E>;
 // rows [C, N] by the transposed weights.
-template <Epilogue E>
+template <Epilogue E, bool kIsSliced = false>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
-         Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
+         Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E, kIsSliced>;
 // The transposed rows [K, C] by rows [C, N], for each group.
 template <Epilogue E>
 using WeightGradient =

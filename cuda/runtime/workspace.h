@@ -89,8 +89,7 @@ class Workspace {
   // signature and timeouts. The error records of ranks that share a device are adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // Returns the side stream of `ordinal`, which all its ranks share. Null in a workspace for whole exchanges, or if the
-  // workspace was never opened.
+  // Returns the side stream of `ordinal`, which all its ranks share. Null if the workspace was never opened.
   SideStream* Side(int ordinal);
 
   // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads only host memory.
