@@ -1,6 +1,7 @@
 // The call `dot_combine`: a grouped product in slices of columns, and the combine of its rows next to it. Operands: rows
-// [C, K], weights [L, K, H] (transposed: [L, H, K]), starts, sizes and indices of weights of the groups [G], and the
-// routing. Results: sums [T, H]; the products [C, H], which are scratch memory; counters.
+// [C, K], weights [L, K, H] (transposed: [L, H, K]), starts, sizes and indices of weights of the groups [G], choice arrays
+// to move [C, ...], and the routing. Results: sums [T, H]; the products [C, H], which are scratch memory; counters; choice
+// arrays [T, K, ...].
 #ifndef MOE_A2A_CALLS_DOT_COMBINE_H_
 #define MOE_A2A_CALLS_DOT_COMBINE_H_
 
@@ -16,7 +17,7 @@
 namespace moe_a2a {
 
 struct DotCombineCall {
-  int64_t transposed;
+  int64_t transposed, num_choice_arrays;
 
   static constexpr const char* kTarget = "moe_a2a_dot_combine";
   static constexpr bool kHasHalves = false;
@@ -32,14 +33,16 @@ struct DotCombineCall {
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("transposed", &transposed);
+    return read("transposed", &transposed) && read("num_choice_arrays", &num_choice_arrays);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    CombineParams* params) const {
-    if (args.size() != kNumOperands + kNumRoutingArrays || results.size() != kNumResults) {
-      return "dot_combine needs rows, weights, starts, sizes, indices, the routing, and three "
-             "results; got " +
+    if (num_choice_arrays < 0 || num_choice_arrays >= static_cast<int64_t>(kMaxArrays) ||
+        args.size() != kNumOperands + num_choice_arrays + kNumRoutingArrays ||
+        results.size() != kNumResults + static_cast<size_t>(num_choice_arrays)) {
+      return "dot_combine needs rows, weights, starts, sizes, indices, choice arrays, the routing, "
+             "three results and as many choice arrays; got " +
              std::to_string(args.size()) + " operands and " + std::to_string(results.size()) +
              " results";
     }
@@ -80,12 +83,13 @@ struct DotCombineCall {
              " columns in each of " + std::to_string(kNumSlices) + " slices; got " +
              ToString(products);
     }
-    Arrays operands = {products};
-    const ArraySlice routing = args.from(kNumOperands);
-    operands.insert(operands.end(), routing.begin(), routing.end());
-    const CombineCall combine = {0, 0, rows.type.name, 0};
+    Arrays operands = {products}, sums = {results[kSums]};
+    const ArraySlice others = args.from(kNumOperands), moved = results.from(kNumResults);
+    operands.insert(operands.end(), others.begin(), others.end());
+    sums.insert(sums.end(), moved.begin(), moved.end());
+    const CombineCall combine = {num_choice_arrays, 0, rows.type.name, 0};
     if (Problem problem = combine.Describe(context, {operands.data(), operands.size()},
-                                           {results.begin(), 1}, params);
+                                           {sums.data(), sums.size()}, params);
         !problem.empty()) {
       return problem;
     }
@@ -107,6 +111,11 @@ struct DotCombineCall {
     p->summed[0].rows = results[kProducts];
     p->summed[0].out = results[kSums];
     p->fills[0].data = results[kSums];
+    for (int i = 0; i < p->num_moved; ++i) {
+      p->moved[i].in = args[kNumOperands + i];
+      p->moved[i].out = results[kNumResults + i];
+      p->fills[1 + i].data = results[kNumResults + i];
+    }
     p->sliced.group_sizes = reinterpret_cast<const int32_t*>(args[kSizes]);
     p->sliced.finished = reinterpret_cast<const uint32_t*>(results[kCounters]) + 1;
   }

@@ -171,6 +171,17 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
   return __popc(all);
 }
 
+// Writes the choice arrays of choice k of a slot into the zone at the source rank. One thread calls it.
+__device__ inline void send_choice(const CombineParams& p, char* to_zone, int slot, int k,
+                                   int row) {
+  for (int a = 0; a < p.num_moved; ++a) {
+    const MovedArray& array = p.moved[a];
+    copy_choice(
+        to_zone + array.zone_offset + slot * row_stride(array.row_bytes) + k * array.choice_bytes,
+        row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes, array.width);
+  }
+}
+
 // Writes the partial sums and choice arrays of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
@@ -198,14 +209,7 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
-  const int row = choices.row;
-  for (int a = 0; a < p.num_moved; ++a) {
-    const MovedArray& array = p.moved[a];
-    copy_choice(to_zone + array.zone_offset + slot * row_stride(array.row_bytes) +
-                    lane_index() * array.choice_bytes,
-                row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes,
-                array.width);
-  }
+  send_choice(p, to_zone, slot, lane_index(), choices.row);
 }
 
 // The number of slots that a warp looks up at a time, with one lane for each choice.
@@ -253,6 +257,26 @@ __device__ void each_range(const CombineParams& p, int source_rank, int chunk, A
   }
   for (int a = 0; a < p.num_moved; ++a) {
     add_array(p.moved[a].zone_offset, row_stride(p.moved[a].row_bytes));
+  }
+}
+
+// Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have landed. `slots` are
+// the token's slots [num_ranks], and `own_row` is the row of the choice if that is on this rank.
+__device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, int token, int k,
+                                      int own_row, const int* slots) {
+  const RankView& view = p.view;
+  const int64_t choice = int64_t{token} * p.routing.top_k + k;
+  for (int a = 0; a < p.num_moved; ++a) {
+    const MovedArray& array = p.moved[a];
+    const int rank = p.routing.choice_rank[choice];
+    const char* from = nullptr;
+    if (rank == view.rank) {
+      if (own_row >= 0) from = array.in + own_row * array.choice_bytes;
+    } else if (rank >= 0 && rank < view.num_ranks && slots[rank] >= 0) {
+      from = zone(view, view.rank, epoch, rank, p.zone_bytes) + array.zone_offset +
+             slots[rank] * row_stride(array.row_bytes) + k * array.choice_bytes;
+    }
+    copy_choice(array.out + choice * array.choice_bytes, from, array.choice_bytes, array.width);
   }
 }
 
@@ -358,7 +382,6 @@ template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
                                             SourceList& list, const SourceToken& token,
                                             int token_index) {
-  const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
@@ -371,19 +394,7 @@ __device__ __forceinline__ void write_token(const CombineParams& p, const Team& 
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
-  const int64_t choice = int64_t{token_index} * p.routing.top_k + lane_index();
-  for (int a = 0; a < p.num_moved; ++a) {
-    const MovedArray& array = p.moved[a];
-    const int rank = p.routing.choice_rank[choice];
-    const char* from = nullptr;
-    if (rank == view.rank) {
-      if (token.own.row >= 0) from = array.in + token.own.row * array.choice_bytes;
-    } else if (rank >= 0 && rank < view.num_ranks && token.slots[rank] >= 0) {
-      from = landed_at(p, token, rank, array.zone_offset, array.row_bytes) +
-             lane_index() * array.choice_bytes;
-    }
-    copy_choice(array.out + choice * array.choice_bytes, from, array.choice_bytes, array.width);
-  }
+  receive_choice(p, token.epoch, token_index, lane_index(), token.own.row, token.slots);
 }
 
 template <typename T, typename Wire, Sums kSums>
@@ -492,8 +503,8 @@ __device__ __forceinline__ void send_slice(const CombineParams& p, const Team& t
   if (!slices.wait(p, team, epoch, slice)) return;
   const int begin = chunk % chunks.of_slice * chunks.slots;
   const int end = min(begin + chunks.slots, p.routing.num_tokens);
-  char* to = zone(p.view, source_rank, epoch, p.view.rank, p.zone_bytes) + p.summed[0].zone_offset +
-             bytes.first;
+  char* to_zone = zone(p.view, source_rank, epoch, p.view.rank, p.zone_bytes);
+  char* to = to_zone + p.summed[0].zone_offset + bytes.first;
   for (int first = begin; first < end; first += slots_per_look(p)) {
     const int count = min(end - first, slots_per_look(p)), mine = lane / top_k;
     const WarpChoices choices(p, source_rank, mine < count ? first + mine : -1, lane % top_k,
@@ -509,6 +520,11 @@ __device__ __forceinline__ void send_slice(const CombineParams& p, const Team& t
     if (is_item) {
       batch.items[count_below(items, lane)] = {to + (first + lane) * row_stride(bytes.of_row),
                                                {__popc(choices_of(has_row, lane, top_k)), 0, 0}};
+    }
+    // Choice arrays travel with the first slice.
+    if (slice == 0 && team.is_first_warp() && mine < count &&
+        choices_of(in_use, mine, top_k) != 0) {
+      send_choice(p, to_zone, first + mine, lane % top_k, choices.row);
     }
     sum_batch<T>(team, batch, __popc(items), bytes.count);
   }
@@ -613,6 +629,9 @@ __device__ __forceinline__ void receive_slices(const CombineParams& p, const Tea
     const SliceBytes<T> bytes(p, slice);
     list_tokens<T>(p, batch, slots, first, count, choices, bytes, epoch);
     sum_batch<T>(team, batch, count, bytes.count);
+    if (slice == 0 && team.is_first_warp() && mine < count) {
+      receive_choice(p, epoch, first + mine, lane % top_k, choices.row, slots + mine * ranks);
+    }
     mark(view, Mark::kReceived);
   }
 }
@@ -706,8 +725,7 @@ CombineKernels::Key key_of(const CombineParams& p) {
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
-  const bool is_one_array = ranks->num_summed == 1 && ranks->num_moved == 0;
-  if (ranks->sliced.num > 0 && (key_of(*ranks).sums != Sums::kSlices || !is_one_array)) {
+  if (ranks->sliced.num > 0 && (key_of(*ranks).sums != Sums::kSlices || ranks->num_summed != 1)) {
     return cudaErrorInvalidValue;  // no other form waits for the product
   }
   return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);

@@ -129,7 +129,7 @@ class Combine : public Exchange {
         }
       }
     }
-    has_choice_array_ = num_pairs_ == 0 && form_ != Form::kSliced && random.one_in(3);
+    has_choice_array_ = num_pairs_ == 0 && random.one_in(3);
   }
 
   Rank make_rank(Random& random, int rank) {
