@@ -4,12 +4,12 @@
     python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
-    python -m benchmarks.layer --only training --methods moe_mlp --overlap-backward
+    python -m benchmarks.layer --only training --methods moe_mlp --in-sequence
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call, without overlap; ``--overlap-backward`` adds the form with it. ``moe_mlp_fp8`` has weights
+call; ``--in-sequence`` adds the form whose combine follows its product. ``moe_mlp_fp8`` has weights
 that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows and weights for the
 products, with gradients. First this times the experts alone (``experts.py``) on rows that are
 dispatched already; then the layer by each method with the same experts. The router's choices are
@@ -47,11 +47,11 @@ TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32")
-OVERLAPPED = "moe_mlp, backward overlapped"
+IN_SEQUENCE = "moe_mlp, in sequence"
 OF_FP8 = "moe_mlp_fp8"  # weights are quantized before, for inference
 OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
     "moe_mlp": {},
-    OVERLAPPED: dict(overlap_backward=True),
+    IN_SEQUENCE: dict(overlap_combine=False),
     OF_FP8: {},
     "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
 }
@@ -113,9 +113,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-experts", action="store_true", help="not the experts alone")
     parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     parser.add_argument(
-        "--overlap-backward",
+        "--in-sequence",
         action="store_true",
-        help="also moe_mlp with a split combine of the token gradients, in training",
+        help="also moe_mlp without a combine next to its product, in training",
     )
     return parser.parse_args(argv)
 
@@ -160,7 +160,7 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 
 def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
     """Return the methods that can compute a layer with these grouped products."""
-    wanted = [*args.methods, *[OVERLAPPED] * (args.overlap_backward and shape.is_training)]
+    wanted = [*args.methods, *[IN_SEQUENCE] * (args.in_sequence and shape.is_training)]
     if not on_gpu:  # XLA:CPU does not have it
         wanted = [method for method in wanted if not method.startswith("ragged")]
     if shape.workload.dropped:  # plain JAX would drop others

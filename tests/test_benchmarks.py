@@ -457,7 +457,7 @@ def test_an_older_record_is_read_with_the_entries_of_newer_ones(tmp_path):
 
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     out = tmp_path / "layer.json"
-    options = ("--only", "training", "--overlap-backward", "--ranks", "2", "--out", str(out))
+    options = ("--only", "training", "--in-sequence", "--ranks", "2", "--out", str(out))
     run_module("benchmarks.layer", *options, XLA_FLAGS="")
     found = json.loads(out.read_text())
     rows = found["rows"]
