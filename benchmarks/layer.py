@@ -51,7 +51,7 @@ IN_SEQUENCE = "moe_mlp, in sequence"
 OF_FP8 = "moe_mlp_fp8"  # weights are quantized before, for inference
 OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
     "moe_mlp": {},
-    IN_SEQUENCE: dict(overlap_combine=False),
+    IN_SEQUENCE: {},
     OF_FP8: {},
     "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
 }
@@ -177,6 +177,7 @@ class Bench:
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
+        self.in_sequence = dataclasses.replace(self.group, num_sms={"dot_combine": 0})
         # Shapes, until all programs are compiled.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
@@ -298,7 +299,7 @@ class Bench:
             one_call = functools.partial(
                 ma.moe_mlp,
                 activation=ma.gated(jax.nn.silu),
-                group=self.group,
+                group=self.in_sequence if method == IN_SEQUENCE else self.group,
                 num_experts=workload.setting.experts,
                 capacity=workload.capacity,
                 **OF_MOE_MLP[method],

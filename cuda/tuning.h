@@ -24,11 +24,11 @@ struct Sm90 {
   // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewTokensSms = 128;
-  static constexpr int kWeightedSms = 128;    // "Version 11": a weighted dispatch
-  static constexpr int kFormatSms = 128;      // "Token formats", "Partial sums of combine"
-  static constexpr int kAloneSms = 132;       // all: a single rank waits for no other rank
-  static constexpr int kSplitSms = 24;        // "During matrix products": a split exchange
-  static constexpr int kCombineNextSms = 16;  // a combine next to its product
+  static constexpr int kWeightedSms = 128;   // "Version 11": a weighted dispatch
+  static constexpr int kFormatSms = 128;     // "Token formats", "Partial sums of combine"
+  static constexpr int kAloneSms = 132;      // all: a single rank waits for no other rank
+  static constexpr int kSplitSms = 24;       // "During matrix products": a split exchange
+  static constexpr int kDotCombineSms = 16;  // a combine next to its product
 
   // ---- Chunks of route. (Not in the notes.)
 
@@ -121,7 +121,7 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
     {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
-    {"COMBINE_NEXT_NUM_SMS", Tuning::kCombineNextSms},
+    {"DOT_COMBINE_NUM_SMS", Tuning::kDotCombineSms},
     {"ROUTE_TOKENS_PER_CHUNK", Tuning::kRouteTokensPerChunk},
     {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},

@@ -1,6 +1,6 @@
 // The call `dot_combine`: a grouped product in slices of columns, and the combine of its rows next to it. Operands: rows
-// [C, K], weights [L, K, H] (transposed: [L, H, K]), starts, sizes and indices of weights of the groups [G], choice arrays
-// to move [C, ...], and the routing. Results: sums [T, H]; the products [C, H], which are scratch memory; counters; choice
+// [C, K], weights [L, K, H] (transposed: [L, H, K]), the table of groups [3 G] (ffi/grouped_gemm.cc), choice arrays to move
+// [C, ...], and the routing. Results: sums [T, H]; the products [C, H], which are scratch memory; counters; choice
 // arrays [T, K, ...].
 #ifndef MOE_A2A_CALLS_DOT_COMBINE_H_
 #define MOE_A2A_CALLS_DOT_COMBINE_H_
@@ -28,7 +28,7 @@ struct DotCombineCall {
       1 + kNumSlices;  // the next tile; finished tiles of slices
 
   // The places of operands before the routing, and of results.
-  enum Operand { kRows, kWeights, kStarts, kSizes, kIndices, kNumOperands };
+  enum Operand { kRows, kWeights, kTable, kNumOperands };
   enum Result { kSums, kProducts, kCounters, kNumResults };
 
   template <typename Reader>
@@ -41,33 +41,32 @@ struct DotCombineCall {
     if (num_choice_arrays < 0 || num_choice_arrays >= static_cast<int64_t>(kMaxArrays) ||
         args.size() != kNumOperands + num_choice_arrays + kNumRoutingArrays ||
         results.size() != kNumResults + static_cast<size_t>(num_choice_arrays)) {
-      return "dot_combine needs rows, weights, starts, sizes, indices, choice arrays, the routing, "
-             "three results and as many choice arrays; got " +
+      return "dot_combine needs rows, weights, a table, choice arrays, the routing, three results "
+             "and as many choice arrays; got " +
              std::to_string(args.size()) + " operands and " + std::to_string(results.size()) +
              " results";
     }
     if (context.view.num_ranks == 1 || context.is_multi_host) {
       return "dot_combine needs two or more ranks that share memory";
     }
-    const Array &rows = args[kRows], &weights = args[kWeights], &sizes = args[kSizes],
+    const Array &rows = args[kRows], &weights = args[kWeights], &table = args[kTable],
                 &products = results[kProducts];
     if (rows.dimensions.size() != 2 || weights.dimensions.size() != 3 ||
-        products.dimensions.size() != 2 || sizes.dimensions.size() != 1) {
-      return "dot_combine needs rows and products of two axes, weights of three and sizes of one; "
+        products.dimensions.size() != 2 || table.dimensions.size() != 1) {
+      return "dot_combine needs rows and products of two axes, weights of three and a table of "
+             "one; "
              "got " +
              ToString(rows) + ", " + ToString(products) + ", " + ToString(weights) + " and " +
-             ToString(sizes);
+             ToString(table);
     }
-    const int64_t groups = sizes.dimensions[0], matrices = weights.dimensions[0];
+    const int64_t groups = table.dimensions[0] / 3, matrices = weights.dimensions[0];
     const int64_t inner = rows.dimensions[1], columns = products.dimensions[1];
     const bool is_transposed = transposed != 0;
     if (Problem problem =
             FirstOf({CheckShape(weights, "weights", rows.type,
                                 {matrices, is_transposed ? columns : inner,
                                  is_transposed ? inner : columns}),
-                     CheckShape(args[kStarts], "starts", kInt32, {groups}),
-                     CheckShape(sizes, "sizes", kInt32, {groups}),
-                     CheckShape(args[kIndices], "indices", kInt32, {groups}),
+                     CheckShape(table, "the table of groups", kInt32, {3 * groups}),
                      CheckShape(products, "products", rows.type, {rows.dimensions[0], columns}),
                      CheckShape(results[kCounters], "counters", kInt32, {kNumCounters})});
         !problem.empty()) {
@@ -105,7 +104,8 @@ struct DotCombineCall {
     return {};
   }
 
-  // `finished` and `group_sizes` are those of the first rank of the device, also for its other ranks (ffi/dot_combine.h).
+  // `finished` and `group_sizes` are those of the first rank of the device, also for its other ranks (ffi/dot_combine.h):
+  // ranks that share a device have one table [3, ranks, G], of which each rank has a part.
   void Point(Addresses args, Addresses results, CombineParams* p) const {
     PointRouting(args, &p->routing);
     p->summed[0].rows = results[kProducts];
@@ -116,7 +116,7 @@ struct DotCombineCall {
       p->moved[i].out = results[kNumResults + i];
       p->fills[1 + i].data = results[kNumResults + i];
     }
-    p->sliced.group_sizes = reinterpret_cast<const int32_t*>(args[kSizes]);
+    p->sliced.group_sizes = reinterpret_cast<const int32_t*>(args[kTable]) + p->sliced.num_groups;
     p->sliced.finished = reinterpret_cast<const uint32_t*>(results[kCounters]) + 1;
   }
 

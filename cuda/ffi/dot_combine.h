@@ -91,10 +91,10 @@ class DotCombineState final : public CallStateOf<DotCombineCall> {
     gemm.num_weights = ranks_here * matrices;
     gemm.k = is_transposed ? columns : inner;
     gemm.n = is_transposed ? inner : columns;
-    gemm.starts = reinterpret_cast<const int32_t*>(args[Call::kStarts]);
-    gemm.sizes = reinterpret_cast<const int32_t*>(args[Call::kSizes]);
-    gemm.weights = reinterpret_cast<const int32_t*>(args[Call::kIndices]);
     gemm.num_groups = p.sliced.num_groups;
+    gemm.starts = reinterpret_cast<const int32_t*>(args[Call::kTable]);
+    gemm.sizes = gemm.starts + gemm.num_groups;
+    gemm.weights = gemm.sizes + gemm.num_groups;
     gemm.counter = reinterpret_cast<int32_t*>(results[Call::kCounters]);
     return gemm;
   }

@@ -16,6 +16,8 @@ WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
+DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next to its product
+DOT_COMBINE_RANKS = 3  # the least for which it is faster than one after the other
 
 
 def default_num_sms(num_tokens: int) -> int:
@@ -28,3 +30,12 @@ def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
     if group.size == 1:  # all SMs, because only local memory limits the speed
         return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens)
+
+
+def num_sms_of_dot_combine(group: Group, num_tokens: int) -> int:
+    """Return the SMs of a combine next to its product, or 0 if it comes after the product."""
+    num_sms = group.sms_of("dot_combine")
+    if num_sms is not None:
+        return num_sms
+    is_faster = group.size >= DOT_COMBINE_RANKS and num_tokens > FEW_TOKENS
+    return DOT_COMBINE_NUM_SMS if is_faster else 0

@@ -13,6 +13,7 @@ from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement
 from .custom_call import custom_call, half_bytes_of
+from .dot_combine import dot_combine
 
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
@@ -47,9 +48,13 @@ def whole(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower an exchange."""
-    avals = _inputs(ctx.avals_in)
+    avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
+    if exchange.may_follow_product:
+        found = dot_combine(ctx, call_placement, inputs, avals, params)
+        if found is not None:
+            return found
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    return _make(exchange, calls, ctx, call_placement, _inputs(operands), avals, ctx.avals_out)
+    return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
 
 
 def start(
