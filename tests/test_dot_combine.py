@@ -1,0 +1,252 @@
+"""A combine next to the product of its rows: which programs have the common call, and that neither
+results nor gradients change by a bit."""
+
+import functools
+import logging
+import re
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as grouped
+
+RANKS = harness.SEVERAL
+CALL = "moe_a2a_dot_combine"
+SWIGLU = ma.gated(jax.nn.silu)
+INTERMEDIATE = 64
+WORST = cases.Layout("worst", tokens=160, top_k=3, local_experts=2, hidden=1024)
+DROPS = cases.Layout("drops", tokens=160, top_k=3, local_experts=2, capacity=128, hidden=2048)
+
+
+def layer(x, topk_weights, w_in, w_out, ids, *, group, layout):
+    return ma.moe_mlp(
+        x, ids, topk_weights, w_in, w_out, activation=SWIGLU, **layout.route_args(group)
+    )
+
+
+def by_hand(x, topk_weights, w_in, w_out, ids, *, group, layout):
+    """Compute a layer whose program also reads the second product, after the combine."""
+    recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
+    dot = functools.partial(ma.grouped_dot, group_sizes=recv.group_sizes)
+    h = SWIGLU(dot(recv.rows, w_in)) * recv.weights[:, None].astype(x.dtype)
+    y = dot(h, w_out)
+    return ma.combine(y, recv.routing) + y.sum().astype(x.dtype)
+
+
+def arguments(layout, routing, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    ids = cases.Case(layout, routing).ids(RANKS, seed)
+    per_rank = RANKS, layout.local_experts
+    shapes = (
+        (RANKS, layout.tokens, layout.hidden),
+        (RANKS, layout.tokens, layout.top_k),
+        (*per_rank, layout.hidden, 2 * INTERMEDIATE),
+        (*per_rank, INTERMEDIATE, layout.hidden),
+    )
+    x, weights, *experts = (cases.normal(rng, shape, "float32") for shape in shapes)
+    x, w_in, w_out = (jnp.asarray(0.2 * a, dtype) for a in (x, *experts))
+    return (x, jnp.asarray(weights), w_in, w_out), ids
+
+
+@functools.cache
+def program(fn, layout, dtype, num_sms, graphs=None):
+    """Return a compiled function (floats, ids) -> value and gradients of all floats, and the number
+    of its calls."""
+    group = harness.group_of(RANKS, num_sms={"dot_combine": num_sms}, cuda_graphs=graphs)
+    of_ranks = small_layer.on_all_ranks(
+        functools.partial(fn, group=group, layout=layout), harness.mesh_of(RANKS)
+    )
+
+    def run(floats, ids):
+        out, transpose = jax.vjp(lambda *floats: of_ranks(*floats, ids), *floats)
+        return out, *transpose(jnp.sin(7 * out.astype(jnp.float32)).astype(out.dtype))
+
+    args = arguments(layout, "uniform", dtype)
+    compiled = harness.jit(run)
+    text = jax.jit(run).lower(*args).as_text()
+    return compiled, len(re.findall(f"@{CALL}", text))
+
+
+on_gpu = pytest.mark.skipif(not harness.ON_GPU, reason="only the kernels have the call")
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", (WORST, DROPS), ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("fn", "dtype", "num_sms", "num_calls"),
+    [
+        (layer, "bfloat16", 16, 2),
+        (layer, "float16", 40, 2),
+        (by_hand, "bfloat16", 16, 2),
+    ],
+)
+def test_results_and_gradients_have_the_same_bits(fn, layout, dtype, num_sms, num_calls):
+    next_to, found = program(fn, layout, dtype, num_sms)
+    after, none = program(fn, layout, dtype, 0)
+    assert (found, none) == (num_calls, 0)
+    for seed, routing in enumerate((*cases.ROUTINGS, "uniform", "skewed")):
+        args = arguments(layout, routing, dtype, seed)
+        for a, b in zip(next_to(*args), after(*args), strict=True):
+            a, b = (harness.numpy_of(x) for x in (a, b))
+            assert a.tobytes() == b.tobytes(), routing
+
+
+@on_gpu
+def test_many_calls_in_a_row_have_the_same_bits():
+    next_to, _ = program(layer, WORST, "bfloat16", 16, graphs=True)
+    after, _ = program(layer, WORST, "bfloat16", 0, graphs=True)
+    for seed in range(60):
+        args = arguments(WORST, "skewed" if seed % 2 else "uniform", "bfloat16", seed)
+        # Many executions are under way before any is compared.
+        found = [next_to(*args) for _ in range(5)]
+        for each in found:
+            for a, b in zip(each, after(*args), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), seed
+
+
+# Which programs have the call: lowering for GPUs needs none.
+
+lowers = pytest.mark.skipif(
+    not native.has_grouped_gemm() or len(jax.devices()) < 4 or harness.PROCESSES > 1,
+    reason="needs the extension and four devices of one process",
+)
+TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 2, 2
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(grouped, "_why_other_gpu", lambda: "")
+
+
+def text_of(
+    change=None, ranks=4, tokens=TOKENS, hidden=HIDDEN, dtype="bfloat16", gradients=True, **group
+):
+    """Return the program of a layer for GPUs."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), "ep")
+    group = ma.Group(mesh, "ep", **group)
+
+    def of_rank(x, ids, weights, w_in, w_out):
+        options = dict(group=group, num_experts=ranks * EXPERTS)
+        if change is not None:
+            return change(x, ids, weights, w_in, w_out, **options)
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+    spec = PartitionSpec("ep")
+    fn = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def run(x, ids, *floats):
+        if not gradients:
+            return fn(x, ids, *floats)
+        out, transpose = jax.vjp(lambda x, *floats: fn(x, ids, *floats), x, *floats)
+        return out, *transpose(out)
+
+    array = jax.ShapeDtypeStruct
+    args = (
+        array((ranks * tokens, hidden), dtype),
+        array((ranks * tokens, TOP_K), jnp.int32),
+        array((ranks * tokens, TOP_K), jnp.float32),
+        array((ranks * EXPERTS, hidden, 2 * INTERMEDIATE), dtype),
+        array((ranks * EXPERTS, INTERMEDIATE, hidden), dtype),
+    )
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@lowers
+def test_forward_and_backward_have_one_call_each(gpus):
+    calls = [line for line in text_of().splitlines() if f"@{CALL}" in line]
+    assert [re.search(r"transposed = (\d)", call)[1] for call in calls] == ["0", "1"]
+    # Router weights travel with the gradients of tokens.
+    assert [re.search(r"num_choice_arrays = (\d)", call)[1] for call in calls] == ["0", "1"]
+    rows = 4 * TOKENS * EXPERTS
+    assert f"(tensor<{rows}x64xbf16>, tensor<2x64x1024xbf16>, tensor<6xi32>" in calls[0]
+    assert f"(tensor<{rows}x128xbf16>, tensor<2x1024x128xbf16>, tensor<6xi32>" in calls[1]
+    assert all("num_sms = 16" in call for call in calls)
+    assert "moe_a2a_combine" not in text_of()
+
+
+@lowers
+def test_a_product_that_is_read_later_is_computed_once(gpus):
+    def read_later(x, ids, weights, w_in, w_out, **options):
+        recv = ma.dispatch(x, ids, weights, **options)
+        y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+        return ma.combine(y, recv.routing) + y.sum().astype(x.dtype)
+
+    text = text_of(read_later, gradients=False)
+    assert text.count(f"@{CALL}") == 1
+    product = re.search(r"(%\d+):2 = stablehlo.custom_call @moe_a2a_grouped_gemm", text)[1]
+    assert f"{product}#0" not in text  # XLA removes a call that nothing reads
+
+
+def read_before(x, ids, weights, w_in, w_out, **options):
+    recv = ma.dispatch(x, ids, weights, **options)
+    y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+    total = y.sum().astype(x.dtype)
+    return ma.combine(y, recv.routing) + total
+
+
+def scaled(x, ids, weights, w_in, w_out, **options):
+    recv = ma.dispatch(x, ids, weights, **options)
+    y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+    return ma.combine(2 * y, recv.routing)
+
+
+def in_float32(x, ids, weights, w_in, w_out, **options):
+    options["wire_dtype"] = jnp.float32
+    return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+
+def with_bias(x, ids, weights, w_in, w_out, **options):
+    bias = jnp.zeros((EXPERTS, HIDDEN), x.dtype)
+    return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, b_out=bias, **options)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (dict(change=read_before), None),
+        (dict(change=scaled), None),
+        (dict(change=with_bias), None),
+        (dict(change=in_float32), "partial sums travel as float32"),
+        (dict(hidden=768), "at least one tile of 256 columns in each of 4 slices; got"),
+        (dict(ranks=2), "the group has few ranks or tokens"),
+        (dict(tokens=512), "the group has few ranks or tokens"),
+        (dict(num_sms={"dot_combine": 0}), "or num_sms says so"),
+    ],
+)
+def test_other_combines_follow_their_product(gpus, caplog, options, why):
+    with caplog.at_level(logging.INFO, "jax_moe_a2a"):
+        text = text_of(gradients=False, **options)
+    assert f"@{CALL}" not in text
+    assert "@moe_a2a_combine" in text
+    if why is not None:
+        assert "moe_a2a_combine: after its product, because" in caplog.text
+        assert why in caplog.text
+
+
+@lowers
+def test_few_rows_in_each_group_have_a_product_without_slices(gpus, caplog):
+    def few(x, ids, weights, w_in, w_out, **options):
+        options["capacity"] = 64
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+    with caplog.at_level(logging.INFO, "jax_moe_a2a"):
+        assert f"@{CALL}" not in text_of(few, gradients=False)
+    assert "the product has few rows in each group" in caplog.text
+
+
+@lowers
+def test_a_group_may_ask_for_the_call(gpus):
+    group = dict(num_sms={"dot_combine": 24})
+    calls = [line for line in text_of(ranks=2, tokens=128, **group).splitlines() if CALL in line]
+    assert len(calls) == 2
+    assert all("num_sms = 24" in call for call in calls)
