@@ -70,7 +70,7 @@ def program(fn, layout, dtype, num_sms, graphs=None):
         return out, *transpose(jnp.sin(7 * out.astype(jnp.float32)).astype(out.dtype))
 
     args = arguments(layout, "uniform", dtype)
-    compiled = harness.jit(run)
+    compiled = harness.jit(run, exchanges=4)
     text = jax.jit(run).lower(*args).as_text()
     return compiled, len(re.findall(f"@{CALL}", text))
 
