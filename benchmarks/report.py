@@ -46,20 +46,20 @@ DETAILS: dict[str, Row] = {
 }
 # What is on the x axis. Each row of another sweep is a bar.
 X = {"": "tokens", "tokens": "tokens", "ladder": "tokens", "processes": "tokens", "topk": "top_k"}
-X |= dict(experts="experts", hidden="hidden", sms="num_sms", schedules="num_sms")
-PANEL = ("panel", "shape", "k", "n", "sizes", "schedule", "tokens")  # rows of a panel share these
+X |= dict(experts="experts", hidden="hidden", sms="num_sms")
+PANEL = ("panel", "shape", "k", "n", "sizes", "tokens")  # rows of a panel share these
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
-    *("processes", "hosts", "p2p_world_size", "played_ranks", "pairs", "products", "grouped"),
+    *("processes", "hosts", "p2p_world_size", "pairs", "products", "grouped"),
     *("op", "method"),
 )
-OF_SWEEP = dict.fromkeys(("sms", "overlap", "schedules"), "num_sms")
+OF_SWEEP = dict.fromkeys(("sms", "overlap"), "num_sms")
 OF_SWEEP |= dict(products="rows", graphs="cuda_graphs")
 MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(exchange_us="exchange alone", products_us="products alone", ratio_to_longer="ratio"),
-    **dict(cost_us="cost", predicted_us="predicted", tflops="TFLOP/s", weight_gb_per_s="GB/s"),
+    **dict(cost_us="cost", tflops="TFLOP/s", weight_gb_per_s="GB/s"),
 )
 
 

@@ -37,7 +37,6 @@ from benchmarks import (  # noqa: E402
     record,
     report,
     run,
-    schedules,
     suite,
     sweeps,
     timing,
@@ -668,47 +667,6 @@ def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
     assert "lax.ragged_dot: AssertionError: the result is wrong by 1.0e-01" in of_one_product
 
 
-DRIVER = """
-import json, os, sys
-print("NVIDIA H100 80GB HBM3, 132 SMs; the player has 8 blocks and sends 345 GB/s")
-common = dict(sweep="schedules", method="ours", shape="A", played_ranks=2, op="backward")
-common.update(min_us=1.0, max_us=2.0, sms_alone=64, free_sms=80)
-def row(name, us, num_sms=None, products=None):
-    return dict(common, schedule=name, us=us, num_sms=num_sms, products=products)
-rows = [row("one after the other", 100.0), row("weight gradients alone", 50.0)]
-rows += [row("combine alone", us, sms) for us, sms in ((10.0, 64), (40.0, 8), (80.0, 16))]
-rows += [row("next to", 80.0 + n, n, "all") for n in (8, 16)]
-with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
-    for row in rows:
-        print(json.dumps(row), file=file)
-sys.exit(int(sys.argv[2]))
-"""
-
-
-def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(tmp_path):
-    binary, out = tmp_path / "driver", tmp_path / "schedules.json"
-    binary.write_text(f"#!{sys.executable}\n{DRIVER}")
-    binary.chmod(0o755)
-    arguments = ["--binary", str(binary), "--out", str(out), "--shapes", "tiny", "--ranks", "2"]
-    arguments += ["--status", "0"]
-    assert schedules.main(arguments) == 0
-    found = record.read(out)
-    assert (found["gpus"], found["ranks"]) == ("1 x NVIDIA H100 80GB HBM3", 1)
-    assert found["options"] == ["--status", "0"]
-    assert out.with_suffix(".png").stat().st_size > 0
-    (text,) = report.tables(found["rows"])
-    # Products of 50 us without a tenth of 80 SMs hide 40 us; without a fifth they take 62.5.
-    assert "| next to | all | 8 | 88.0 | 94.0 |" in text
-    predicted = 100 - 10 + 0.2 * 62.5 + 80 - 62.5
-    assert f"| next to | all | 16 | 96.0 | {predicted:.0f} |" in text
-    assert schedules.main([*arguments[:-1], "1"]) == 1
-    assert record.read(out)["failures"] == ["the driver ended with the status 1"]
-    assert schedules.main(["--binary", str(tmp_path / "none")]) == 1
-    binary.write_text("#!/bin/sh\necho no GPU\nexit 1\n")
-    out.unlink()
-    assert schedules.main(arguments) == 1 and not out.exists()
-
-
 def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
     out = tmp_path / "overlap.json"
     options = ("--only", "dispatch", "--ranks", "2", "--num-sms", "8", "--no-long", "--quick")
@@ -724,25 +682,6 @@ def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")
 def test_the_program_of_the_link_limit_compiles(tmp_path):
     assert os.access(wire.build(str(tmp_path)), os.X_OK)
-
-
-def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_path):
-    (path,) = schedules.write_layers(tmp_path, ["tiny"], [4])
-    setting, intermediate = schedules.SHAPES["tiny"]
-    ids = workload.draw(setting, 4).ids
-    content = np.fromfile(path, np.int32)
-    sizes = (4, setting.tokens, setting.hidden, intermediate, setting.experts, setting.top_k)
-    assert tuple(content[:6]) == sizes
-    capacity, num_rows = content[6:8]
-    assert num_rows == (ids // 4 == 0).sum() <= capacity
-    slots, choices = 4 * setting.tokens, setting.tokens * setting.top_k
-    arrays = 2 * slots + choices + slots * setting.top_k + 3 * capacity + 4
-    assert len(content) == 8 + arrays + 2 * 4
-    token_slot = content[8 : 8 + slots].reshape(setting.tokens, 4)
-    goes_to = (ids[..., None] // 4 == np.arange(4)).any(axis=2)  # source, token, destination
-    np.testing.assert_array_equal(token_slot >= 0, goes_to[0])
-    np.testing.assert_array_equal(content[-8:-4], [0, *goes_to[1:, :, 0].sum(axis=1)])
-    np.testing.assert_array_equal(content[-4:], [0, *goes_to[0, :, 1:].sum(axis=0)])
 
 
 def test_the_documents_have_the_calculated_layers_with_replicas():

@@ -9,8 +9,6 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-from benchmarks import schedules
-
 # Sequences of each kind; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 12, "colocated": 6, "network": 6, "tsan": 3, "network_tsan": 3}
 # Kinds of other variants run in ``make emulate`` only.
@@ -19,7 +17,7 @@ THIRDS = 3
 
 pytestmark = [
     pytest.mark.one_process("it starts programs of its own"),
-    pytest.mark.exchanges(0),  # JAX routes only, on the portable path
+    pytest.mark.exchanges(0),
 ]
 
 
@@ -48,39 +46,6 @@ def test_sequences_are_right(name):
         if not kind.is_right(outcome):
             wrong[seed] = outcome.output[-2000:]
     assert len(wrong) <= (len(seeds) // 2 if kind.must_show else 0), wrong
-
-
-@pytest.mark.parametrize("variant", ["plain", "tsan"])
-def test_the_player_of_the_benchmarks_keeps_the_protocol(variant):
-    runs.build(f"{variant}/play")
-    first = 1 + _commit() % 100_000
-    wrong = {}
-    for seed in range(first, first + 2 * SEEDS[variant]):
-        options = ["--ranks", 2 + seed % 7, "--blocks", 1 + seed % 3, "--depth", seed % 2]
-        outcome = runs.run(variant, seed, *options, program="play")
-        if not outcome.is_right:
-            wrong[seed] = outcome.output[-2000:]
-    assert not wrong
-
-
-@pytest.mark.parametrize("fault", ["call", "missing", "rank"])
-def test_a_fault_ends_the_player_and_rank_0_with_an_error(fault):
-    runs.build("plain/play")
-    for seed in range(1, 4):
-        options = ["--ranks", 1 + seed, "--timeout", 1, "--fault", fault]
-        outcome = runs.run("plain", seed, *options, program="play", seconds=60)
-        assert outcome.is_right and "record: " in outcome.output, outcome.output
-
-
-def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime(tmp_path):
-    """It checks exchanges and products, and compares the results of all schedules."""
-    runs.build("plain/schedules")
-    layers = ",".join(map(str, schedules.write_layers(tmp_path, ["tiny"], [2, 4])))
-    options = "--budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1 --rate 5"
-    files = ["--layers", layers, "--json", tmp_path / "rows"]
-    command = [runs.OUT / "plain" / "schedules", *options.split(), *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.count("checked;") == 2, done.stdout + done.stderr
 
 
 def test_tiles_of_a_product_come_in_slices():

@@ -92,8 +92,6 @@ def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=
 
     With `ends_at_report` the first report of ThreadSanitizer ends the run. A run with many reports
     takes a hundred times as long as a run without.
-
-    The program ``play`` runs rank 0 against the player of ``tools/driver/player.cuh``.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
