@@ -199,6 +199,23 @@ def scaled(x, ids, weights, w_in, w_out, **options):
     return ma.combine(2 * y, recv.routing)
 
 
+def limited(x, ids, weights, w_in, w_out, **options):
+    recv = ma.dispatch(x, ids, weights, **options)
+    y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes, num_sms=40)
+    return ma.combine(y, recv.routing)
+
+
+def of_two_axes(x, ids, weights, w_in, w_out, **options):
+    recv = ma.dispatch(x, ids, weights, **options)
+    y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+    return ma.combine(y.reshape(-1, 2, HIDDEN // 2), recv.routing).reshape(x.shape)
+
+
+def in_fp8(x, ids, weights, w_in, w_out, **options):
+    options["wire_dtype"] = ma.BlockwiseFp8()
+    return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+
 def in_float32(x, ids, weights, w_in, w_out, **options):
     options["wire_dtype"] = jnp.float32
     return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
@@ -217,10 +234,14 @@ def with_bias(x, ids, weights, w_in, w_out, **options):
         (dict(change=scaled), None),
         (dict(change=with_bias), None),
         (dict(change=in_float32), "partial sums travel as float32"),
+        (dict(change=in_fp8), "partial sums travel as BlockwiseFp8"),
+        (dict(change=limited), "num_sms=40 limits the product"),
+        (dict(change=of_two_axes), "needs rows and products of two axes"),
         (dict(hidden=768), "at least one tile of 256 columns in each of 4 slices; got"),
         (dict(ranks=2), "the group has few ranks or tokens"),
         (dict(tokens=512), "the group has few ranks or tokens"),
         (dict(num_sms={"dot_combine": 0}), "or num_sms says so"),
+        (dict(ranks=2, num_sms=32), "the group has few ranks or tokens"),
     ],
 )
 def test_other_combines_follow_their_product(gpus, caplog, options, why):
@@ -250,3 +271,88 @@ def test_a_group_may_ask_for_the_call(gpus):
     calls = [line for line in text_of(ranks=2, tokens=128, **group).splitlines() if CALL in line]
     assert len(calls) == 2
     assert all("num_sms = 24" in call for call in calls)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("num_sms", "expected"),
+    [(64, 16), (8, 8), ({"combine": 8}, 8), ({"dispatch": 8}, 16)],
+)
+def test_a_limit_of_exchanges_is_one_of_the_call(gpus, num_sms, expected):
+    (call,) = (
+        line for line in text_of(gradients=False, num_sms=num_sms).splitlines() if CALL in line
+    )
+    assert f"num_sms = {expected} " in call
+
+
+# Transforms are not known to the lowering, so each of them may have the call.
+
+
+def in_scan(x, ids, weights, w_in, w_out, **options):
+    def step(x, _):
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options), None
+
+    return jax.lax.scan(step, x, length=2)[0]
+
+
+def in_checkpoint(*args, **options):
+    layer = functools.partial(ma.moe_mlp, activation=SWIGLU, **options)
+    return jax.checkpoint(layer)(*args)
+
+
+def of_batch(x, ids, weights, w_in, w_out, **options):
+    def of_one(x, ids, weights):
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+    x, ids, weights = (a.reshape(2, -1, *a.shape[1:]) for a in (x, ids, weights))
+    return jax.vmap(of_one)(x, ids, weights).reshape(-1, x.shape[-1])
+
+
+@lowers
+@pytest.mark.parametrize("change", (in_scan, in_checkpoint, of_batch))
+def test_transforms_have_one_call_forward_and_one_backward(gpus, change):
+    text = text_of(change, tokens=2 * TOKENS)
+    assert text.count(f"@{CALL}") == 2
+    assert "moe_a2a_combine" not in text
+
+
+def on_one_gpu(axis_of_weights, experts):
+    """Return the program of a layer whose 4 ranks share a GPU."""
+    ranks, array = 4, jax.ShapeDtypeStruct
+    group = ma.Group(axis_name="ep", size=ranks, implementation="cuda")
+    layer = functools.partial(
+        ma.moe_mlp, activation=SWIGLU, group=group, num_experts=ranks * experts
+    )
+    axes = (0, 0, 0, axis_of_weights, axis_of_weights)
+    fn = jax.vmap(layer, axis_name="ep", in_axes=axes)
+    lead = () if axis_of_weights is None else (ranks,)
+    args = (
+        array((ranks, TOKENS, HIDDEN), jnp.bfloat16),
+        array((ranks, TOKENS, TOP_K), jnp.int32),
+        array((ranks, TOKENS, TOP_K), jnp.float32),
+        array((*lead, experts, HIDDEN, 2 * INTERMEDIATE), jnp.bfloat16),
+        array((*lead, experts, INTERMEDIATE, HIDDEN), jnp.bfloat16),
+    )
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@lowers
+def test_ranks_that_share_a_gpu_have_an_axis_in_the_call(gpus):
+    (call,) = (line for line in on_one_gpu(0, EXPERTS).splitlines() if f"@{CALL}" in line)
+    operands, results = call.rsplit(" : ", 1)[1].split(" -> ")
+    rows = 4 * TOKENS * EXPERTS
+    assert operands.startswith(
+        f"(tensor<4x{rows}x64xbf16>, tensor<4x2x64x1024xbf16>, tensor<4x6xi32>"
+    )
+    products = f"tensor<4x{rows}x1024xbf16>"
+    assert results == f"(tensor<4x{TOKENS}x1024xbf16>, {products}, tensor<4x5xi32>)"
+
+
+@lowers
+def test_weights_that_ranks_of_a_gpu_share_follow_one_another(gpus, caplog):
+    """Four matrices are one for each rank in memory, and the table says which of them a group has.
+    Two matrices have no such form."""
+    assert "tensor<4x1x64x1024xbf16>" in on_one_gpu(None, 4)
+    with caplog.at_level(logging.INFO, "jax_moe_a2a"):
+        assert f"@{CALL}" not in on_one_gpu(None, 2)
+    assert "ranks that share a GPU share the weights, too" in caplog.text

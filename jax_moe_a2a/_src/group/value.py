@@ -133,7 +133,8 @@ class GroupValue:
         """
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
-        return self.num_sms
+        # One number limits exchanges. It does not say that a combine runs next to its product.
+        return None if operation == "dot_combine" else self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
         """Return the group with the devices of ``mesh``. Return the group itself if it already has

@@ -37,5 +37,6 @@ def num_sms_of_dot_combine(group: Group, num_tokens: int) -> int:
     num_sms = group.sms_of("dot_combine")
     if num_sms is not None:
         return num_sms
-    is_faster = group.size >= DOT_COMBINE_RANKS and num_tokens > FEW_TOKENS
-    return DOT_COMBINE_NUM_SMS if is_faster else 0
+    if group.size < DOT_COMBINE_RANKS or num_tokens <= FEW_TOKENS:
+        return 0
+    return min(DOT_COMBINE_NUM_SMS, group.sms_of("combine") or DOT_COMBINE_NUM_SMS)

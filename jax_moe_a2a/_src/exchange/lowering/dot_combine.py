@@ -40,10 +40,9 @@ class Product(NamedTuple):
     passing: Sequence[ir.Operation]
     """The operations from the product to the combine, in this order."""
 
-    @property
-    def kind(self) -> int:
+    def attribute(self, name: str) -> int:
         config = ir.DictAttr(self.call.attributes["mhlo.backend_config"])
-        return ir.IntegerAttr(config["product"]).value
+        return ir.IntegerAttr(config[name]).value
 
     def becomes(self, rows: ir.Value) -> None:
         """Let all that reads the product later read ``rows``, so that it is computed once."""
@@ -110,8 +109,11 @@ def _emit(
     num_sms = num_sms_of_dot_combine(call_placement.group, sums.shape[len(ranks)])
     if num_sms == 0:
         raise Refused("the group has few ranks or tokens, or num_sms says so")
-    if product.kind not in (FORWARD, TRANSPOSED):
+    kind = product.attribute("product")
+    if kind not in (FORWARD, TRANSPOSED):
         raise Refused("the product has few rows in each group")
+    if limit := product.attribute("num_sms"):
+        raise Refused(f"num_sms={limit} limits the product")
     if wire_dtype not in (None, sums.dtype):
         raise Refused(f"partial sums travel as {wire_dtype}")
     rows, weights, table = product.call.operands
@@ -124,7 +126,7 @@ def _emit(
     values, types = zip(*of_product, strict=True)
     counters = compat.result_aval(sums, (*ranks, NUM_COUNTERS), indices.dtype)
     avals_in, avals_out = [*types, *avals[1:]], [sums, avals[0], counters, *moved]
-    attributes = dict(transposed=product.kind == TRANSPOSED, num_choice_arrays=len(moved))
+    attributes = dict(transposed=kind == TRANSPOSED, num_choice_arrays=len(moved))
     attributes = {name: int(value) for name, value in attributes.items()}
     out, products, _, *moved = custom_call(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
