@@ -118,7 +118,7 @@ lowers = pytest.mark.skipif(
     not native.has_grouped_gemm() or len(jax.devices()) < 4 or harness.PROCESSES > 1,
     reason="needs the extension and four devices of one process",
 )
-TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 2, 2
+TOKENS, HIDDEN, EXPERTS, TOP_K = 2048, 1024, 2, 2
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def with_bias(x, ids, weights, w_in, w_out, **options):
         (dict(change=of_two_axes), "needs rows and products of two axes"),
         (dict(hidden=768), "at least one tile of 256 columns in each of 4 slices; got"),
         (dict(ranks=2), "the group has few ranks or tokens"),
-        (dict(tokens=512), "the group has few ranks or tokens"),
+        (dict(tokens=2040), "the group has few ranks or tokens"),
         (dict(num_sms={"dot_combine": 0}), "or num_sms says so"),
         (dict(ranks=2, num_sms=32), "the group has few ranks or tokens"),
     ],

@@ -17,7 +17,9 @@ FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next to its product
-DOT_COMBINE_RANKS = 3  # the least for which it is faster than one after the other
+# Two ranks, and fewer tokens of all ranks, are no faster so (docs/history/speed.md, "A combine next to
+# its product").
+DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 4, 8192
 
 
 def default_num_sms(num_tokens: int) -> int:
@@ -37,6 +39,6 @@ def num_sms_of_dot_combine(group: Group, num_tokens: int) -> int:
     num_sms = group.sms_of("dot_combine")
     if num_sms is not None:
         return num_sms
-    if group.size < DOT_COMBINE_RANKS or num_tokens <= FEW_TOKENS:
+    if group.size < DOT_COMBINE_RANKS or group.size * num_tokens < DOT_COMBINE_TOKENS:
         return 0
     return min(DOT_COMBINE_NUM_SMS, group.sms_of("combine") or DOT_COMBINE_NUM_SMS)
