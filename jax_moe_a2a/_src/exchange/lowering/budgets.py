@@ -17,9 +17,9 @@ FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next to its product
-# Two ranks, and fewer tokens of all ranks, are no faster so (docs/history/speed.md, "A combine next to
-# its product").
-DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 4, 8192
+# Fewer ranks, and fewer tokens of all ranks, are hardly faster so (docs/history/speed.md, "A combine
+# next to its product").
+DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 8, 8192
 
 
 def default_num_sms(num_tokens: int) -> int:
