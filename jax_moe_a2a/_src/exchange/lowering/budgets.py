@@ -17,8 +17,8 @@ FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next to its product
-# Fewer ranks, and fewer tokens of all ranks, are hardly faster so (docs/history/speed.md, "A combine
-# next to its product").
+# Fewer ranks, and fewer tokens of all ranks, gain little (docs/history/speed.md, "A combine next to
+# its product").
 DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 8, 8192
 
 
