@@ -1,4 +1,4 @@
-"""Compute during an exchange: a shared expert forward, and weight gradients backward.
+"""Compute during an exchange: a shared expert while tokens travel, or while results return.
 
     python examples/overlap.py
 
@@ -47,7 +47,7 @@ def whole(x, router, w_in, w_out, s_in, s_out):
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 
 
-def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
+def with_dispatch_overlap(x, router, w_in, w_out, s_in, s_out):
     """Compute the shared expert while the tokens travel."""
     inflight = start(x, router)
     inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
@@ -55,21 +55,12 @@ def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
     return ma.combine(experts(recv, w_in, w_out), recv) + shared
 
 
-def with_backward_overlap(x, router, w_in, w_out, s_in, s_out):
-    """Compute weight gradients of the first product while the token gradients travel back."""
-    logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
-    y = ma.moe_mlp(
-        x,
-        topk_ids,
-        jax.nn.softmax(logits),
-        w_in,
-        w_out,
-        activation=jax.nn.gelu,
-        group=group,
-        num_experts=NUM_EXPERTS,
-        overlap_backward=True,
-    )
-    return y + shared_expert(x, s_in, s_out)
+def with_combine_overlap(x, router, w_in, w_out, s_in, s_out):
+    """Compute the shared expert while the results of the experts travel back."""
+    recv = ma.dispatch_done(start(x, router))
+    inflight = ma.combine_start(experts(recv, w_in, w_out), recv)
+    inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
+    return ma.combine_done(inflight) + shared
 
 
 def main() -> None:
@@ -105,7 +96,7 @@ def main() -> None:
 
     expected = value_and_grads(whole)
     print(f"{group.size} ranks, {group.path} path, {TOKENS} tokens")
-    for layer in (with_shared_expert, with_backward_overlap):
+    for layer in (with_dispatch_overlap, with_combine_overlap):
         error = max(
             abs(a - b).max() / abs(b).max() for a, b in zip(value_and_grads(layer), expected)
         )

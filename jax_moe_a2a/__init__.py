@@ -36,7 +36,7 @@ from ._src.grouped.weights import quantize_experts as quantize_experts
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
 from ._src.layer.balance import router_z_loss as router_z_loss
 from ._src.layer.balance import update_select_bias as update_select_bias
-from ._src.layer.dispatch_dot import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
+from ._src.layer.dispatch_rows import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
 from ._src.layer.fetch import FETCHED_CHECKPOINT_NAME as FETCHED_CHECKPOINT_NAME
 from ._src.layer.fetch import fetch_experts as fetch_experts
 from ._src.layer.load import ExpertLoad as ExpertLoad

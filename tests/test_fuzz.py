@@ -74,7 +74,7 @@ def rows_of_experts_are_not_those_before(running_sum):
         (reference, "plan_route", masked_choices_count, 3),
         (reference, "scale_and_dot", gradients_of_weights_are_halved, 110),
         (grouped_reference, "groups_of", last_rows_have_no_group, 1),
-        (mlp, "_activate", large_weights_are_cut, 12),
+        (mlp, "_activate", large_weights_are_cut, 4),
         (load, "running_sum", rows_of_experts_are_not_those_before, 33),
     ),
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -14,7 +14,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import pairs
 import pytest
 import small_layer
 from jax import lax
@@ -35,7 +34,8 @@ CUT = cases.Layout(
     "cut", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=5
 )  # drops
 MANY = cases.Layout("many", tokens=257, top_k=2, local_experts=2, capacity=520, hidden=3)
-FORMS = pytest.mark.parametrize("overlapped", (False, True), ids=("plain", "overlapped"))
+UNFUSED = lambda rows: SWIGLU(jnp.tanh(rows))
+ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fused", "unfused"))
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
@@ -105,38 +105,35 @@ def value_and_grads(fn):
 
 
 @functools.cache
-def program(layout, overlapped=False, **options):
+def program(layout, **options):
     """Return a compiled `value_and_grads` of the layer."""
-    fn = of_all_ranks(layout=layout, overlap_backward=overlapped, **options)
-    return small_layer.compiled(value_and_grads(fn))
+    return small_layer.compiled(value_and_grads(of_all_ranks(layout=layout, **options)))
 
 
 dense_program = small_layer.compiled(value_and_grads(dense), exchanges=0)
 
 
-def exchanges_of(layout, overlapped=False):
-    """Return the statement of a forward and a backward pass."""
-    of_dispatch = 2 if overlapped else layout.exchanges_of_dispatch(RANKS)
-    return dict(whole=of_dispatch + 2 + (not overlapped), split=int(overlapped))
+def exchanges_of(layout):
+    """Return the number of exchanges of a forward and a backward pass."""
+    return layout.exchanges_of_dispatch(RANKS) + 3
 
 
-def assert_is_dense(layout, routing, overlapped=False, **options):
+def assert_is_dense(layout, routing):
     floats, ids, kept = arguments(layout, routing)
-    with harness.expect_exchanges(**exchanges_of(layout, overlapped)):
-        actual = program(layout, overlapped)(floats, ids, **options)
+    with harness.expect_exchanges(exchanges_of(layout)):
+        actual = program(layout)(floats, ids)
     small_layer.assert_close(actual, dense_program(floats, ids, kept), routing, tolerance=5e-5)
 
 
 # Values and gradients
 
 
-@FORMS
 @pytest.mark.parametrize("layout", (SMALL, CUT), ids=lambda layout: layout.name)
-def test_results_and_gradients_are_those_of_the_dense_layer(layout, overlapped):
+def test_results_and_gradients_are_those_of_the_dense_layer(layout):
     for routing in ("uniform", "skewed", "first_expert_only", "idle_rank", "silent_rank"):
-        assert_is_dense(layout, routing, overlapped)
+        assert_is_dense(layout, routing)
     for routing in ("masked", "all_masked", "repeated", "invalid"):
-        assert_is_dense(layout, routing, overlapped)
+        assert_is_dense(layout, routing)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_short_floats_round_as_the_experts_alone_do(dtype):
     floats, ids, kept = arguments(SMALL, dtype=dtype)
-    with harness.expect_exchanges(**exchanges_of(SMALL)):
+    with harness.expect_exchanges(exchanges_of(SMALL)):
         found = program(SMALL)(floats, ids)
     assert [leaf.dtype for leaf in found] == [dtype, *(leaf.dtype for leaf in floats)]
     expected = dense_program(jax.tree.map(lambda leaf: leaf.astype("float32"), floats), ids, kept)
@@ -226,7 +223,7 @@ def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
     floats, ids, kept = arguments(SMALL, "masked", width=INTERMEDIATE)
     floats = floats[:4]
     options = dict(activation=activation)
-    with harness.expect_exchanges(**exchanges_of(SMALL)):
+    with harness.expect_exchanges(exchanges_of(SMALL)):
         actual = program(SMALL, **options)(floats, ids)
     run = value_and_grads(functools.partial(dense, **options))
     expected = small_layer.compiled(run, exchanges=0)(floats, ids, kept)
@@ -250,7 +247,7 @@ def test_arrays_that_an_activation_reads_from_outside_have_gradients():
         loss = lambda slope: small_layer.loss(fn(floats[0], slope, *floats[1:4], ids, *others))
         return jax.grad(loss)(slope)
 
-    of_ranks = of_all_ranks(scaled_by(functools.partial(layer, overlap_backward=True)))
+    of_ranks = of_all_ranks(scaled_by(layer))
     with harness.expect_exchanges(4):
         actual = small_layer.compiled(lambda slope: grad(of_ranks, slope))(per_rank).sum()
     small_layer.assert_close(actual, grad(scaled_by(dense), slope, kept))
@@ -287,54 +284,49 @@ def tangents_of(floats):
     return tuple(cases.normal(np.random.default_rng(7), x.shape, x.dtype.name) for x in floats)
 
 
-@FORMS
-def test_forward_mode_and_second_derivatives_are_those_of_the_dense_layer(overlapped):
+@ACTIVATIONS
+def test_forward_mode_and_second_derivatives_are_those_of_the_dense_layer(activation):
     """One program computes a tangent of the result and a tangent of all gradients."""
     floats, ids, kept = arguments(CUT, "masked")
 
-    def run(fn, *others):
+    def run(fn, exchanges, *others):
         def both(*floats):
             return value_and_grads(fn)(floats, *others)
 
         return small_layer.compiled(
             lambda floats, tangents: jax.jvp(both, floats, tangents)[1],
-            **(dict(exchanges=0) if fn is dense else exchanges),
+            exchanges=exchanges,
         )(floats, tangents_of(floats))
 
     # Two passes and their tangents have two exchanges each. The gradient of x is not wanted.
-    exchanges = dict(exchanges=7, split=int(overlapped))
-    fn = of_all_ranks(layout=CUT, overlap_backward=overlapped)
-    small_layer.assert_close(run(fn, ids), run(dense, ids, kept), tolerance=5e-4)
+    fn = of_all_ranks(layout=CUT, activation=activation)
+    of_dense = functools.partial(dense, activation=activation)
+    small_layer.assert_close(run(fn, 7, ids), run(of_dense, 0, ids, kept), tolerance=5e-4)
 
 
-@FORMS
-def test_a_batch_is_one_exchange_and_each_element_that_of_its_own_call(overlapped):
+def test_a_batch_is_one_exchange_and_each_element_that_of_its_own_call():
     elements = [arguments(CUT, "masked", seed=seed) for seed in range(2)]
     floats, ids, kept = jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *elements)
     floats = (*floats[:2], *elements[0][0][2:])  # the experts are shared
     in_axes = (0, 0, None, None, None, None, 0)
 
     def batched(*args):
-        fn = functools.partial(layer, layout=CUT, overlap_backward=overlapped)
-        return jax.vmap(fn, in_axes)(*args)
+        return jax.vmap(functools.partial(layer, layout=CUT), in_axes)(*args)
 
     run = value_and_grads(of_all_ranks(batched))
     counted = harness.count_primitives(jax.make_jaxpr(run)(floats, ids))
     assert num_exchanges(counted) == 4
-    actual = small_layer.compiled(run, exchanges=4 if overlapped else 5, split=int(overlapped))(
-        floats, ids
-    )
+    actual = small_layer.compiled(run, exchanges=5)(floats, ids)
     dense_batch = jax.vmap(dense, (1, 1, None, None, None, None, 1, 1), 1)
     expected = small_layer.compiled(value_and_grads(dense_batch), exchanges=0)(floats, ids, kept)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-@FORMS
 @pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
-def test_the_layer_is_the_same_with_all_ranks_on_one_device(overlapped):
+def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
     group = harness.emulated_group(RANKS)
-    fn = functools.partial(layer, layout=CUT, group=group, overlap_backward=overlapped)
+    fn = functools.partial(layer, layout=CUT, group=group)
     actual = small_layer.compiled(value_and_grads(jax.vmap(fn, axis_name=harness.AXIS)))(
         floats, ids
     )
@@ -357,20 +349,18 @@ def test_a_linear_layer_has_a_transpose():
     )
 
 
-def scanned(*args, **options):
+def scanned(*args):
     x, *rest, ids = args
-    checkpointed = jax.checkpoint(functools.partial(layer, layout=CUT, **options))
+    checkpointed = jax.checkpoint(functools.partial(layer, layout=CUT))
     step = lambda x, ids: (x + checkpointed(x, *rest, ids), None)
     return lax.scan(step, x, jnp.stack([ids, ids]))[0]
 
 
-@FORMS
-def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers(overlapped):
+def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers():
     floats, ids, kept = arguments(CUT)
     twice = lambda x, *rest: (lambda y: y + dense(y, *rest))(x + dense(x, *rest))
-    run = value_and_grads(of_all_ranks(scanned, overlap_backward=overlapped))
-    exchanges = dict(exchanges=12, split=2) if overlapped else dict(exchanges=10)
-    actual = small_layer.compiled(run, **exchanges)(floats, ids)
+    run = value_and_grads(of_all_ranks(scanned))
+    actual = small_layer.compiled(run, exchanges=10)(floats, ids)
     expected = small_layer.compiled(value_and_grads(twice), exchanges=0)(floats, ids, kept)
     for a, e in zip(*map(harness.numpy_of, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
@@ -407,38 +397,33 @@ def num_routes(counted):
 
 
 def num_exchanges(counted):
-    """Count exchanges of tokens or rows; a split exchange counts by its start."""
-    return sum(
-        count
-        for name, count in counted.items()
-        if ("dispatch" in name or "combine" in name) and not name.endswith("_done")
-    )
+    """Count exchanges of tokens or rows."""
+    return sum(count for name, count in counted.items() if "dispatch" in name or "combine" in name)
 
 
-def checkpointed_program(policy, overlapped, layout=SMALL):
-    fn = functools.partial(layer, layout=layout, overlap_backward=overlapped)
+def checkpointed_program(policy, activation=SWIGLU):
+    fn = functools.partial(layer, activation=activation)
     if policy != "no checkpoint":
         fn = jax.checkpoint(fn, policy=REMAT[policy][0])
     return value_and_grads(of_all_ranks(fn))
 
 
 @pytest.mark.exchanges(0)
-@FORMS
+@ACTIVATIONS
 @pytest.mark.parametrize("policy", REMAT)
 def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_on_more(
-    policy, overlapped
+    policy, activation
 ):
     floats, ids, _ = arguments()
-    jaxpr = jax.make_jaxpr(checkpointed_program(policy, overlapped))(floats, ids)
+    jaxpr = jax.make_jaxpr(checkpointed_program(policy, activation))(floats, ids)
     counted = harness.count_primitives(jaxpr)
     found = dict(route=num_routes(counted), exchange=num_exchanges(counted))
     assert found == REMAT[policy][1], counted
-    assert pairs.num_pairs(jaxpr) == ({"combine_start": 1} if overlapped else {})
     # The result of the second product is never computed again. With biases, the first product and
     # two biases make two products each, forward and as gradients of rows; fused, each product has
     # its bias, and only the second bias has a gradient of its weights.
     again = int(policy not in ("no checkpoint", "everything"))
-    if overlapped:
+    if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:
         expected = dict(grouped_dot=2, dot_act=1 + again, dot_bias=1, act_dot_grad=1)
@@ -449,21 +434,21 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 def test_no_exchange_writes_rows_after_the_last_group():
     """The exchange of the gradient does not either, because only grouped products read it."""
     floats, ids, _ = arguments()
-    jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", False))(floats, ids)
+    jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     names = "moe_a2a_dispatch", "moe_a2a_routed_dispatch"
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name in names]
     assert [eqn.params["options"].tail for eqn in outward] == ["unspecified"] * 2
 
 
 @pytest.mark.exchanges(0)
-@FORMS
-def test_the_backward_pass_keeps_rows_and_first_products(overlapped):
+@ACTIVATIONS
+def test_the_backward_pass_keeps_rows_and_first_products(activation):
     """It keeps nothing else that grows with rows and columns, and above all no second product. If
     the activation is not fused, it also keeps the weighted activations."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
-    fn = functools.partial(layer, group=group, overlap_backward=overlapped)
+    fn = functools.partial(layer, group=group, activation=activation)
     backward = lambda *args: jax.vjp(lambda *floats: fn(*floats, args[-1]), *args[:-1])[1]
     kept = jax.eval_shape(jax.vmap(backward, axis_name=harness.AXIS), *floats, ids)
     rows = SMALL.rows(RANKS)
@@ -472,7 +457,7 @@ def test_the_backward_pass_keeps_rows_and_first_products(overlapped):
         for leaf in jax.tree.leaves(kept)
         if leaf.shape[1:2] == (rows,) and leaf.ndim == 3
     ]
-    expected = [SMALL.hidden, 2 * INTERMEDIATE, *[INTERMEDIATE] * overlapped]
+    expected = [SMALL.hidden, 2 * INTERMEDIATE, *[INTERMEDIATE] * (activation is UNFUSED)]
     assert sorted(columns) == sorted(expected)
 
 
@@ -493,15 +478,11 @@ def test_the_forward_pass_alone_has_two_exchanges():
     ],
     ids=("x", "topk_weights", "experts"),
 )
-@FORMS
-def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward, overlapped):
-    """No exchange is split, because there is nothing to send, or nothing to compute meanwhile."""
+def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward):
     floats, ids, _ = arguments()
-    fn = of_all_ranks(overlap_backward=overlapped)
-    loss = lambda *floats: small_layer.loss(fn(*floats, ids))
+    loss = lambda *floats: small_layer.loss(of_all_ranks()(*floats, ids))
     counted = harness.count_primitives(jax.make_jaxpr(jax.grad(loss, wanted))(*floats))
-    forward = dict(route=1, dispatch=1, combine=1) if overlapped else dict(routed_dispatch=1)
-    expected = dict(forward, combine=1)
+    expected = dict(routed_dispatch=1, combine=1)
     for name, count in backward.items():
         expected[name] = expected.get(name, 0) + count
     products = "grouped", "dot_act", "dot_bias", "act_dot"
@@ -516,15 +497,9 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward, ov
 def test_a_program_for_gpus_has_as_many_calls(policy, monkeypatch):
     monkeypatch.setattr(ma.Group, "why_portable", "")
     floats, ids, _ = arguments()
-    calls = {
-        form: calls_of(checkpointed_program(policy, form == "overlapped"), floats, ids)
-        for form in ("plain", "overlapped")
-    }
+    calls = calls_of(checkpointed_program(policy), floats, ids)
     more = int(policy == "nothing")
-    assert calls["plain"] == dict(routed_dispatch=1 + more, dispatch=1, combine=2)
-    split = dict(combine_start=1, combine_done=1)
-    whole = dict(route=1 + more, dispatch=2 + more, combine=1)
-    assert calls["overlapped"] == dict(whole, **split)
+    assert calls == dict(routed_dispatch=1 + more, dispatch=1, combine=2)
 
 
 def calls_of(fn, *args):
@@ -532,68 +507,21 @@ def calls_of(fn, *args):
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     found = {}
     for name in ("routed_dispatch", "route", "dispatch", "weighted_dispatch", "combine"):
-        for phase in ("", "_start", "_done"):
-            calls = text.count(f"custom_call @moe_a2a_{name}{phase}(")
-            calls += text.count(f"custom_call @moe_a2a_{name}{phase}_in_graph(")
-            found[name + phase] = calls
+        found[name] = text.count(f"custom_call @moe_a2a_{name}(")
+        found[name] += text.count(f"custom_call @moe_a2a_{name}_in_graph(")
     return {name: count for name, count in found.items() if count}
-
-
-# The schedule
-
-
-@pytest.mark.exchanges(0)
-def test_an_overlapped_layer_keeps_no_tracers():
-    x, ids = jnp.ones((2, 6, 5)), jnp.zeros((2, 6, 3), int)
-    weights, w_in, w_out = jnp.ones(ids.shape), jnp.ones((2, 2, 5, 6)), jnp.ones((2, 2, 3, 5))
-    group = harness.emulated_group(2)
-    fn = functools.partial(layer, group=group, overlap_backward=True)
-    on_ranks = jax.vmap(fn, axis_name=harness.AXIS)
-    with jax.checking_leaks():
-        jax.eval_shape(jax.jit(on_ranks), x, weights, w_in, w_out, ids)
-
-
-@pytest.mark.exchanges(0)
-def test_the_weight_gradient_runs_between_the_start_and_the_done_of_the_token_gradient():
-    floats, ids, _ = arguments()
-    jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", True))(floats, ids)
-    for inner in pairs.subjaxprs(jaxpr):
-        names = [eqn.primitive.name for eqn in inner.eqns]
-        if "moe_a2a_combine_start" in names:
-            break
-    start, done = (inner.eqns[names.index(f"moe_a2a_combine_{half}")] for half in ("start", "done"))
-    after_start = users_of(inner, start.outvars)
-    between = [
-        eqn
-        for eqn in after_start
-        if eqn.primitive.name == "moe_a2a_grouped_outer"
-        and any(user is done for user in users_of(inner, eqn.outvars))
-    ]
-    (eqn,) = between
-    assert eqn.outvars[0].aval.shape[-3:] == floats[2].shape[1:]
-
-
-def users_of(jaxpr, variables):
-    """Return the equations that need one of these variables, directly or not."""
-    found, variables = [], set(variables)
-    for eqn in jaxpr.eqns:
-        if any(not hasattr(atom, "val") and atom in variables for atom in eqn.invars):
-            found.append(eqn)
-            variables |= set(eqn.outvars)
-    return found
 
 
 # Modes
 
 
-@FORMS
-def test_the_first_local_expert_is_the_shared_one(overlapped):
+def test_the_first_local_expert_is_the_shared_one():
     """It receives the tokens of its own rank; w_in and w_out then have one expert more."""
     (x, weights, *_), ids, kept = arguments(SMALL, "masked")
     more = cases.Layout("more", 6, 3, local_experts=3, hidden=5)
     (_, _, *experts), _, _ = arguments(more)
     shared_weights = jnp.linspace(0.5, 1.5, 6)
-    options = dict(shared_expert=True, shared_weights=shared_weights, overlap_backward=overlapped)
+    options = dict(shared_expert=True, shared_weights=shared_weights)
 
     def dense_with_shared(x, weights, *experts_and_ids):
         *experts, ids, kept = experts_and_ids
@@ -604,9 +532,8 @@ def test_the_first_local_expert_is_the_shared_one(overlapped):
         return routed + shared_weights[None, :, None] * own
 
     floats = x, weights, *experts
-    exchanges = dict(exchanges=4, split=1) if overlapped else dict(exchanges=4)
     fn = of_all_ranks(layout=SMALL, **options)
-    actual = small_layer.compiled(value_and_grads(fn), **exchanges)(floats, ids)
+    actual = small_layer.compiled(value_and_grads(fn), exchanges=4)(floats, ids)
     run = small_layer.compiled(value_and_grads(dense_with_shared), exchanges=0)
     expected = run(floats, ids, kept)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
@@ -620,7 +547,7 @@ def test_replicated_tokens_are_summed_by_psum():
     x, weights, ids = map(alike, (x, weights, ids))
 
     def replicated(*args):
-        out = layer(*args, replicated=True, overlap_backward=True)
+        out = layer(*args, replicated=True)
         return lax.psum(out, harness.AXIS)
 
     actual = small_layer.compiled(of_all_ranks(replicated))(x, weights, *experts, ids)
@@ -628,12 +555,11 @@ def test_replicated_tokens_are_summed_by_psum():
 
 
 @pytest.mark.several_devices("groups of two levels need two mesh axes")
-@FORMS
-def test_over_two_levels_results_and_gradients_are_those_of_the_dense_layer(overlapped):
+def test_over_two_levels_results_and_gradients_are_those_of_the_dense_layer():
     mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
     group = ma.Group(mesh, mesh.axis_names, two_level=True)
     floats, ids, kept = arguments(SMALL, "masked")
-    fn = functools.partial(layer, group=group, overlap_backward=overlapped)
+    fn = functools.partial(layer, group=group)
     run = value_and_grads(harness.over_ranks(fn, mesh))
     actual = small_layer.compiled(run)(floats, ids)
     small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=1e-4)
@@ -709,7 +635,6 @@ def refused(naming, error, **changed):
         (dict(activation=jax.nn.gelu), ValueError, ["activation must", "I=3", "float32[36,6]"]),
         (dict(activation=None), TypeError, ["activation must", "None"]),
         (dict(activation=lambda h: h > 0), ValueError, ["activation must", "floats", "bool"]),
-        (dict(overlap_backward=1), TypeError, ["overlap_backward must", "1"]),
         (dict(num_experts=3), ValueError, ["num_experts must", "3"]),
         (dict(group=None), ValueError, ["group must"]),
         (dict(topk_weights=(6, 2)), ValueError, ["topk_weights must", "float32[6,2]"]),

@@ -259,7 +259,7 @@ def sigmoid_router(logits):
     "lead, two_arrays, more",
     [
         ((3, 3), False, dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
-        ((1,), True, dict(overlap_backward=True)),  # all ranks hold the token
+        ((1,), True, {}),  # all ranks hold the token
     ],
     ids=["many", "one"],
 )

@@ -152,10 +152,9 @@ def value_and_gradients(ids, floats, placement, **options):
         (8, 2, {}),
         (8, 4, dict(replicated=True)),
         (2, 2, dict(num_chunks=TOKENS)),
-        (2, 1, dict(num_chunks=TOKENS, shared_expert=True, overlap_backward=True)),
-        (2, 2, dict(overlap_backward=True)),
+        (2, 1, dict(num_chunks=TOKENS, shared_expert=True)),
     ),
-    ids=("unfused", "shared", "fused", "replicated", "chunks", "all three", "overlap"),
+    ids=("unfused", "shared", "fused", "replicated", "chunks", "both"),
 )
 def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
     rng = np.random.default_rng(spare)

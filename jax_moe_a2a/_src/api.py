@@ -362,11 +362,7 @@ def dispatch_start(
       [12. 12. 12. 12.]
       ```
     """
-    return bind_dispatch_start(_checked(locals()))
-
-
-def bind_dispatch_start(arguments: DispatchArguments) -> InFlight:
-    """Route if there are ids, start a dispatch, and return what is in flight."""
+    arguments = _checked(locals())
     routing, params = routing_of(arguments), arguments.encoded_params
     check_start("dispatch", routing)
     in_flight, bind_done = bind_start(DISPATCH, arguments.encoded_payload, routing, **params)

@@ -67,7 +67,6 @@ class MoE(linen.Module):
       num_chunks: as in ``moe``.
       wire_dtype: as in ``moe``.
       format: as in ``moe``.
-      overlap_backward: as in ``moe``.
       experts_format: as in ``moe``.
       return_logits: as in ``moe``, but True by default.
       dtype: dtype of the experts' computation and of the result.
@@ -108,7 +107,6 @@ class MoE(linen.Module):
     num_chunks: int | None = None
     wire_dtype: DTypeLike | ma.TokenFormat | None = None
     format: ma.TokenFormat | None = None
-    overlap_backward: bool = False
     experts_format: ma.TokenFormat | None = None
     return_logits: bool = True
     dtype: DTypeLike = jnp.float32

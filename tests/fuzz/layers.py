@@ -131,7 +131,6 @@ class Program(draw.Sizes):
     wire: str | None
     is_routed_first: bool
     has_load: bool
-    overlap_backward: bool
     depth: int  # 0: one layer without a scan
     policy: str | None
     derivative: str | None
@@ -254,7 +253,6 @@ def program(seed, number, *, has_mesh=True):
         wire=wire,
         is_routed_first=chance(0.4),
         has_load=chance(0.3) and not depth and derivative not in derivatives.SECOND,
-        overlap_backward=chance(0.35),
         depth=depth,
         policy=one_of(tuple(POLICIES)) if chance(0.35) else None,
         derivative=derivative,
@@ -314,7 +312,6 @@ def of_one_rank(program, group):
             shared_weights=0.5 if p.shared_weights == "number" else a.get("shared_weights"),
             wire_dtype=draw.FORMATS.get(p.wire, p.wire),
             format=fmt,
-            overlap_backward=p.overlap_backward,
             num_chunks=p.num_chunks,
             placement=p.placement,
             **routed,

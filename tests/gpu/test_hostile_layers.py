@@ -41,14 +41,12 @@ activation = jax.nn.relu
 class Layout:
     """Static numbers of a program."""
 
-    is_overlapped: bool
     is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
     dtype: str
 
     @property
     def name(self):
-        schedule = "overlapped" if self.is_overlapped else "plain"
-        return f"{schedule}-{'tight' if self.is_tight else 'worst_case'}-{self.dtype}"
+        return f"{'tight' if self.is_tight else 'worst_case'}-{self.dtype}"
 
     @property
     def largest(self):
@@ -66,22 +64,14 @@ class Layout:
 
     @property
     def exchanges(self):
-        """Return what a step makes: a dispatch, a combine, and their transposes. With overlap the
-        dispatch is given a routing, and the last combine is split."""
-        operations = (
-            dict(route=1, dispatch=2, combine=1, combine_start=1)
-            if self.is_overlapped
-            else dict(routed_dispatch=1, dispatch=1, combine=2)
-        )
+        """Return what a step makes: a dispatch, a combine, and their transposes."""
+        operations = dict(routed_dispatch=1, dispatch=1, combine=2)
         shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS, self.dtype)
         return checked.exchanges_of(operations, shape, KERNELS)
 
 
 LAYOUTS = [
-    Layout(is_overlapped, is_tight, dtype)
-    for dtype in ("float32", "bfloat16")
-    for is_overlapped in (False, True)
-    for is_tight in (False, True)
+    Layout(is_tight, dtype) for dtype in ("float32", "bfloat16") for is_tight in (False, True)
 ]
 
 
@@ -103,7 +93,7 @@ def integers(shape, salt, step, rank, largest, dtype="float32"):
 
 
 def fused(layout, ids, x, topk_weights, *w):
-    options = dict(group=KERNELS, overlap_backward=layout.is_overlapped, **layout.route_args)
+    options = dict(group=KERNELS, **layout.route_args)
     return ma.moe_mlp(x, ids, topk_weights, *w, activation=activation, **options)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, check_bool, check_int, check_static, merge_axes, short, taken_from
+from ..checks import as_array, check_int, check_static, merge_axes, short, taken_from
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
@@ -32,7 +32,7 @@ from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
-from ..grouped.api import check_arrays
+from ..grouped.api import check_arrays, grouped_dot
 from ..grouped.lowering import why_no_kernel
 from ..grouped.primitives import unspecified_dot
 from ..grouped.quantized import without_gradient
@@ -44,7 +44,7 @@ from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .chunks import check_one_global_scale, in_chunks
-from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
+from .dispatch_rows import dispatch_rows
 from .fp8 import (
     check_experts_format,
     check_quantized,
@@ -71,7 +71,6 @@ class LayerOptions(NamedTuple):
     activation: Activation
     wire_dtype: DTypeLike | TokenFormat | None
     format: TokenFormat | None
-    overlap_backward: bool
     experts_format: TokenFormat | None
     placement: Placement | None
 
@@ -96,7 +95,6 @@ def moe_mlp(
     replicated: bool | None = None,
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
-    overlap_backward: bool = False,
     num_chunks: int | None = None,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
@@ -155,12 +153,6 @@ def moe_mlp(
       format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
         decoded when they arrive, and the gradient is computed as without a format. None sends ``x``
         unchanged, but with quantized weights it means ``BlockwiseFp8``, the only format for them.
-      overlap_backward: True to run the last exchange of the backward pass at the same time as the
-        gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
-        own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
-        The option has no effect without exchanges, with a format, with fetched weights of a
-        ``placement``, or outside ``jax.jit``. It must be False under ``jax.linear_transpose``. The
-        activation is then not fused.
       num_chunks: number of equal parts of the tokens, which run one after the other, each under
         ``jax.checkpoint``; None means 1. Memory for rows is then that of one chunk, so a worst-case
         capacity needs about ``1/num_chunks`` of the memory. Each chunk is routed on its own:
@@ -320,7 +312,7 @@ def mlp_and_routing(
       fetched: the weights of spare slots, or None to fetch them.
       quantized: ``w_in`` and ``w_out`` for ``experts_format``, or None to quantize them.
     """
-    activation, wire_dtype, format, overlap_backward, experts_format, placement = layer_options
+    activation, wire_dtype, format, experts_format, placement = layer_options
     totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
     if in_fp8:
@@ -358,13 +350,11 @@ def mlp_and_routing(
     ]
     if not callable(activation):
         raise TypeError(f"activation must be a function; got {activation!r}")
-    check_bool("overlap_backward", overlap_backward)
 
     bias_in, bias_out = biases
     fused = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    unfused = (overlap_backward and not (spare or in_fp8)) or experts_format is not None
-    if not unfused and arguments.options.tail == "unspecified":
+    if experts_format is None and arguments.options.tail == "unspecified":
         products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
         fused = recognize(activation, products)
         if fused is not None and fused.width(intermediate) != width:
@@ -386,24 +376,18 @@ def mlp_and_routing(
         kept = jax.checkpoint(activate)
         of_rows = lambda product, rows, _: kept(product, rows.weights, rows.has_token)
         apply = partial(experts_of, multiply=multiply, activate=of_rows)
-    if in_fp8 or spare or fused is not None:
-        recv = dispatch_rows(arguments)
-        rows = _rows_of(recv) if in_fp8 else _weighted_rows(recv, accumulation_dtype(tokens.dtype))
-        if spare:
-            assert placement is not None
-            alone = lambda *args: apply(*args, totals={})[0]
-            in_two = experts_format is not None
-            y = apply_to_both(alone, rows, weights, recv, placement, fetched, in_two=in_two)
-        else:
-            y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
+    recv = dispatch_rows(arguments)
+    if not in_fp8 and (spare or fused is not None):
+        rows = _weighted_rows(recv, accumulation_dtype(tokens.dtype))
     else:
-        if overlap_backward and experts_format is None:
-            recv, product = dispatch_dot(arguments, weights_in)
-        else:
-            recv = dispatch_rows(arguments)
-            product, totals = multiply(recv.rows, weights_in, recv.group_sizes, totals, "w_in")
-        sizes = recv.group_sizes
-        y, totals = apply(_rows_of(recv), weights, sizes, totals=totals, product=product)
+        rows = _rows_of(recv)
+    if spare:
+        assert placement is not None
+        alone = lambda *args: apply(*args, totals={})[0]
+        in_two = experts_format is not None
+        y = apply_to_both(alone, rows, weights, recv, placement, fetched, in_two=in_two)
+    else:
+        y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
@@ -433,7 +417,7 @@ def _product(
     if isinstance(w, tuple):
         return unspecified_dot(rows, w, sizes, None), totals
     if quantized is None:
-        return product_of(rows, w, sizes), totals
+        return grouped_dot(rows, w, sizes, tail="unspecified"), totals
     return dot_in_fp8(rows, w, sizes, weights), totals
 
 
@@ -463,17 +447,14 @@ def experts_of(
     totals: Totals,
     multiply: Callable[..., tuple[jax.Array, Totals]],
     activate: Callable[[jax.Array, Rows, jax.Array], Any],
-    product: jax.Array | None = None,
 ) -> tuple[jax.Array, Totals]:
     """Return the outputs of the experts [C, H], unspecified after the last group, and totals.
 
     Args:
       multiply: as ``_product``.
       activate: maps first products, rows and sizes to rows for the second product.
-      product: the first products without bias, if they are already computed.
     """
-    if product is None:
-        product, totals = multiply(rows.rows, weights.w_in, sizes, totals, "w_in")
+    product, totals = multiply(rows.rows, weights.w_in, sizes, totals, "w_in")
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
@@ -501,7 +482,7 @@ def why_not_fused(
     An activation is recognized by what it computes, however it is written: ``jax.nn.silu``,
     ``jax.nn.gelu`` (both forms), ``jax.nn.relu`` and its square; each of them in ``gated``, or in a
     function of [C, 2I] that computes the same; and ``clamped_swiglu``. With
-    ``overlap_backward=True`` and plain weights, or with ``experts_format``, no activation is fused.
+    ``experts_format``, no activation is fused.
 
     The logger ``jax_moe_a2a`` logs the choice and the reason at level INFO when a program is
     lowered for GPUs.

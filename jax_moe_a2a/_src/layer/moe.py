@@ -105,7 +105,6 @@ def moe(
     num_chunks: int | None = None,
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
-    overlap_backward: bool = False,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     return_logits: bool = False,
@@ -188,7 +187,6 @@ def moe(
         memory, as in ``moe_mlp``. The number does not have to divide the tokens.
       wire_dtype: as in ``moe_mlp``.
       format: as in ``moe_mlp``.
-      overlap_backward: as in ``moe_mlp``.
       experts_format: as in ``moe_mlp``.
       quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
         None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
