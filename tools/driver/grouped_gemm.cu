@@ -2,9 +2,7 @@
 // tests/test_grouped_dot.py compares the results of the package. Build and run:
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o grouped_gemm \
 //     tools/driver/grouped_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
-//   ./grouped_gemm            all forms
-//   ./grouped_gemm --slices   forward products in slices of columns: their times, and whether a kernel that waits for the
-//                             count of a slice then reads the results of one slice (as always)
+//   ./grouped_gemm
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -296,137 +294,17 @@ void TimeAll() {
   }
 }
 
-// ---- Slices of columns
-
-// What a kernel next to the product saw of a slice.
-struct Seen {
-  uint64_t begin, complete;  // of its wait, ns
-  unsigned long long wrong;  // words that differ, and waits that were too long
-};
-
-// Waits until `tiles` tiles of a slice are finished. Then compares its words, of 32 bits, in [rows, row_words].
-__global__ void Follow(const uint32_t* finished, uint32_t tiles, const uint32_t* d,
-                       const uint32_t* expected, int64_t rows, int64_t row_words, int64_t first,
-                       int64_t end, Seen* seen) {
-  if (threadIdx.x == 0) {
-    const uint64_t begin = global_time_ns();
-    while (peek(finished) != tiles && global_time_ns() - begin < 1000000000) __nanosleep(100);
-    if (peek(finished) != tiles) atomicAdd(&seen->wrong, 1ull);
-    if (blockIdx.x == 0) seen->begin = begin, seen->complete = global_time_ns();
-    __threadfence();
-  }
-  __syncthreads();
-  unsigned long long wrong = 0;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    for (int64_t i = row * row_words + first + threadIdx.x; i < row * row_words + end;
-         i += blockDim.x) {
-      wrong += __ldcg(d + i) != __ldcg(expected + i);
-    }
-  }
-  if (wrong > 0) atomicAdd(&seen->wrong, wrong);
-}
-
-// Times the product in 1 slice (as always), 2 and 4 in turns. Then, for each slice, a kernel on 8 other multiprocessors
-// waits for the slice and compares it.
-void TimeSlices(const std::string& title, const Arrays& arrays, const std::vector<int>& sizes,
-                int rounds, double target_ms) {
-  constexpr int kFollowers = 8;
-  using Sliced = gemm::Forward<Epilogue::kStore, true>;
-  CHECK((Load<T, Sliced>()));
-  static auto* const finished = Allocate<uint32_t>(4);
-  static auto* const seen = Allocate<Seen>(1);
-  const int64_t n = arrays.n, bytes = 2 * arrays.num_rows * n;
-  auto* const expected = Allocate<uint32_t>(bytes / 4);
-  auto* const d = reinterpret_cast<uint32_t*>(arrays.out);
-  cudaStream_t other;
-  CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  const ColumnSlices slices[] = {{1, finished}, {2, finished}, {4, finished}};
-  GroupedGemm gemm = arrays.Gemm(P::kForward, sizes);
-  const auto launch = [&](const ColumnSlices& s) {
-    gemm.slices = &s;
-    return s.num == 1 ? Launch<T, Forward>(gemm, nullptr) : Launch<T, Sliced>(gemm, nullptr);
-  };
-  const auto median = [](std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-  };
-
-  std::printf("\n%s: %zu groups, %d rows, k %d, n %d\n", title.c_str(), sizes.size(),
-              std::accumulate(sizes.begin(), sizes.end(), 0), arrays.k, arrays.n);
-  std::vector<double> us[3], ratios[3];
-  for (int round = 0; round < rounds; ++round) {
-    for (int i = 0; i < 3; ++i) {
-      us[i].push_back(TimeOf([&] { return launch(slices[i]); }, target_ms));
-      ratios[i].push_back(us[i].back() / us[0].back());
-    }
-  }
-  CHECK(cudaMemset(d, 0x7b, bytes));
-  CHECK(launch(slices[0]));
-  CHECK(cudaMemcpy(expected, d, bytes, cudaMemcpyDeviceToDevice));
-  gemm.num_sms = num_sms - kFollowers;
-  for (int i = 0; i < 3; ++i) {
-    std::printf("  %d slices %9.1f us, %.4f of one slice", slices[i].num, median(us[i]),
-                median(ratios[i]));
-    const int64_t columns = slice_columns(n, slices[i].num);
-    for (int64_t s = 0; i > 0 && s * columns < n; ++s) {
-      const int64_t first = s * columns, end = std::min(n, first + columns);
-      uint32_t tiles = 0, counted;
-      for (int size : sizes) tiles += slice_tiles(size, end - first);
-      CHECK(cudaMemset(d, 0x7b, bytes));
-      CHECK(cudaMemset(finished, 0, 4 * sizeof(uint32_t)));
-      CHECK(cudaMemset(seen, 0, sizeof(Seen)));
-      CHECK(cudaDeviceSynchronize());
-      CHECK(launch(slices[i]));
-      Follow<<<kFollowers, 1024, 0, other>>>(finished + s, tiles, d, expected, arrays.num_rows,
-                                             n / 2, first / 2, end / 2, seen);
-      CHECK(cudaDeviceSynchronize());
-      Seen saw;
-      CHECK(cudaMemcpy(&saw, seen, sizeof(saw), cudaMemcpyDeviceToHost));
-      CHECK(cudaMemcpy(&counted, finished + s, sizeof(counted), cudaMemcpyDeviceToHost));
-      const bool is_wrong = saw.wrong > 0 || counted != tiles;
-      failures += is_wrong;
-      std::printf("; slice %d: %u tiles, seen after %.0f us%s", static_cast<int>(s), counted,
-                  (saw.complete - saw.begin) * 1e-3, is_wrong ? " WRONG" : "");
-    }
-    std::printf("\n");
-    std::fflush(stdout);
-  }
-  CHECK(cudaFree(expected));
-  CHECK(cudaStreamDestroy(other));
-}
-
-void TimeAllSlices() {
-  const int rows = 32768;
-  for (const auto& [name, k, n] : {std::tuple{"A GEMM 2", 1536, 4096}, {"B GEMM 2", 2048, 7168}}) {
-    const Arrays arrays(32, rows, k, n);
-    TimeSlices(name, arrays, std::vector<int>(32, rows / 32), 11, 15);
-    TimeSlices(std::string(name) + ", sigma 1.1", arrays, SkewedSizes(1.1, 32, rows), 5, 15);
-  }
-  // Sizes that fit no tile; few steps of products, so that the stores of a tile are reported before the next one.
-  for (const int k : {64, 384, 448, 1224}) {
-    const Arrays arrays(32, 9001, k, 1104);
-    TimeSlices("odd", arrays, SkewedSizes(1.1, 32, 8990), 1, 1);
-    std::vector<int> empty(32);
-    empty[3] = 1, empty[30] = 300;
-    TimeSlices("odd, empty groups", arrays, empty, 1, 1);
-  }
-}
-
 }  // namespace
 }  // namespace moe_a2a
 
-int main(int argc, char** argv) {
+int main() {
   using namespace moe_a2a;
-  // Otherwise a kernel that follows a product would be loaded, and start, when the product has ended.
-  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-  bool only_slices = false;
-  ReadOptions(argc, argv, {{"--slices", &only_slices}});
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   num_sms = properties.multiProcessorCount;
   std::printf("%s, %d SMs\n", properties.name, num_sms);
   CHECK(LoadGroupedGemm());
-  only_slices ? TimeAllSlices() : TimeAll();
+  TimeAll();
   std::printf("%d failures\n", failures);
   return failures != 0;
 }
