@@ -51,9 +51,18 @@ class Combine : public Exchange {
     Arguments a = arguments(on.rank);
     routing.add_to(a.args, routing_.shape);
     std::atomic<int> next_tile{0};
+    const int device = on.joint != nullptr ? kAllRanks : on.rank;
     std::vector<std::thread> product;
     for (int i = 0; i < 2 && form_ == Form::kSliced; ++i) {
-      product.emplace_back([&, i] { multiply(on.view, ranks_[on.rank], next_tile, Random(i)); });
+      // The combine is launched after a block of the product has room, like after LaunchWaitForStart().
+      const bool has_room = i == 0 && !making_.combine_first;
+      if (has_room) take_room(device);
+      product.emplace_back([&, i, has_room] {
+        if (making_.combine_first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        if (!has_room) take_room(device);
+        multiply(on.view, ranks_[on.rank], next_tile, Random(i));
+        give_room_back(device);
+      });
     }
     const cudaError_t error = launch_call(call(), on, a, [&](CombineParams& p, int blocks) {
       vary_roles(on.random, blocks, p.roles);

@@ -31,20 +31,13 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Limits the number of blocks that run at a time. It has no mutex, because ThreadSanitizer would take a mutex for an
-// order between blocks.
-class Room {
- public:
-  explicit Room(int blocks) : free_(blocks) {}
-  void take() {
-    while (free_ <= 0) usleep(20);  // a single thread calls take()
-    --free_;
-  }
-  void give_back() { ++free_; }
-
- private:
-  std::atomic<int> free_;
-};
+// Returns how many blocks run on the device of a rank. It is changed in relaxed order and without a mutex, because
+// ThreadSanitizer would take anything else for an order between blocks.
+std::atomic<int>& running_on(int rank) {
+  constexpr int kMaxRanks = 64;
+  static std::atomic<int> running[1 + kMaxRanks];
+  return running[rank == kAllRanks ? 0 : 1 + rank];
+}
 
 }  // namespace
 
@@ -58,6 +51,21 @@ const std::vector<size_t>& param_bytes_of(const void* kernel) {
 }
 
 void set_residency(int blocks) { residency = blocks; }
+
+void take_room(int rank) {
+  std::atomic<int>& running = running_on(rank);
+  int before = running.load(std::memory_order_relaxed);
+  while (true) {
+    if (before >= residency) {
+      usleep(20);
+      before = running.load(std::memory_order_relaxed);
+    } else if (running.compare_exchange_weak(before, before + 1, std::memory_order_relaxed)) {
+      return;
+    }
+  }
+}
+void give_room_back(int rank) { running_on(rank).fetch_sub(1, std::memory_order_relaxed); }
+
 void set_seed(uint64_t seed) { next_seed = seed * 1000003 + 1; }
 
 }  // namespace emulation
@@ -80,10 +88,9 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
     std::shuffle(order.end() - blocks.x, order.end(), random);
   }
   const int rank = static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
-  Room room(residency);
   std::vector<std::thread> running;
   for (const Index index : order) {
-    room.take();
+    take_room(rank);
     const bool has_all_ranks = rank == kAllRanks;
     const BlockStart start = {index,
                               {blocks.x, blocks.y},
@@ -95,9 +102,9 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
                               kernel,
                               loaded.call,
                               arguments};
-    running.emplace_back([start, &room] {
+    running.emplace_back([start, rank] {
       run_block(start);
-      room.give_back();
+      give_room_back(rank);
     });
   }
   for (std::thread& block : running) block.join();
