@@ -9,14 +9,14 @@
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call; ``--in-sequence`` adds the form whose combine follows its product. ``moe_mlp_fp8`` has weights
-that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows and weights for the
-products, with gradients. First this times the experts alone (``experts.py``) on rows that are
-dispatched already; then the layer by each method with the same experts. The router's choices are
-given. Training is forward alone, and forward with the gradients of tokens, router weights and
-experts; decode is up to 128 tokens, forward. Every result is checked before it is timed: against
-``all_gather``, or if the capacity drops rows, of which plain JAX would drop others, ``ours``. The
-programs of all settings are compiled first.
+call; ``--in-sequence`` adds the form whose exchanges do not run next to products.
+``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. First this times the experts alone
+(``experts.py``) on rows that are dispatched already; then the layer by each method with the
+same experts. The router's choices are given. Training is forward alone, and forward with the
+gradients of tokens, router weights and experts; decode is up to 128 tokens, forward. Every
+result is checked before it is timed: against ``all_gather``, or if the capacity drops rows, of
+which plain JAX would drop others, ``ours``. The programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--in-sequence",
         action="store_true",
-        help="also moe_mlp without a combine next to its product, in training",
+        help="also moe_mlp without exchanges next to products, in training",
     )
     return parser.parse_args(argv)
 
@@ -177,7 +177,9 @@ class Bench:
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
-        self.in_sequence = dataclasses.replace(self.group, num_sms={"dot_combine": 0})
+        self.in_sequence = dataclasses.replace(
+            self.group, num_sms=dict(dispatch_dot=0, dot_combine=0)
+        )
         # Shapes, until all programs are compiled.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method

@@ -6,158 +6,66 @@ import logging
 import re
 
 import cases
-import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import small_layer
-from jax.sharding import Mesh, PartitionSpec
+from next_to_products import (
+    DROPS,
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    SWIGLU,
+    TOKENS,
+    TOP_K,
+    WORST,
+    arguments,
+    assert_same_bits,
+    by_hand,
+    layer,
+    lower_for_gpus,
+    lowers,
+    on_gpu,
+    program,
+    text_of,
+)
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import native
-from jax_moe_a2a._src.grouped import lowering as grouped
 
-RANKS = harness.SEVERAL
 CALL = "moe_a2a_dot_combine"
-SWIGLU = ma.gated(jax.nn.silu)
-INTERMEDIATE = 64
-WORST = cases.Layout("worst", tokens=160, top_k=3, local_experts=2, hidden=1024)
-DROPS = cases.Layout("drops", tokens=160, top_k=3, local_experts=2, capacity=128, hidden=2048)
-
-
-def layer(x, topk_weights, w_in, w_out, ids, *, group, layout):
-    return ma.moe_mlp(
-        x, ids, topk_weights, w_in, w_out, activation=SWIGLU, **layout.route_args(group)
-    )
-
-
-def by_hand(x, topk_weights, w_in, w_out, ids, *, group, layout):
-    """Compute a layer whose program also reads the second product, after the combine."""
-    recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
-    dot = functools.partial(ma.grouped_dot, group_sizes=recv.group_sizes)
-    h = SWIGLU(dot(recv.rows, w_in)) * recv.weights[:, None].astype(x.dtype)
-    y = dot(h, w_out)
-    return ma.combine(y, recv.routing) + y.sum().astype(x.dtype)
-
-
-def arguments(layout, routing, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    ids = cases.Case(layout, routing).ids(RANKS, seed)
-    per_rank = RANKS, layout.local_experts
-    shapes = (
-        (RANKS, layout.tokens, layout.hidden),
-        (RANKS, layout.tokens, layout.top_k),
-        (*per_rank, layout.hidden, 2 * INTERMEDIATE),
-        (*per_rank, INTERMEDIATE, layout.hidden),
-    )
-    x, weights, *experts = (cases.normal(rng, shape, "float32") for shape in shapes)
-    x, w_in, w_out = (jnp.asarray(0.2 * a, dtype) for a in (x, *experts))
-    return (x, jnp.asarray(weights), w_in, w_out), ids
-
-
-@functools.cache
-def program(fn, layout, dtype, num_sms, graphs=None):
-    """Return a compiled function (floats, ids) -> value and gradients of all floats, and the number
-    of its calls."""
-    group = harness.group_of(RANKS, num_sms={"dot_combine": num_sms}, cuda_graphs=graphs)
-    of_ranks = small_layer.on_all_ranks(
-        functools.partial(fn, group=group, layout=layout), harness.mesh_of(RANKS)
-    )
-
-    def run(floats, ids):
-        out, transpose = jax.vjp(lambda *floats: of_ranks(*floats, ids), *floats)
-        return out, *transpose(jnp.sin(7 * out.astype(jnp.float32)).astype(out.dtype))
-
-    args = arguments(layout, "uniform", dtype)
-    compiled = harness.jit(run, exchanges=4)
-    text = jax.jit(run).lower(*args).as_text()
-    return compiled, len(re.findall(f"@{CALL}", text))
-
-
-on_gpu = pytest.mark.skipif(not harness.ON_GPU, reason="only the kernels have the call")
 
 
 @on_gpu
 @pytest.mark.parametrize("layout", (WORST, DROPS), ids=lambda layout: layout.name)
 @pytest.mark.parametrize(
-    ("fn", "dtype", "num_sms", "num_calls"),
-    [
-        (layer, "bfloat16", 16, 2),
-        (layer, "float16", 40, 2),
-        (by_hand, "bfloat16", 16, 2),
-    ],
+    ("fn", "dtype", "num_sms"),
+    [(layer, "bfloat16", 16), (layer, "float16", 40), (by_hand, "bfloat16", 16)],
 )
-def test_results_and_gradients_have_the_same_bits(fn, layout, dtype, num_sms, num_calls):
-    next_to, found = program(fn, layout, dtype, num_sms)
-    after, none = program(fn, layout, dtype, 0)
-    assert (found, none) == (num_calls, 0)
+def test_results_and_gradients_have_the_same_bits(fn, layout, dtype, num_sms):
+    next_to, found = program(fn, layout, dtype, dot_combine=num_sms)
+    after, none = program(fn, layout, dtype)
+    assert (found, none) == ([0, 2], [0, 0])
     for seed, routing in enumerate((*cases.ROUTINGS, "uniform", "skewed")):
         args = arguments(layout, routing, dtype, seed)
-        for a, b in zip(next_to(*args), after(*args), strict=True):
-            a, b = (harness.numpy_of(x) for x in (a, b))
-            assert a.tobytes() == b.tobytes(), routing
+        assert_same_bits(next_to(*args), after(*args), routing)
 
 
 @on_gpu
 def test_many_calls_in_a_row_have_the_same_bits():
-    next_to, _ = program(layer, WORST, "bfloat16", 16, graphs=True)
-    after, _ = program(layer, WORST, "bfloat16", 0, graphs=True)
+    next_to, _ = program(layer, WORST, "bfloat16", True, dot_combine=16)
+    after, _ = program(layer, WORST, "bfloat16", True)
     for seed in range(60):
         args = arguments(WORST, "skewed" if seed % 2 else "uniform", "bfloat16", seed)
         # Many executions are under way before any is compared.
-        found = [next_to(*args) for _ in range(5)]
-        for each in found:
-            for a, b in zip(each, after(*args), strict=True):
-                assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), seed
+        for each in [next_to(*args) for _ in range(5)]:
+            assert_same_bits(each, after(*args), seed)
 
 
 # Which programs have the call: lowering for GPUs needs none.
 
-lowers = pytest.mark.skipif(
-    not native.has_grouped_gemm() or len(jax.devices()) < 8 or harness.PROCESSES > 1,
-    reason="needs the extension and eight devices of one process",
-)
-TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 2, 2
-
 
 @pytest.fixture
 def gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "why_portable", "")
-    monkeypatch.setattr(grouped, "_why_other_gpu", lambda: "")
-
-
-def text_of(
-    change=None, ranks=8, tokens=TOKENS, hidden=HIDDEN, dtype="bfloat16", gradients=True, **group
-):
-    """Return the program of a layer for GPUs."""
-    mesh = Mesh(np.array(jax.devices()[:ranks]), "ep")
-    group = ma.Group(mesh, "ep", **group)
-
-    def of_rank(x, ids, weights, w_in, w_out):
-        options = dict(group=group, num_experts=ranks * EXPERTS)
-        if change is not None:
-            return change(x, ids, weights, w_in, w_out, **options)
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
-
-    spec = PartitionSpec("ep")
-    fn = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)
-
-    def run(x, ids, *floats):
-        if not gradients:
-            return fn(x, ids, *floats)
-        out, transpose = jax.vjp(lambda x, *floats: fn(x, ids, *floats), x, *floats)
-        return out, *transpose(out)
-
-    array = jax.ShapeDtypeStruct
-    args = (
-        array((ranks * tokens, hidden), dtype),
-        array((ranks * tokens, TOP_K), jnp.int32),
-        array((ranks * tokens, TOP_K), jnp.float32),
-        array((ranks * EXPERTS, hidden, 2 * INTERMEDIATE), dtype),
-        array((ranks * EXPERTS, INTERMEDIATE, hidden), dtype),
-    )
-    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lower_for_gpus(monkeypatch)
 
 
 @lowers

@@ -26,7 +26,9 @@ pytestmark = [
 ]
 
 HIDDEN = 128
-READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
+READ_BY_KERNELS = (
+    *("token_slot", "slot_token", "choice_rank", "choice_expert", "slot_rows", "row_slot"),
+)
 
 
 @pytest.fixture
@@ -109,13 +111,16 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
         half_bytes=np.int64(1 << 20),
         raise_failures=True,
         scopes=np.int64(0),
+        num_choice_arrays=np.int64(0),
+        leaves_tail=False,
+        lands=False,
     )
     arrays = [getattr(routing, name) for name in READ_BY_KERNELS]
 
     def dispatch(x, *arrays):
         rows = jax.ShapeDtypeStruct((RANKS, CAPACITY, HIDDEN), jnp.float32)
         call = jax.ffi.ffi_call("moe_a2a_dispatch", [rows])
-        return call(x, *arrays, num_choice_arrays=np.int64(0), leaves_tail=False, **attributes)
+        return call(x, *arrays, **attributes)
 
     right = jax.jit(dispatch)(jnp.ones((RANKS, TOKENS, HIDDEN)), *arrays)
     assert np.isfinite(np.asarray(right[0])).all()

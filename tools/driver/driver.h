@@ -160,6 +160,7 @@ enum PlanArray {
   kTokenSlot,
   kSlotToken,
   kChoiceRank,
+  kChoiceExpert,
   kSlotRows,
   kRowRank,
   kRowSlot,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..grouped import lowering as grouped
-from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
+from ..grouped.lowering import COMPLETE, FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 
@@ -99,6 +99,7 @@ def _product(
         (rows2, w3, groups, bias2, weights.reshape(-1), *spare),
         num_sms,
         product=FORWARD_FEW if few else FORWARD,
+        **COMPLETE,
         **attributes,
     )
     found = [h, pre] if keep else [h]
@@ -126,6 +127,7 @@ def act_dot_grad(
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         num_sms,
         aliases={3: 0},  # a warp reads its elements before it writes them
+        **COMPLETE,
         **attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.

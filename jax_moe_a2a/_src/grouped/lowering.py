@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from .. import compat
+from ..exchange.lowering.dispatch_dot import next_to_dispatch
 from ..group import native
 from . import reference
 from .reference import groups_of, lead_of, sum_lead
@@ -38,6 +39,11 @@ NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
+
+# Attributes of products: their rows are complete. Other values: exchange/lowering/dispatch_dot.py.
+COMPLETE: dict[str, Any] = {
+    name: np.int64(0) for name in ("landing", "landing_rows", "landing_timeout_ns")
+}
 
 logger = logging.getLogger("jax_moe_a2a")
 
@@ -110,7 +116,9 @@ def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
-    return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
+    results = _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
+    next_to_dispatch(results)
+    return results
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -164,7 +172,9 @@ def by_kernel(
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         why = why_not(*ctx.avals_in, **params)
-        return native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
+        results = native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
+        next_to_dispatch(results)
+        return results
 
     return lower
 
@@ -186,7 +196,8 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    (result,) = call(TARGET, [out], (rows2, ws[0], groups, *ws[1:]), num_sms, product=product)
+    operands = rows2, ws[0], groups, *ws[1:]
+    (result,) = call(TARGET, [out], operands, num_sms, product=product, **COMPLETE)
     return result.reshape(*rows.shape[:-1], columns)
 
 
@@ -213,7 +224,7 @@ def _outer_kernel(
         own = (num, x.shape[-1], y.shape[-1])
         shape = jax.ShapeDtypeStruct((math.prod(batch) * num, *own[1:]), dtype)
         operands = flat(x, 2), flat(y, 2), groups
-        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
+        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT, **COMPLETE)
         found.append(sum_lead(out.reshape(*batch, *own), tuple(lead)))
         first += num
     return found
@@ -233,7 +244,7 @@ def _add_outer_kernel(
         part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
         num = part.shape[1]
         shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT)
+        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT, **COMPLETE)
         own = own.astype(sums.dtype)
         own += lax.dynamic_slice_in_dim(sums, first, num)
         sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)

@@ -570,11 +570,11 @@ def _rows_of(recv: Recv) -> Rows:
 
 
 def _weighted_rows(recv: Recv, dtype: Any) -> Rows:
-    """Return the rows of a rank with their weights: 0 for rows without a token, 1 without router
-    weights."""
-    weights = jnp.ones((), dtype) if recv.weights is None else recv.weights.astype(dtype)
-    weights = jnp.where(recv.routing.row_rank >= 0, weights, 0)
-    return Rows(recv.rows, weights, recv.routing.row_rank >= 0)
+    """Return the rows of a rank with their weights: 0 for padding, any value after the last group,
+    1 for other rows without router weights."""
+    has_token = recv.routing.row_rank >= 0
+    weights = has_token if recv.weights is None else recv.weights
+    return Rows(recv.rows, weights.astype(dtype), has_token)
 
 
 def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> jax.Array:

@@ -21,6 +21,11 @@ DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next 
 # its product").
 DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 8, 8192
 
+DISPATCH_DOT_NUM_SMS = native.tuning("DISPATCH_DOT_NUM_SMS")  # of a dispatch next to a product
+DISPATCH_DOT_RANKS, DISPATCH_DOT_TOKENS = 8, 8192
+# Computed: a dispatch on 32 SMs takes as long as a product of its rows with 400 columns.
+DISPATCH_DOT_COLUMNS = 1024
+
 
 def default_num_sms(num_tokens: int) -> int:
     """Return the default number of SMs of a route, dispatch or combine."""
@@ -36,9 +41,37 @@ def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
 
 def num_sms_of_dot_combine(group: Group, num_tokens: int) -> int:
     """Return the SMs of a combine next to its product, or 0 if it comes after the product."""
-    num_sms = group.sms_of("dot_combine")
+    least = DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS
+    return _num_sms_next_to(
+        group, "combine", "dot_combine", DOT_COMBINE_NUM_SMS, num_tokens, *least
+    )
+
+
+def num_sms_of_dispatch_dot(group: Group, num_tokens: int) -> int:
+    """Return the SMs of a dispatch next to the product of its rows, or 0 if it comes before."""
+    least = DISPATCH_DOT_RANKS, DISPATCH_DOT_TOKENS
+    return _num_sms_next_to(
+        group, "dispatch", "dispatch_dot", DISPATCH_DOT_NUM_SMS, num_tokens, *least
+    )
+
+
+def least_columns_of_dispatch_dot(group: Group) -> int:
+    """Return the least columns of a product that a dispatch runs next to."""
+    return DISPATCH_DOT_COLUMNS if group.sms_of("dispatch_dot") is None else 0
+
+
+def _num_sms_next_to(
+    group: Group,
+    operation: str,
+    call: str,
+    default: int,
+    num_tokens: int,
+    least_ranks: int,
+    least_tokens: int,
+) -> int:
+    num_sms = group.sms_of(call)
     if num_sms is not None:
         return num_sms
-    if group.size < DOT_COMBINE_RANKS or group.size * num_tokens < DOT_COMBINE_TOKENS:
+    if group.size < least_ranks or group.size * num_tokens < least_tokens:
         return 0
-    return min(DOT_COMBINE_NUM_SMS, group.sms_of("combine") or DOT_COMBINE_NUM_SMS)
+    return min(default, group.sms_of(operation) or default)
