@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "exchange.h"
+#include "fiber.h"
 
 namespace emulation {
 namespace {
@@ -284,12 +285,20 @@ class Dispatch : public Payload {
   int64_t zone_bytes() const override { return zone_bytes_with_routing(call()); }
   cudaError_t launch(const LaunchOn& on) override {
     std::atomic<bool> is_over{false};
+    std::atomic<int> launches{0};
     std::thread product;
     if (!landed_.empty()) {
-      product = std::thread([&] { read_as_they_land(on.rank, is_over); });
+      launches_of_thread = &launches;
+      product = std::thread([&] {
+        while (launches < 2 && !is_over) {  // order_kernel, dispatch_kernel
+        }
+        observe(&launches);
+        read_as_they_land(on.rank, is_over);
+      });
     }
     const cudaError_t error = launch_with_routing(
         call(), on, [&](DispatchParams& p, int blocks) { vary_roles(on.random, blocks, p.roles); });
+    launches_of_thread = nullptr;
     is_over = true;
     if (product.joinable()) product.join();
     return error;
