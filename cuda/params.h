@@ -198,7 +198,7 @@ MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
 }
 
-// A product may read the rows of a dispatch as they land (LandingRows in gemm/form.h). The dispatch then sends tokens in the
+// A product may read the rows of a dispatch as they land (RowLanding in gemm/form.h). The dispatch then sends tokens in the
 // order of their first experts at the destination, and counts the rows that are complete.
 constexpr int kLandingRows = 128;  // that one count is of
 MOE_A2A_HOST_DEVICE constexpr int64_t num_landing_counts(int64_t rows) {

@@ -20,7 +20,7 @@ RANKS = harness.SEVERAL
 SWIGLU = ma.gated(jax.nn.silu)
 INTERMEDIATE = 64
 TARGETS = {"dispatch_dot": "while_landing", "dot_combine": "moe_a2a_dot_combine"}
-"""What the names of the calls contain."""
+"""The name of each call contains this text."""
 # More tokens than a dispatch computes the routing of.
 WORST = cases.Layout("worst", tokens=320, top_k=3, local_experts=2, hidden=1024)
 DROPS = cases.Layout("drops", tokens=320, top_k=3, local_experts=2, capacity=250, hidden=2048)
@@ -173,3 +173,46 @@ def text_of(
         array((ranks * EXPERTS, INTERMEDIATE, hidden), dtype),
     )
     return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# Changes of `text_of`: transforms of a layer.
+
+
+def in_scan(x, ids, weights, w_in, w_out, **options):
+    def step(x, _):
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options), None
+
+    return jax.lax.scan(step, x, length=2)[0]
+
+
+def in_checkpoint(*args, **options):
+    layer = functools.partial(ma.moe_mlp, activation=SWIGLU, **options)
+    return jax.checkpoint(layer)(*args)
+
+
+def of_batch(x, ids, weights, w_in, w_out, **options):
+    def of_one(x, ids, weights):
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
+
+    x, ids, weights = (a.reshape(2, -1, *a.shape[1:]) for a in (x, ids, weights))
+    return jax.vmap(of_one)(x, ids, weights).reshape(-1, x.shape[-1])
+
+
+def text_on_one_gpu(axis_of_weights=0, experts=EXPERTS, **num_sms):
+    """Return the program of a layer whose 4 ranks share a GPU."""
+    ranks, array = 4, jax.ShapeDtypeStruct
+    group = ma.Group(axis_name="ep", size=ranks, implementation="cuda", num_sms=num_sms)
+    layer = functools.partial(
+        ma.moe_mlp, activation=SWIGLU, group=group, num_experts=ranks * experts
+    )
+    axes = (0, 0, 0, axis_of_weights, axis_of_weights)
+    fn = jax.vmap(layer, axis_name="ep", in_axes=axes)
+    lead = () if axis_of_weights is None else (ranks,)
+    args = (
+        array((ranks, TOKENS, HIDDEN), jnp.bfloat16),
+        array((ranks, TOKENS, TOP_K), jnp.int32),
+        array((ranks, TOKENS, TOP_K), jnp.float32),
+        array((*lead, experts, HIDDEN, 2 * INTERMEDIATE), jnp.bfloat16),
+        array((*lead, experts, INTERMEDIATE, HIDDEN), jnp.bfloat16),
+    )
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

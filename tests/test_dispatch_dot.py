@@ -1,32 +1,30 @@
 """A product that begins while its rows land: which programs have it, and that neither results nor
 gradients change by a bit."""
 
-import functools
 import logging
 import re
 
 import cases
-import jax
-import jax.numpy as jnp
 import pytest
 from next_to_products import (
     DROPS,
     EXPERTS,
-    HIDDEN,
-    INTERMEDIATE,
     SWIGLU,
     TOKENS,
-    TOP_K,
     WORST,
     arguments,
     assert_same_bits,
     by_hand,
+    in_checkpoint,
+    in_scan,
     layer,
     lower_for_gpus,
     lowers,
+    of_batch,
     on_gpu,
     program,
     text_of,
+    text_on_one_gpu,
     twice,
     with_options,
 )
@@ -117,7 +115,7 @@ def test_it_is_the_default_of_large_layers(gpus):
 
 @lowers
 def test_the_dispatch_comes_right_before_its_product(gpus):
-    """What the product needs is computed before the dispatch, which depends on it. And the product
+    """The dispatch depends on the product's other operands, so XLA computes them first. The product
     has all that the dispatch reads and writes, which XLA keeps until then."""
     for dispatch, product in zip(*calls_of(text_of(**ASKED)), strict=True):
         results = re.match(r" *(%\d+)", dispatch)[1]
@@ -190,26 +188,6 @@ def test_other_products_follow_their_dispatch(gpus, caplog, options, why):
         assert why in caplog.text
 
 
-def in_scan(x, ids, weights, w_in, w_out, **options):
-    def step(x, _):
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options), None
-
-    return jax.lax.scan(step, x, length=2)[0]
-
-
-def in_checkpoint(*args, **options):
-    layer = functools.partial(ma.moe_mlp, activation=SWIGLU, **options)
-    return jax.checkpoint(layer)(*args)
-
-
-def of_batch(x, ids, weights, w_in, w_out, **options):
-    def of_one(x, ids, weights):
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
-
-    x, ids, weights = (a.reshape(2, -1, *a.shape[1:]) for a in (x, ids, weights))
-    return jax.vmap(of_one)(x, ids, weights).reshape(-1, x.shape[-1])
-
-
 @lowers
 @pytest.mark.parametrize(("change", "num"), [(in_scan, 2), (in_checkpoint, 3), (of_batch, 2)])
 def test_transforms_have_it(gpus, change, num):
@@ -218,22 +196,8 @@ def test_transforms_have_it(gpus, change, num):
 
 @lowers
 def test_ranks_that_share_a_gpu_have_an_axis_in_the_dispatch(gpus):
-    ranks, array = 4, jax.ShapeDtypeStruct
-    group = ma.Group(
-        axis_name="ep", size=ranks, implementation="cuda", num_sms={"dispatch_dot": 24}
-    )
-    fn = jax.vmap(
-        functools.partial(ma.moe_mlp, activation=SWIGLU, group=group, num_experts=ranks * EXPERTS),
-        axis_name="ep",
-    )
-    args = (
-        array((ranks, TOKENS, HIDDEN), jnp.bfloat16),
-        array((ranks, TOKENS, TOP_K), jnp.int32),
-        array((ranks, TOKENS, TOP_K), jnp.float32),
-        array((ranks, EXPERTS, HIDDEN, 2 * INTERMEDIATE), jnp.bfloat16),
-        array((ranks, EXPERTS, INTERMEDIATE, HIDDEN), jnp.bfloat16),
-    )
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    ranks = 4
+    text = text_on_one_gpu(dispatch_dot=24)
     (dispatch,), (product,) = calls_of(text)
     capacity = ranks * TOKENS * EXPERTS
     assert f"tensor<4x{capacity // 128 + 1 + ranks * TOKENS}xi32>)" in dispatch

@@ -1,12 +1,10 @@
 """A combine next to the product of its rows: which programs have the common call, and that neither
 results nor gradients change by a bit."""
 
-import functools
 import logging
 import re
 
 import cases
-import jax
 import jax.numpy as jnp
 import pytest
 from next_to_products import (
@@ -16,17 +14,20 @@ from next_to_products import (
     INTERMEDIATE,
     SWIGLU,
     TOKENS,
-    TOP_K,
     WORST,
     arguments,
     assert_same_bits,
     by_hand,
+    in_checkpoint,
+    in_scan,
     layer,
     lower_for_gpus,
     lowers,
+    of_batch,
     on_gpu,
     program,
     text_of,
+    text_on_one_gpu,
 )
 
 import jax_moe_a2a as ma
@@ -196,26 +197,6 @@ def test_a_limit_of_exchanges_is_one_of_the_call(gpus, num_sms, expected):
 # Transforms are not known to the lowering, so each of them may have the call.
 
 
-def in_scan(x, ids, weights, w_in, w_out, **options):
-    def step(x, _):
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options), None
-
-    return jax.lax.scan(step, x, length=2)[0]
-
-
-def in_checkpoint(*args, **options):
-    layer = functools.partial(ma.moe_mlp, activation=SWIGLU, **options)
-    return jax.checkpoint(layer)(*args)
-
-
-def of_batch(x, ids, weights, w_in, w_out, **options):
-    def of_one(x, ids, weights):
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
-
-    x, ids, weights = (a.reshape(2, -1, *a.shape[1:]) for a in (x, ids, weights))
-    return jax.vmap(of_one)(x, ids, weights).reshape(-1, x.shape[-1])
-
-
 @lowers
 @pytest.mark.parametrize("change", (in_scan, in_checkpoint, of_batch))
 def test_transforms_have_one_call_forward_and_one_backward(gpus, change):
@@ -224,30 +205,9 @@ def test_transforms_have_one_call_forward_and_one_backward(gpus, change):
     assert "moe_a2a_combine" not in text
 
 
-def on_one_gpu(axis_of_weights, experts):
-    """Return the program of a layer whose 4 ranks share a GPU."""
-    ranks, array = 4, jax.ShapeDtypeStruct
-    asked = {"dot_combine": 16}
-    group = ma.Group(axis_name="ep", size=ranks, implementation="cuda", num_sms=asked)
-    layer = functools.partial(
-        ma.moe_mlp, activation=SWIGLU, group=group, num_experts=ranks * experts
-    )
-    axes = (0, 0, 0, axis_of_weights, axis_of_weights)
-    fn = jax.vmap(layer, axis_name="ep", in_axes=axes)
-    lead = () if axis_of_weights is None else (ranks,)
-    args = (
-        array((ranks, TOKENS, HIDDEN), jnp.bfloat16),
-        array((ranks, TOKENS, TOP_K), jnp.int32),
-        array((ranks, TOKENS, TOP_K), jnp.float32),
-        array((*lead, experts, HIDDEN, 2 * INTERMEDIATE), jnp.bfloat16),
-        array((*lead, experts, INTERMEDIATE, HIDDEN), jnp.bfloat16),
-    )
-    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @lowers
 def test_ranks_that_share_a_gpu_have_an_axis_in_the_call(gpus):
-    (call,) = (line for line in on_one_gpu(0, EXPERTS).splitlines() if f"@{CALL}" in line)
+    (call,) = (line for line in text_on_one_gpu(dot_combine=16).splitlines() if f"@{CALL}" in line)
     operands, results = call.rsplit(" : ", 1)[1].split(" -> ")
     rows = 4 * TOKENS * EXPERTS
     assert operands.startswith(
@@ -261,7 +221,7 @@ def test_ranks_that_share_a_gpu_have_an_axis_in_the_call(gpus):
 def test_weights_that_ranks_of_a_gpu_share_follow_one_another(gpus, caplog):
     """Four matrices are one for each rank in memory, and the table says which of them a group has.
     Two matrices have no such form."""
-    assert "tensor<4x1x64x1024xbf16>" in on_one_gpu(None, 4)
+    assert "tensor<4x1x64x1024xbf16>" in text_on_one_gpu(None, 4, dot_combine=16)
     with caplog.at_level(logging.INFO, "jax_moe_a2a"):
-        assert f"@{CALL}" not in on_one_gpu(None, 2)
+        assert f"@{CALL}" not in text_on_one_gpu(None, 2, dot_combine=16)
     assert "ranks that share a GPU share the weights, too" in caplog.text

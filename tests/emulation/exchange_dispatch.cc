@@ -194,7 +194,7 @@ class Payload : public Exchange {
   std::vector<Array> token_scales_;  // by rank
   Encoding encoding_ = {};
   bool leaves_tail_;
-  std::vector<Array> landed_;  // by rank; empty: nobody reads rows as they land
+  std::vector<Array> landed_;  // by rank; empty: no product reads rows as they land
 
  private:
   // Returns true if the kernel must leave a row unchanged.

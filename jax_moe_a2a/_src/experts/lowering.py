@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..exchange.lowering.products import ACT_DOT_GRAD, DOT_ACT, FORWARD, FORWARD_FEW
 from ..grouped import lowering as grouped
-from ..grouped.lowering import COMPLETE, FORWARD, FORWARD_FEW, call, flat, sizes_of, table
+from ..grouped.lowering import COMPLETE, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 
-DOT_ACT = "moe_a2a_dot_act"
-ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
 

@@ -24,19 +24,23 @@ from ...group import native
 from .budgets import least_columns_of_dispatch_dot, num_sms_of_dispatch_dot
 from .call_placement import CallPlacement, Refused
 from .custom_call import half_bytes_of
+from .products import (
+    ACT_DOT_GRAD,
+    DOT_ACT,
+    FORWARD,
+    GROUPED_GEMM,
+    TRANSPOSED,
+    attributes_of,
+    call_of,
+    passes,
+    target_of,
+)
 
 NUM_READ = 6  # routing arrays that a dispatch reads: READ_BY_KERNELS
 DISPATCH = "moe_a2a_dispatch"
 # The operands of products that may be results of the dispatch: rows, and the weights of rows.
-PRODUCTS = {
-    "moe_a2a_grouped_gemm": {0},
-    "moe_a2a_dot_act": {0, 4},
-    "moe_a2a_act_dot_grad": {0},
-}
-FORWARD, TRANSPOSED = 0, 2  # GroupedProduct in cuda/gemm/grouped_gemm.h
+PRODUCTS = {GROUPED_GEMM: {0}, DOT_ACT: {0, 4}, ACT_DOT_GRAD: {0}}
 LANDING_ROWS = 128  # kLandingRows in cuda/params.h
-# These operations may be between a dispatch and a product. They keep the elements in their order.
-PASSING = ("stablehlo.optimization_barrier", "stablehlo.reshape")
 CONFIG = "mhlo.backend_config"
 
 logger = logging.getLogger("jax_moe_a2a")
@@ -93,37 +97,20 @@ def next_to_dispatch(results: Sequence[Any]) -> None:
     Args:
       results: of the product's lowering.
     """
-    product = _call_of(results[0], PRODUCTS)
+    product = call_of(results[0], PRODUCTS)
     if product is None:
         return
-    dispatch = _call_of(product.operands[0], (DISPATCH, f"{DISPATCH}_in_graph"))
+    dispatch = call_of(product.operands[0], (DISPATCH, f"{DISPATCH}_in_graph"))
     if dispatch is None or dispatch.block != product.block:
         return
     try:
         _join(dispatch, product)
     except Refused as why:
-        logger.info("%s: after the dispatch of its rows, because %s", _target_of(product), why)
-
-
-def _target_of(call: ir.Operation) -> str:
-    return ir.StringAttr(call.attributes["call_target_name"]).value
-
-
-def _call_of(value: Any, targets: Any) -> ir.Operation | None:
-    """Return the call of one of these targets that computes a value, or None."""
-    while not isinstance(value.owner, ir.Block):
-        op = value.owner.operation
-        if op.name in PASSING and len(op.operands) == 1:
-            (value,) = op.operands
-        elif op.name == "stablehlo.custom_call" and _target_of(op) in targets:
-            return op
-        else:
-            return None
-    return None
+        logger.info("%s: after the dispatch of its rows, because %s", target_of(product), why)
 
 
 def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
-    config, of_product = _config_of(dispatch), _config_of(product)
+    config, of_product = attributes_of(dispatch), attributes_of(product)
     if not config.get("landing_sms"):
         raise Refused("the group has few ranks or tokens, or num_sms says so")
     # The gradient of activations is a transposed product.
@@ -136,7 +123,7 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
     if limit := of_product["num_sms"]:
         raise Refused(f"num_sms={limit} limits the product")
     passing, read = _between(dispatch, product)
-    if not read <= PRODUCTS[_target_of(product)]:
+    if not read <= PRODUCTS[target_of(product)]:
         raise Refused("other operands of the product come from the dispatch, too")
     lead = [config["landing_ranks"]] if config["landing_ranks"] > 1 else []
     int32 = ir.IntegerType.get_signless(32)
@@ -164,7 +151,7 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
         kept = [landed, *rows, *dispatch.operands]
         multiplied = _copy(
             product,
-            f"{_target_of(product)}_while_landing",
+            f"{target_of(product)}_while_landing",
             [*product.operands, *kept],
             [result.type for result in product.results],
             landing=len(kept),
@@ -173,7 +160,7 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
         )
     for old, new in zip(product.results, multiplied.results, strict=True):
         old.replace_all_uses_with(new)
-    logger.info("%s: while its rows land", _target_of(product))
+    logger.info("%s: while its rows land", target_of(product))
     product.erase()
     dispatch.erase()
 
@@ -193,19 +180,12 @@ def _between(dispatch: ir.Operation, product: ir.Operation) -> tuple[list[ir.Ope
             user = use.owner.operation
             if user == product:
                 read.add(use.operand_number)
-            elif user.block == product.block and user.name in PASSING and len(user.operands) == 1:
+            elif user.block == product.block and passes(user):
                 passing.append(user)
                 left += user.results
             else:
                 raise Refused("the program has read the dispatch before")
     return passing, read
-
-
-def _config_of(call: ir.Operation) -> dict[str, Any]:
-    """Return the attributes of a call that are integers."""
-    config = ir.DictAttr(call.attributes[CONFIG])
-    named = ((config[i].name, config[i].attr) for i in range(len(config)))
-    return {name: ir.IntegerAttr(x).value for name, x in named if isinstance(x, ir.IntegerAttr)}
 
 
 def _copy(

@@ -22,13 +22,10 @@ from ... import compat
 from .budgets import num_sms_of_dot_combine
 from .call_placement import CallPlacement, Refused
 from .custom_call import custom_call, half_bytes_of
+from .products import FORWARD, GROUPED_GEMM, TRANSPOSED, attributes_of, passes, target_of
 
 TARGET = "moe_a2a_dot_combine"
-PRODUCT = "moe_a2a_grouped_gemm"
-FORWARD, TRANSPOSED = 0, 2  # GroupedProduct in cuda/gemm/grouped_gemm.h
 NUM_COUNTERS = 5  # DotCombineCall::kNumCounters
-# These operations may be between a product and a combine. They keep the elements in their order.
-PASSING = ("stablehlo.optimization_barrier", "stablehlo.reshape")
 
 logger = logging.getLogger("jax_moe_a2a")
 
@@ -39,10 +36,6 @@ class Product(NamedTuple):
     call: ir.Operation
     passing: Sequence[ir.Operation]
     """The operations from the product to the combine, in this order."""
-
-    def attribute(self, name: str) -> int:
-        config = ir.DictAttr(self.call.attributes["mhlo.backend_config"])
-        return ir.IntegerAttr(config[name]).value
 
     def becomes(self, rows: ir.Value) -> None:
         """Let all that reads the product later read ``rows``, so that it is computed once."""
@@ -60,15 +53,12 @@ def product_of(rows: ir.Value) -> Product | None:
         op = rows.owner.operation
         if op.block != ir.InsertionPoint.current.block:
             return None
-        if op.name in PASSING and len(op.operands) == 1:
-            passing.insert(0, op)
-            (rows,) = op.operands
-        elif op.name == "stablehlo.custom_call" and passing:
-            target = ir.StringAttr(op.attributes["call_target_name"]).value
+        if not passes(op):
             has_spare = len(op.operands) > 3
-            return Product(op, passing) if target == PRODUCT and not has_spare else None
-        else:
-            return None
+            is_product = passing and target_of(op) == GROUPED_GEMM and not has_spare
+            return Product(op, passing) if is_product else None
+        passing.insert(0, op)
+        (rows,) = op.operands
     return None
 
 
@@ -109,21 +99,22 @@ def _emit(
     num_sms = num_sms_of_dot_combine(call_placement.group, sums.shape[len(ranks)])
     if num_sms == 0:
         raise Refused("the group has few ranks or tokens, or num_sms says so")
-    kind = product.attribute("product")
+    of_product = attributes_of(product.call)
+    kind = of_product["product"]
     if kind not in (FORWARD, TRANSPOSED):
         raise Refused("the product has few rows in each group")
-    if limit := product.attribute("num_sms"):
+    if limit := of_product["num_sms"]:
         raise Refused(f"num_sms={limit} limits the product")
     if wire_dtype not in (None, sums.dtype):
         raise Refused(f"partial sums travel as {wire_dtype}")
     rows, weights, table = product.call.operands
     indices = avals[1 + len(moved)]  # of the routing
-    of_product = [
+    operands_of_product = [
         _of_ranks(rows, ranks, sums),
         _of_ranks(weights, ranks, sums),
         _of_ranks(_reshaped(table, (-1,)), ranks, indices),
     ]
-    values, types = zip(*of_product, strict=True)
+    values, types = zip(*operands_of_product, strict=True)
     counters = compat.result_aval(sums, (*ranks, NUM_COUNTERS), indices.dtype)
     avals_in, avals_out = [*types, *avals[1:]], [sums, avals[0], counters, *moved]
     attributes = dict(transposed=kind == TRANSPOSED, num_choice_arrays=len(moved))
