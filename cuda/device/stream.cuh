@@ -121,8 +121,8 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
+  __syncwarp();  // A warp without a segment does not read the list, but may rewrite it next.
   if (segments.first >= row_bytes) return;
-  __syncwarp();
   if (lane_index() == 0) copy_listed(stream, segments, num_rows);
   __syncwarp();
 }

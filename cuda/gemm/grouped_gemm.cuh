@@ -91,7 +91,7 @@ __device__ inline Work read_work(const volatile Work& from) {
 }
 
 // Waits until rows [first, end) have landed, which one rank has. The thread may then load them. The dispatch ends each of
-// its waits, and counts all rows if it has failed; so a wait that takes longer than all of them is an error of this code.
+// its waits, and has counted all rows when it ends; so a wait that takes longer than all of them is an error of this code.
 __device__ inline void wait_until_landed(const RowLanding& landing, int32_t first, int32_t end) {
   const int32_t rank = first / landing.rows, before = rank * landing.rows;
   const uint32_t* landed = landing.landed + int64_t{rank} * landing.stride;

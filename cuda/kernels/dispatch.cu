@@ -393,13 +393,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     receive<T, kLands>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);
   }
   wait_until_stored();  // All stores of this block are complete when it leaves.
-  leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
+  const bool ends = leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
   if constexpr (kLands) {
-    if (block.ok && !block.stopped) return;
-    // The product waits no longer. The outputs have been overwritten.
+    if (!ends) return;
+    // The product waits no longer: not for rows of a failed launch, and not for rows that routing arrays which contradict
+    // each other leave out. Outputs of a failed launch have been overwritten.
     __syncthreads();
     for (int i = threadIdx.x; i < num_landing_counts(p.routing.capacity); i += kThreads) {
-      add_release_gpu(p.landing.landed + i, kLandingRows);
+      uint32_t* count = p.landing.landed + i;
+      const uint32_t rows = min(kLandingRows, p.routing.capacity - i * kLandingRows);
+      if (peek(count) < rows) add_release_gpu(count, kLandingRows);
     }
   }
 }

@@ -95,6 +95,9 @@ class Exchange {
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
+  // Returns what a kernel next to the exchange has not found, or "". Says it of a failed exchange, too.
+  virtual std::string missing(int /*rank*/) const { return ""; }
+
   // Returns true if all results of a rank are those of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {

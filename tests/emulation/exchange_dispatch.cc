@@ -273,6 +273,7 @@ class Dispatch : public Payload {
     name = "dispatch";
     add_moved(random, 3);
     errors_.resize(static_cast<size_t>(making.num_ranks));
+    missing_ = errors_;
 #ifndef MOE_A2A_NETWORK
     if (making.num_ranks == 1 || random.one_in(2)) return;
     name = "dispatch next to a product";
@@ -306,6 +307,7 @@ class Dispatch : public Payload {
   std::string wrong(int rank) const override {
     return errors_[rank].empty() ? wrong_payload(rank) : errors_[rank];
   }
+  std::string missing(int rank) const override { return missing_[rank]; }
 
  private:
   DispatchCall call() const { return {options(), !landed_.empty()}; }
@@ -323,12 +325,30 @@ class Dispatch : public Payload {
         was_over = is_over;
       }
       const uint32_t count = __atomic_load_n(counts + first / kLandingRows, __ATOMIC_ACQUIRE);
-      if (count < expected) errors_[rank] = "rows were not counted";
+      if (count < expected) missing_[rank] = "rows were not counted";
+#ifndef MOE_A2A_EMULATION_TSAN  // which would report that another block overwrites these rows
+      // Corrupted routings leave rows out.
+      if (count > expected && making_.corrupt_one_in == 0 &&
+          !are_right_or_failed(rank, first, end)) {
+        missing_[rank] = "rows of a failed dispatch are neither right nor NaN";
+      }
+#endif
       if (count == expected && errors_[rank].empty()) errors_[rank] = wrong_rows(rank, first, end);
     }
   }
 
-  std::vector<std::string> errors_;  // by rank
+  bool are_right_or_failed(int rank, int first, int end) const {
+    for (int row = first; row < end; ++row) {
+      if (wrong_rows(rank, row, row + 1).empty()) continue;
+      for (const Moved& moved : moved_) {
+        const char* out = moved.out[rank]->data() + row * moved.out_bytes();
+        if (!std::memchr(out, kNanByte, static_cast<size_t>(moved.out_bytes()))) return false;
+      }
+    }
+    return true;
+  }
+
+  std::vector<std::string> errors_, missing_;  // by rank
 };
 
 #ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.

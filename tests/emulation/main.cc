@@ -282,6 +282,7 @@ class Sequence {
     };
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
+    if (const std::string what = exchange.missing(rank); !what.empty()) where(what);
     if (!expect_.has_results) return;
     // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");

@@ -56,6 +56,7 @@ _OPTIONS_OF_FUNCTION = {
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
+    "dispatch_kernel": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
 # Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
 # single words is no race, so it takes many runs without a sanitizer.
@@ -65,6 +66,11 @@ _VARIANTS = {
     "end": "network_tsan",
     "raise_heads": "network",
     "write_own_params": "colocated",
+}
+_VARIANTS_OF_CALL = {
+    ("raise_word", "fence_acq_rel_sys"): "network_tsan",
+    # A product reads rows of a failed dispatch while blocks overwrite them: no sanitizer.
+    ("dispatch_kernel", "__syncthreads"): "plain",
 }
 
 
@@ -101,9 +107,8 @@ class Place:
 
     @property
     def variant(self):
-        if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
-            return "network_tsan"
-        return _VARIANTS.get(self.function, "tsan")
+        of_function = _VARIANTS.get(self.function, "tsan")
+        return _VARIANTS_OF_CALL.get((self.function, self.call), of_function)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,13 +156,20 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
             [result.type for result in product.results],
             landing=len(kept),
             landing_rows=config["landing_rows"],
-            landing_timeout_ns=2 * (config["timeout_ns"] + config["first_timeout_ns"]),
+            landing_timeout_ns=_timeout_ns(config),
         )
     for old, new in zip(product.results, multiplied.results, strict=True):
         old.replace_all_uses_with(new)
     logger.info("%s: while its rows land", target_of(product))
     product.erase()
     dispatch.erase()
+
+
+def _timeout_ns(config: dict[str, Any]) -> int:
+    """Return a bound of the product's wait, longer than a dispatch may take that succeeds: each peer
+    may begin late, and then wait for its own peers."""
+    for_each_rank = config["timeout_ns"] + config["first_timeout_ns"]
+    return min((1 + config["num_ranks"]) * for_each_rank, 2**62)
 
 
 def _between(dispatch: ir.Operation, product: ir.Operation) -> tuple[list[ir.Operation], set[int]]:
