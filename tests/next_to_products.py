@@ -143,11 +143,20 @@ def lower_for_gpus(monkeypatch):
 
 
 def text_of(
-    change=None, ranks=8, tokens=TOKENS, hidden=HIDDEN, dtype="bfloat16", gradients=True, **group
+    change=None,
+    ranks=8,
+    hosts=1,
+    tokens=TOKENS,
+    hidden=HIDDEN,
+    dtype="bfloat16",
+    gradients=True,
+    **group,
 ):
-    """Return the program of a layer for GPUs."""
-    mesh = Mesh(np.array(jax.devices()[:ranks]), "ep")
-    group = ma.Group(mesh, "ep", **group)
+    """Return the program of a layer for GPUs, of two levels if there are several hosts."""
+    axes = ("host", "ep") if hosts > 1 else ("ep",)
+    devices = np.array(jax.devices()[:ranks]).reshape(*[hosts][: len(axes) - 1], -1)
+    mesh = Mesh(devices, axes)
+    group = ma.Group(mesh, axes, two_level=hosts > 1, **group)
 
     def of_rank(x, ids, weights, w_in, w_out):
         options = dict(group=group, num_experts=ranks * EXPERTS)
@@ -155,7 +164,7 @@ def text_of(
             return change(x, ids, weights, w_in, w_out, **options)
         return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
 
-    spec = PartitionSpec("ep")
+    spec = PartitionSpec(axes)
     fn = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec)
 
     def run(x, ids, *floats):

@@ -15,6 +15,7 @@ from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import rules
+from jax_moe_a2a._src.exchange.lowering.custom_call import READ_BY_KERNELS
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.routing.types import RoutedRows, Routing
 
@@ -26,9 +27,6 @@ pytestmark = [
 ]
 
 HIDDEN = 128
-READ_BY_KERNELS = (
-    *("token_slot", "slot_token", "choice_rank", "choice_expert", "slot_rows", "row_slot"),
-)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ... import compat
 from ...group import native
 from .budgets import least_columns_of_dispatch_dot, num_sms_of_dispatch_dot
 from .call_placement import CallPlacement, Refused
-from .custom_call import half_bytes_of
+from .custom_call import READ_BY_KERNELS, half_bytes_of
 from .products import (
     ACT_DOT_GRAD,
     DOT_ACT,
@@ -36,7 +36,7 @@ from .products import (
     target_of,
 )
 
-NUM_READ = 6  # routing arrays that a dispatch reads: READ_BY_KERNELS
+NUM_READ = len(READ_BY_KERNELS)
 DISPATCH = "moe_a2a_dispatch"
 # The operands of products that may be results of the dispatch: rows, and the weights of rows.
 PRODUCTS = {GROUPED_GEMM: {0}, DOT_ACT: {0, 4}, ACT_DOT_GRAD: {0}}
@@ -166,8 +166,8 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
 
 
 def _timeout_ns(config: dict[str, Any]) -> int:
-    """Return a bound of the product's wait, longer than a dispatch may take that succeeds: each peer
-    may begin late, and then wait for its own peers."""
+    """Return a bound of the product's wait, longer than a successful dispatch may take: each peer may
+    begin late, and then wait for its own peers."""
     for_each_rank = config["timeout_ns"] + config["first_timeout_ns"]
     return min((1 + config["num_ranks"]) * for_each_rank, 2**62)
 

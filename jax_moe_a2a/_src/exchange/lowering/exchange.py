@@ -12,19 +12,9 @@ from jax.interpreters import mlir
 from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement
-from .custom_call import custom_call, half_bytes_of
+from .custom_call import READ_BY_KERNELS, custom_call, half_bytes_of
 from .dispatch_dot import DISPATCH, landing_attributes
 from .dot_combine import dot_combine
-
-# The arrays of a routing that the kernels read, in the order of the handlers' operands.
-READ_BY_KERNELS = (
-    "token_slot",
-    "slot_token",
-    "choice_rank",
-    "choice_expert",
-    "slot_rows",
-    "row_slot",
-)
 
 
 class KernelCall(NamedTuple):
