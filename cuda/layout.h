@@ -92,7 +92,6 @@ struct Control {
   uint32_t arrived;       // blocks of this launch that have finished; wraps to 0
   uint32_t next_send;     // the next send item that a team may take; reset at the end of a launch
   uint32_t next_receive;  // the same for receive items
-  uint32_t succeeded;     // not 0: the last exchange of this rank did not fail
 #ifdef MOE_A2A_TEST_HOOKS
   uint32_t mutation;     // the rule of the protocol that a test breaks (Mutation)
   uint32_t delay_phase;  // Phase in which this rank is slow

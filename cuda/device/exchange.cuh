@@ -334,7 +334,6 @@ __device__ inline bool leave(const RankView& view, BlockState& block, const Fail
   }
   if (threadIdx.x == 0) {
     Control& own = control(view);
-    own.succeeded = !failed;
     own.next_send = 0;
     own.next_receive = 0;
     if (!failed) own.owner = 0;  // After a failure, every launch in this workspace fails.

@@ -13,8 +13,8 @@
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The highest block waits for the head of every rank before the launch ends.
 // route_assign follows the exchange on the stream and waits for no rank. Each of its blocks checks,
-// when it begins and when it ends, whether the exchange has failed. If so, the block writes an
-// empty routing: no slots, no rows, sizes 0.
+// when it begins and when it ends, whether the domain has failed: the exchange, or a launch that
+// overlaps it. If so, the block writes an empty routing: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
 // route_assign with one block for each batch element, source and chunk.
@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int source = entry / p.chunks;
   const int chunk_index = entry % p.chunks;
   const Chunk chunk(p, batch * p.chunks + chunk_index);
-  const bool may_read = peek(&control(p.view).succeeded);
+  const bool has_failed = load_relaxed_sys(&control(p.view).poison) != 0;
   const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
                        dynamic_shared + 2 * local_experts};
   int32_t* ids = s.next_row + counting_warps * local_experts;  // of the chunk
@@ -474,7 +474,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int32_t* all_ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
 #pragma unroll 8
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
-  if (__syncthreads_or(!may_read)) return write_empty_routing(p);
+  if (__syncthreads_or(has_failed)) return write_empty_routing(p);
 
   // The first row of each expert.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
@@ -630,13 +630,13 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Meanwhile a launch that overlaps this one may have failed. Other blocks may then have written
-  // an empty routing.
+  // Meanwhile a peer may have failed, or a launch that overlaps this one. Other blocks may then have
+  // written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {
     fence_acq_rel_sys();  // This block's results are visible before it overwrites them.
-    failed = !peek(&control(p.view).succeeded);
+    failed = load_relaxed_sys(&control(p.view).poison) != 0;
   }
   if (__syncthreads_or(failed)) write_empty_routing(p);
 }

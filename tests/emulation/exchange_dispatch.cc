@@ -169,10 +169,7 @@ class Payload : public Exchange {
     const Plan& plan = routing_.plans[rank];
     for (int row = first; row < end; ++row) {
       for (size_t a = 0; a < moved_.size(); ++a) {
-        const bool is_right = is_left(plan, row)
-                                  ? is_untouched(moved_[a].out[rank], row, moved_[a].out_bytes())
-                                  : is_moved_right(moved_[a], plan, rank, row);
-        if (!is_right) {
+        if (!is_row_right(moved_[a], rank, row)) {
           return describe_row("array", a, moved_[a].out_bytes(), plan, row);
         }
       }
@@ -185,6 +182,12 @@ class Payload : public Exchange {
       }
     }
     return "";
+  }
+
+  bool is_row_right(const Moved& moved, int rank, int row) const {
+    const Plan& plan = routing_.plans[rank];
+    return is_left(plan, row) ? is_untouched(moved.out[rank], row, moved.out_bytes())
+                              : is_moved_right(moved, plan, rank, row);
   }
 
   Making making_;
@@ -338,11 +341,15 @@ class Dispatch : public Payload {
   }
 
   bool are_right_or_failed(int rank, int first, int end) const {
-    for (int row = first; row < end; ++row) {
-      if (wrong_rows(rank, row, row + 1).empty()) continue;
-      for (const Moved& moved : moved_) {
-        const char* out = moved.out[rank]->data() + row * moved.out_bytes();
-        if (!std::memchr(out, kNanByte, static_cast<size_t>(moved.out_bytes()))) return false;
+    for (const Moved& moved : moved_) {
+      for (int row = first; row < end; ++row) {
+        const auto is_right_or_failed = [&] {
+          const char* out = moved.out[rank]->data() + row * moved.out_bytes();
+          return is_row_right(moved, rank, row) ||
+                 std::memchr(out, kNanByte, static_cast<size_t>(moved.out_bytes())) != nullptr;
+        };
+        // Blocks may still copy or overwrite a row, so one that is neither is read again.
+        if (!is_right_or_failed() && !is_right_or_failed()) return false;
       }
     }
     return true;

@@ -196,8 +196,7 @@ JUSTIFIED = {
     "exchange.cuh raise_heads: put_word(head->run) before put_word(head->signature)": _FLAG_FOLLOWS,
     "exchange.cuh raise_heads: store_relaxed_sys(head->run) before "
     "store_relaxed_sys(head->signature)": _FLAG_FOLLOWS,
-    "exchange.cuh leave: own.succeeded, ... before raise_word": _STATE,
-    "exchange.cuh leave: own.next_send before own.succeeded": _STATE,
+    "exchange.cuh leave: own.next_send, ... before raise_word": _STATE,
     "exchange.cuh leave: own.next_receive before own.next_send": _STATE,
     "exchange.cuh leave: own.owner before own.next_receive": _STATE,
     "exchange.cuh leave: own.next_epoch before own.owner": _STATE,

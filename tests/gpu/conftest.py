@@ -51,7 +51,7 @@ def machine_and_build_are_fit():
         )
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
     """Close workspaces that other tests of this process may have used without noting their
     exchanges."""

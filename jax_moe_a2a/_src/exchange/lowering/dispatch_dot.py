@@ -21,7 +21,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from ... import compat
 from ...group import native
-from .budgets import least_columns_of_dispatch_dot, num_sms_of_dispatch_dot
+from .budgets import least_columns_next_to_product, num_sms_next_to_product
 from .call_placement import CallPlacement, Refused
 from .custom_call import READ_BY_KERNELS, half_bytes_of
 from .products import (
@@ -64,7 +64,7 @@ def landing_attributes(
     lead, capacity = call_placement.lead, avals_out[0].shape[call_placement.lead]
     token_slot = avals_in[-NUM_READ]
     num_tokens, num_ranks = token_slot.shape[lead:]
-    num_sms = num_sms_of_dispatch_dot(call_placement.group, num_tokens)
+    num_sms = num_sms_next_to_product(call_placement.group, "dispatch_dot", num_tokens)
     if num_sms == 0 or not native.has_grouped_gemm():
         return alone
     words = -(-capacity // LANDING_ROWS) + 1 + num_ranks * num_tokens
@@ -82,7 +82,7 @@ def landing_attributes(
         return alone
     return dict(
         landing_sms=num_sms,
-        landing_columns=least_columns_of_dispatch_dot(call_placement.group),
+        landing_columns=least_columns_next_to_product(call_placement.group, "dispatch_dot"),
         landing_half_bytes=half_bytes,
         landing_ranks=num_ranks if lead else 1,
         landing_rows=capacity,
@@ -166,8 +166,8 @@ def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
 
 
 def _timeout_ns(config: dict[str, Any]) -> int:
-    """Return a bound of the product's wait, longer than a successful dispatch may take: each peer may
-    begin late, and then wait for its own peers."""
+    """Return a bound of the product's wait, longer than a successful dispatch may take: each peer
+    may begin late, and then wait for its own peers."""
     for_each_rank = config["timeout_ns"] + config["first_timeout_ns"]
     return min((1 + config["num_ranks"]) * for_each_rank, 2**62)
 
