@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kOrderThreads)
   const int me = threadIdx.x;
   const auto find_first_experts = [&](int first, int count) {
     const int64_t first_choice = int64_t{first} * top_k;
-    __syncthreads();
+    // Only this thread has read these entries.
     for (int i = me; i < kOrderTokens; i += kOrderThreads) first_experts[i] = kOrderThreads;
     __syncthreads();
     constexpr int kLoads = 8;  // at a time

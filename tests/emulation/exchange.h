@@ -27,6 +27,7 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
+  int max_tokens = 20;  // of a dispatch
   int max_groups = 12;  // groups of 128 numbers in a row with a format
   bool at_threshold =
       false;  // the first row that is dropped is that of a token that several sources have

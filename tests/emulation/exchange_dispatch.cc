@@ -272,7 +272,8 @@ class Payload : public Exchange {
 
 class Dispatch : public Payload {
  public:
-  Dispatch(const Making& making, Random& random) : Payload(making, random, 20, kMaxTopK, true) {
+  Dispatch(const Making& making, Random& random)
+      : Payload(making, random, making.max_tokens, kMaxTopK, true) {
     name = "dispatch";
     add_moved(random, 3);
     errors_.resize(static_cast<size_t>(making.num_ranks));

@@ -53,6 +53,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
+  --tokens N      tokens of a rank in a dispatch, about, at most (20)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
   --sliced 1      in a combine, a product computes the rows in slices of columns meanwhile; only for c
   --groups N      groups of 128 numbers in an encoded row, at most (12)
@@ -311,6 +312,7 @@ int main(int argc, char** argv) {
   Making making;
   making.num_ranks = options.whole("ranks", 2);
   making.max_local_experts = options.whole("experts", 4);
+  making.max_tokens = options.whole("tokens", 20);
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
   making.sliced = options.has("sliced");

@@ -142,6 +142,10 @@ KINDS = {
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
     "one ring half": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    # A block that sorts tokens has room for 1024 of them at a time.
+    "a dispatch of many tokens": Kind(
+        "plain", lambda s: ["--ranks", 2, "--steps", 1, "--ops", "d", "--tokens", 4000]
+    ),
     "drops": Kind(
         "plain",
         lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 8, "--ops", "rx",
