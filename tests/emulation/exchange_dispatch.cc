@@ -295,8 +295,7 @@ class Dispatch : public Payload {
     if (!landed_.empty()) {
       launches_of_thread = &launches;
       product = std::thread([&] {
-        while (launches < 2 && !is_over) {  // order_kernel, dispatch_kernel
-        }
+        while (launches < 2 && !is_over) usleep(20);  // order_kernel, dispatch_kernel
         observe(&launches);
         read_as_they_land(on.rank, is_over);
       });
@@ -327,6 +326,7 @@ class Dispatch : public Payload {
       while (__atomic_load_n(counts + first / kLandingRows, __ATOMIC_ACQUIRE) < expected &&
              !was_over) {
         was_over = is_over;
+        if (shape().num_ranks > 8) usleep(20);  // Many threads that poll would slow down the ranks.
       }
       const uint32_t count = __atomic_load_n(counts + first / kLandingRows, __ATOMIC_ACQUIRE);
       if (count < expected) missing_[rank] = "rows were not counted";
