@@ -153,8 +153,9 @@ def text_of(
     **group,
 ):
     """Return the program of a layer for GPUs, of two levels if there are several hosts."""
-    axes = ("host", "ep") if hosts > 1 else ("ep",)
-    devices = np.array(jax.devices()[:ranks]).reshape(*[hosts][: len(axes) - 1], -1)
+    devices, axes = np.array(jax.devices()[:ranks]), ("ep",)
+    if hosts > 1:
+        devices, axes = devices.reshape(hosts, -1), ("host", "ep")
     mesh = Mesh(devices, axes)
     group = ma.Group(mesh, axes, two_level=hosts > 1, **group)
 

@@ -1,4 +1,4 @@
-"""What a product that begins while its rows land, and a combine next to its product, have in
+"""Test the fallbacks that a product next to its dispatch and a combine next to its product have in
 common."""
 
 import pytest
@@ -26,9 +26,11 @@ def test_other_gpus_have_exchanges_only(monkeypatch):
 def test_with_two_levels_the_exchanges_within_a_host_have_it():
     text = text_of(hosts=2, gradients=False, **ASKED)
     calls = [line for line in text.splitlines() if "custom_call @moe_a2a" in line]
-    for target in TARGETS.values():
+    for target in ("lands = true", TARGETS["dot_combine"]):
         (call,) = (call for call in calls if target in call)
-        assert "num_ranks = 4" in call or "landing_rows" in call
+        assert "num_ranks = 4" in call
+    (product,) = (call for call in calls if TARGETS["dispatch_dot"] in call)
+    assert "landing_rows" in product
     across = [call for call in calls if "num_ranks = 2" in call]
     assert len(across) == 3  # ids and tokens, and sums
     assert not any("lands = true" in call for call in across)

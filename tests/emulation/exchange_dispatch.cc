@@ -277,7 +277,7 @@ class Dispatch : public Payload {
     name = "dispatch";
     add_moved(random, 3);
     errors_.resize(static_cast<size_t>(making.num_ranks));
-    missing_ = errors_;
+    missing_.resize(errors_.size());
 #ifndef MOE_A2A_NETWORK
     if (making.num_ranks == 1 || random.one_in(2)) return;
     name = "dispatch next to a product";

@@ -51,12 +51,14 @@ _LETTERS_OF_FUNCTION = {
 NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
+    **dict.fromkeys(
+        ("fail", "dispatch_kernel"),
+        ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
+    ),
     **dict.fromkeys(("wait_for_tiles", "receive_slices", "sum_batch"), ["--sliced", 1]),
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
-    "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
-    "dispatch_kernel": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
 # Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
 # single words is no race, so it takes many runs without a sanitizer.

@@ -25,15 +25,23 @@ class NextToProduct(NamedTuple):
 
     operation: str  # whose budget limits that of the exchange
     num_sms: int
-    ranks: int  # fewer gain little: "Notes on speed" in the documentation
+    ranks: int  # fewer gain little (docs/history/speed.md)
     tokens: int  # of all ranks; fewer gain little
     columns: int = 0  # the least of the product
 
 
 NEXT_TO_PRODUCT = dict(
-    dot_combine=NextToProduct("combine", native.tuning("DOT_COMBINE_NUM_SMS"), 8, 8192),
-    # Computed: a dispatch on 32 SMs takes as long as a product of its rows with 400 columns.
-    dispatch_dot=NextToProduct("dispatch", native.tuning("DISPATCH_DOT_NUM_SMS"), 8, 8192, 1024),
+    dot_combine=NextToProduct(
+        "combine", native.tuning("DOT_COMBINE_NUM_SMS"), ranks=8, tokens=8192
+    ),
+    dispatch_dot=NextToProduct(
+        "dispatch",
+        native.tuning("DISPATCH_DOT_NUM_SMS"),
+        ranks=8,
+        tokens=8192,
+        # Computed: a dispatch on 32 SMs takes as long as a product of its rows with 400 columns.
+        columns=1024,
+    ),
 )
 
 
