@@ -249,11 +249,12 @@ enum class WireType : uint8_t { kOfRows, kFloat32 };
 
 // A payload array whose rows are summed.
 struct SummedArray {
-  const void* rows;  // [capacity, elements]; null in a weighted combine, which has pairs
-  void* out;         // [num_tokens, elements]
+  const void* rows;    // [capacity, elements]; null in a weighted combine, which has pairs
+  void* out;           // [num_tokens, elements]
+  const void* addend;  // [num_tokens, elements], added to the sums before they are rounded; or null
   int64_t elements;
   int64_t zone_offset;
-  bool vectorized;  // rows and outputs consist of whole, aligned 16-byte words
+  bool vectorized;  // rows, outputs and addends consist of whole, aligned 16-byte words
 };
 
 // ---- Slices of columns (ColumnSlices in gemm/grouped_gemm.h)

@@ -248,8 +248,10 @@ def of_combine(params, avals, inputs):
     if num_leaves + num_choice_arrays > MAX_ARRAYS or not are_summed(leaves, params, avals):
         return []
     keys, choice_arrays = [], inputs[num_leaves : num_leaves + num_choice_arrays]
+    addends = inputs[num_leaves + num_choice_arrays : -NUM_ROUTING_ARRAYS]
     for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:
         own = tuple(x for x, aval in zip(inputs, leaves) if aval.dtype == dtype)
+        own += tuple(x for x, aval in zip(addends, leaves) if aval.dtype == dtype)
         wire = params["options"].wire_dtype or dtype
         keys.append(("combine", own, choice_arrays, inputs[-NUM_ROUTING_ARRAYS:], str(wire)))
         choice_arrays = ()
@@ -313,6 +315,8 @@ KERNELS = {
     "dispatch": of_dispatch,
     "routed_dispatch": of_routed_dispatch,
     "combine": of_combine,
+    "combine_add": of_combine,
     "weighted_combine": of_weighted_combine,
+    "weighted_combine_add": of_weighted_combine,
     "weighted_dispatch": of_weighted_dispatch,
 }

@@ -228,31 +228,31 @@ def epsilon(dtype):
     return float(ml_dtypes.finfo(dtype).eps)
 
 
-def combine(y, routing, weights=None, wire_dtype=None):
+def combine(y, routing, weights=None, wire_dtype=None, add=None):
     """Return the sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and
     their slack.
 
     For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
-    dtype (or by a function). Then the sum of these partial sums over ranks in order, rounded to y's
-    dtype. The slack [R, T, ...] is how far another correct result may differ. It is zero without
+    dtype (or by a function). Then the sum of these partial sums over ranks in order and of `add`
+    [R, T, ...], rounded to y's dtype. The slack [R, T, ...] is how far another correct result may differ. It is zero without
     weights, because then the definition fixes every rounding. With weights, a fused multiply-add
     may move a partial sum over one rounding boundary of the wire dtype, and the total over one of
     the result. The slack does not cover a function's rounding: with weights, use a function only
     where no product is rounded.
     """
-    return combine_pairs([(y, weights)], routing, wire_dtype)
+    return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
 
-def combine_pairs(pairs, routing, wire_dtype=None):
+def combine_pairs(pairs, routing, wire_dtype=None, add=None):
     """Combine the sum of several rows y_i [R, C, ...] times weights_i [R, C] (or None).
 
     A choice adds its products in the order of the pairs.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype)
+        return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype, add)
 
 
-def _combine(pairs, routing, wire_dtype):
+def _combine(pairs, routing, wire_dtype, add):
     ranks, tokens, top_k = routing.choice_row.shape
     y = pairs[0][0]
     is_weighted = any(weights is not None for _, weights in pairs)
@@ -285,13 +285,15 @@ def _combine(pairs, routing, wire_dtype):
                     epsilon(wire_dtype) * np.abs(rounded)
                     + len(pairs) * top_k * epsilon(acc) * magnitude
                 )
+            if add is not None:
+                total = total + add[home, token].astype(acc)
             out[home, token] = total.astype(y.dtype)
             if is_weighted:
                 slack[home, token] = 1.01 * total_slack + epsilon(y.dtype) * np.abs(total)
     return out, slack
 
 
-def combine_of_hosts(pairs, routing, hosts, wire_dtype=None):
+def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
     """Combine as `combine_pairs`, but over two levels: the sum of each host is rounded before it
     crosses, to the dtype of y and then to the wire dtype, which is not wider.
     """
@@ -316,6 +318,7 @@ def combine_of_hosts(pairs, routing, hosts, wire_dtype=None):
             slack = slack + sums_slack
             if is_weighted and not callable(wire_dtype):
                 slack = slack + epsilon(wire) * np.abs(sums.astype(acc))
+        total = total if add is None else total + add.astype(acc)
         out = total.astype(dtype)
     return out, 1.01 * slack + epsilon(dtype) * np.abs(total) * is_weighted
 

@@ -120,6 +120,12 @@ def of_two_axes(x, ids, weights, w_in, w_out, **options):
     return ma.combine(y.reshape(-1, 2, HIDDEN // 2), recv.routing).reshape(x.shape)
 
 
+def with_addend(x, ids, weights, w_in, w_out, **options):
+    recv = ma.dispatch(x, ids, weights, **options)
+    y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+    return ma.combine(y, recv.routing, add=x)
+
+
 def in_fp8(x, ids, weights, w_in, w_out, **options):
     options["wire_dtype"] = ma.BlockwiseFp8()
     return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=SWIGLU, **options)
@@ -142,6 +148,7 @@ def with_bias(x, ids, weights, w_in, w_out, **options):
         (dict(change=read_before), None),
         (dict(change=scaled), None),
         (dict(change=with_bias), None),
+        (dict(change=with_addend), None),
         (dict(change=in_float32), "partial sums travel as float32"),
         (dict(change=in_fp8), "partial sums travel as BlockwiseFp8"),
         (dict(change=limited), "num_sms=40 limits the product"),

@@ -367,6 +367,51 @@ def test_a_tree_of_rows_takes_no_weights():
     assert_refuses(fn, *args, naming=("weights",))
 
 
+@pytest.mark.parametrize(
+    "add, naming",
+    [
+        (X, ()),
+        (array((TOKENS + 1, HIDDEN), "bfloat16"), ("num_tokens=6", r"bfloat16\[7,5\]")),
+        (
+            array((TOKENS, HIDDEN + 1), "bfloat16"),
+            (r"bfloat16\[6,5\]", r"bfloat16\[6,6\]", "shape"),
+        ),
+        (array((TOKENS, HIDDEN)), (r"bfloat16\[6,5\]", r"float32\[6,5\]", "cast")),
+        (array((2, 3, HIDDEN), "bfloat16"), (r"bfloat16\[2,3,5\]", r"add.reshape\(-1, 5\)")),
+        ({"a": X}, ("structure", r"'a'")),
+    ],
+    ids=("right", "tokens", "hidden", "dtype", "sequences", "structure"),
+)
+def test_an_addend_is_like_the_result_of_combine(add, naming):
+    def combine(y, ids, add):
+        return ma.combine(y, ma.route(ids, **route_args()), add=add)
+
+    if naming:
+        assert_refuses(combine, Y, IDS, add, naming=("^add must", "got", *naming))
+    else:
+        assert trace(combine, Y, IDS, add).shape == (RANKS, *X.shape)
+
+
+def test_an_addend_that_is_no_array_is_refused():
+    for add in ("residual", object(), 0.0):
+        fn, args = combine_with(Y, add=add)
+        assert_refuses(fn, *args, naming=("^add must hold arrays", "got"))
+
+
+def test_replicated_tokens_have_no_addend():
+    def combine(y, ids, add):
+        return ma.combine(y, ma.route(ids, **route_args(replicated=True)), add=add)
+
+    naming = (
+        "^add must be None",
+        "psum",
+        "once for each rank",
+        r"got bfloat16\[6,5\]",
+        "Add it to",
+    )
+    assert_refuses(combine, Y, IDS, X, naming=naming)
+
+
 def test_combine_needs_a_recv_or_a_routing():
     for recv in (None, "recv", 3):
         assert_refuses(lambda y, recv=recv: ma.combine(y, recv), Y, naming=("recv",))

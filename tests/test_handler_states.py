@@ -53,6 +53,7 @@ ENCODED = dict(
 )
 SUMMED = dict(
     num_choice_arrays=np.int64(0),
+    num_addends=np.int64(0),
     wire="BF16",
     global_scale=np.float32(1),
 )

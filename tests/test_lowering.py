@@ -348,6 +348,48 @@ def test_an_unweighted_combine_of_several_leaves_is_one_custom_call():
     assert calls(lower(combine, mixed, IDS)) == {"route": 1, "combine": 2}
 
 
+def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
+    return ma.combine(y, route(ids), weights=weights, wire_dtype=wire_dtype, add=addend)
+
+
+@pytest.mark.parametrize("wire_dtype", (None, "float32", ma.MxFp8()))
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_an_addend_is_the_last_operand_before_the_routing(weighted, wire_dtype):
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    args = [aval(rows, 32), IDS, aval(TOKENS, 32)]
+    args += [aval(rows, dtype="float32")] * weighted
+    text = lower(functools.partial(combine_adding, wire_dtype=wire_dtype), *args)
+    assert calls(text) == {"route": 1, "combine": 1}
+    assert attribute(text, "combine", "num_addends") == "1 : i64"
+    assert attribute(text, "combine", "num_pairs") == f"{int(weighted)} : i64"
+    operands, results = signature(text, "combine")
+    assert results == [f"{TOKENS}x32xbf16"]
+    weights = [f"{rows}xf32"] * weighted
+    assert operands[: 2 + weighted] == [f"{rows}x32xbf16", *weights, f"{TOKENS}x32xbf16"]
+
+
+def test_each_call_of_a_combine_has_the_addends_of_its_dtype():
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    shapes = [(HIDDEN, "bfloat16"), (4, "float32"), (3, "bfloat16")]
+    y = [aval(rows, n, dtype=dtype) for n, dtype in shapes]
+    add = [aval(TOKENS, n, dtype=dtype) for n, dtype in shapes]
+    text = lower(combine_adding, y, IDS, add)
+    assert calls(text) == {"route": 1, "combine": 2}
+    lines = [line for line in text.splitlines() if "@moe_a2a_combine" in line]
+    found = [re.findall(r"tensor<([^>]*)>", line.rsplit(" : ", 1)[1]) for line in lines]
+    assert [re.search(r"num_addends = (\d)", line)[1] for line in lines] == ["2", "1"]
+    assert found[0][2:4] == [f"{TOKENS}x{HIDDEN}xbf16", f"{TOKENS}x3xbf16"]
+    assert found[1][1] == f"{TOKENS}x4xf32"
+
+
+def test_the_gradient_of_an_addend_is_no_call():
+    def gradient(y, ids, addend, ct):
+        return jax.vjp(lambda addend: combine_adding(y, ids, addend), addend)[1](ct)
+
+    rows, x = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS), aval(TOKENS, HIDDEN)
+    assert calls(lower(gradient, aval(rows, HIDDEN), IDS, x, x)) == {}
+
+
 def test_gradients_are_the_transposed_calls():
     """Dispatch transposes to combine; the weighted combine's cotangent is dispatched once, by the
     call that weighs it.

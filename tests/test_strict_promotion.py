@@ -151,6 +151,17 @@ def test_dtypes_of_tokens_weights_and_wire(group, dtype):
 
 
 @every_group
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_sums_with_an_addend(group, dtype):
+    def residual(weights_of, x, ids, weights):
+        recv = ma.dispatch(x, ids, weights, group=group, num_experts=EXPERTS)
+        return ma.combine(2 * recv.rows, recv, weights=weights_of, add=x)
+
+    for weights_of in ("recv", None):
+        lower(gradient(functools.partial(residual, weights_of)), group, *arrays(FEW, dtype))
+
+
+@every_group
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 @pytest.mark.parametrize("tokens", (FEW, MANY))
 def test_tokens_in_a_format(group, fmt, tokens):

@@ -1,6 +1,7 @@
 // The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice arrays to move,
-// and the routing. Otherwise they are pairs (all rows, then all weights) and the routing. Results:
-// sums and choice arrays, or the single sum of all pairs.
+// addends, and the routing. Otherwise they are pairs (all rows, then all weights), an addend, and
+// the routing. Results: sums and choice arrays, or the single sum of all pairs. There is an addend
+// for each sum, or none at all.
 #ifndef MOE_A2A_CALLS_COMBINE_H_
 #define MOE_A2A_CALLS_COMBINE_H_
 
@@ -16,7 +17,7 @@
 namespace moe_a2a {
 
 struct CombineCall {
-  int64_t num_choice_arrays, num_pairs;
+  int64_t num_choice_arrays, num_pairs, num_addends;
   std::string wire;  // how partial sums travel: a type, or the name of a format's class in Python
   float global_scale;
 
@@ -28,7 +29,8 @@ struct CombineCall {
   template <typename Reader>
   bool Read(Reader&& read) {
     return read("num_choice_arrays", &num_choice_arrays) && read("num_pairs", &num_pairs) &&
-           read("wire", &wire) && read("global_scale", &global_scale);
+           read("num_addends", &num_addends) && read("wire", &wire) &&
+           read("global_scale", &global_scale);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -41,8 +43,10 @@ struct CombineCall {
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
       return "combine needs one result for each operand, at most " + std::to_string(kMaxArrays) +
              ", or one result and at most " + std::to_string(kMaxPairs) +
-             " pairs of rows and weights; got " + std::to_string(args.size() - kNumRoutingArrays) +
-             " operands and " + std::to_string(results.size()) + " results";
+             " pairs of rows and weights, then an addend for each sum or none; got " +
+             std::to_string(args.size() - kNumRoutingArrays) + " operands, of which " +
+             std::to_string(num_addends) + " are addends, and " + std::to_string(results.size()) +
+             " results";
     }
     SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
@@ -73,6 +77,7 @@ struct CombineCall {
     for (int i = 0; i < p->num_summed; ++i) {
       p->summed[i].rows = args[i];
       p->summed[i].out = results[i];
+      if (num_addends > 0) p->summed[i].addend = args[first_addend(*p) + i];
     }
     for (int i = 0; i < p->num_moved; ++i) {
       p->moved[i].in = args[p->num_summed + i];
@@ -95,8 +100,17 @@ struct CombineCall {
  private:
   static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
 
+  // The place of the first addend among the operands.
+  static int first_addend(const CombineParams& p) {
+    return p.num_pairs > 0 ? 2 * p.num_pairs : p.num_summed + p.num_moved;
+  }
+
   bool HasRightSizes(size_t payload, size_t num_results) const {
     if (num_choice_arrays < 0 || static_cast<size_t>(num_choice_arrays) > num_results) return false;
+    const auto num_sums = static_cast<int64_t>(num_results) - num_choice_arrays;
+    if (num_addends != 0 && num_addends != num_sums) return false;
+    if (payload < static_cast<size_t>(num_addends)) return false;
+    payload -= static_cast<size_t>(num_addends);
     if (num_pairs <= 0) return payload == num_results && payload <= kMaxArrays;
     return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 &&
            num_pairs <= kMaxPairs;
@@ -123,12 +137,19 @@ struct CombineCall {
                ToString(rows);
       }
       const int64_t item = rows.type.bytes;
-      if (Problem problem = FirstOf({CheckLead(rows, "rows", {capacity}),
-                                     CheckItems(out, "sums", {num_tokens}, array.elements * item)});
+      const Array& addend = num_addends > 0 ? args[first_addend(p) + i] : out;
+      if (Problem problem =
+              FirstOf({CheckLead(rows, "rows", {capacity}),
+                       CheckItems(out, "sums", {num_tokens}, array.elements * item),
+                       CheckItems(addend, "addends", {num_tokens}, array.elements * item)});
           !problem.empty()) {
         return problem;
       }
-      array.vectorized = Width(array.elements * item, {&rows, &out}) == kVectorBytes;
+      if (addend.type != out.type) {
+        return "combine needs addends of the type of the sums; got " + ToString(addend) + " for " +
+               ToString(out);
+      }
+      array.vectorized = Width(array.elements * item, {&rows, &out, &addend}) == kVectorBytes;
       p.listed = p.listed && array.vectorized &&
                  (!is_encoded(p) || array.elements % group_size(p.wire_format) == 0);
       const int64_t row_bytes =

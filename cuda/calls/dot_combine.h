@@ -86,7 +86,7 @@ struct DotCombineCall {
     const ArraySlice others = args.from(kNumOperands), moved = results.from(kNumResults);
     operands.insert(operands.end(), others.begin(), others.end());
     sums.insert(sums.end(), moved.begin(), moved.end());
-    const CombineCall combine = {num_choice_arrays, 0, rows.type.name, 0};
+    const CombineCall combine = {num_choice_arrays, 0, 0, rows.type.name, 0};
     if (Problem problem = combine.Describe(context, {operands.data(), operands.size()},
                                            {sums.data(), sums.size()}, params);
         !problem.empty()) {

@@ -160,7 +160,7 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
 // ---- The fast path, which is the common case: at most one weight per row or row segment, one type, 16-byte words.
 
 // The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then landed rows in the
-// order of ranks.
+// order of ranks, then the addend of Sum::kOutputPlusAddend.
 struct SourceList {
   const char* rows[kWarpThreads];
   float factors[kWarpThreads];  // of this rank's rows; landed rows have none
@@ -279,8 +279,8 @@ struct RoundedWire {
   }
 };
 
-// The result of a sum: a partial sum that travels, or the output row of a token.
-enum class Sum { kPartial, kOutput };
+// The result of a sum: a partial sum that travels, or the output row of a token, without an addend or with one.
+enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
 // Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are always under way, also
 // into the next part. Rounding a second time changes nothing. So with RoundedWire a partial sum is computed like
@@ -290,14 +290,21 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
                                           Wire& wire) {
   constexpr bool kIsRounded = std::is_same_v<Wire, RoundedWire<T>>;
+  constexpr bool kAdds = kSum == Sum::kOutputPlusAddend;
   const int landed_first = counts.own + counts.landed_before;
-  const int total = landed_first + counts.landed_after;
+  const int addend = landed_first + counts.landed_after;  // its place
+  const int total = addend + kAdds;
+  // Returns whether a listed row consists of numbers of type T.
+  const auto is_plain = [&](int source) {
+    return kIsRounded || kSum == Sum::kPartial || source < counts.own ||
+           (kAdds && source == addend);
+  };
   const RowParts range(team, row_bytes);
   int64_t load_offset = range.first;
   int load_source = 0;
   const auto load_next = [&](RowPart& part) {
     if (load_offset >= row_bytes) return;
-    if (kIsRounded || kSum == Sum::kPartial || load_source < counts.own) {
+    if (is_plain(load_source)) {
       part.load(range, list.rows[load_source], load_offset);
     } else {
       wire.load(part, range, list.rows[load_source], load_offset);
@@ -312,7 +319,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   int64_t offset = range.first;
   // Adds a part and loads another one into it. Returns false after the last part.
   const auto add_next = [&](RowPart& part) {
-    if (kIsRounded || kSum == Sum::kPartial || source < counts.own) {
+    if (is_plain(source)) {
       sum.add(source < counts.own ? list.factors[source] : 1.f, part);
     } else {
       wire.add(sum, part);
@@ -323,11 +330,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
       own = wire.narrow(sum);
       sum = {};
     }
-    if constexpr (kIsRounded || kSum == Sum::kOutput) {
+    if constexpr (kIsRounded || kSum != Sum::kPartial) {
       if (source == landed_first && counts.own > 0) wire.add(sum, own);
     }
     if (source < total) return true;
-    if constexpr (kIsRounded || kSum == Sum::kOutput) {
+    if constexpr (kIsRounded || kSum != Sum::kPartial) {
       sum.rounded().store(range, out, offset);
     } else {
       wire.store(own, range, out, offset);
@@ -346,8 +353,8 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   }
 }
 
-// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of higher ranks, added in
-// this order. The own partial sum is the sum of factor * row, rounded or encoded like the landed ones. For
+// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of higher ranks + addend,
+// added in this order. The own partial sum is the sum of factor * row, rounded or encoded like the landed ones. For
 // Sum::kPartial, out is the own partial sum as it travels. If nothing is listed, out is zero. All lanes call it after
 // they have written the list, and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
@@ -355,8 +362,9 @@ __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& l
                                            const SourceCounts& counts, int64_t row_bytes, char* out,
                                            Wire& wire) {
   __syncwarp();
-  if (counts.own + counts.landed_before + counts.landed_after == 0) {
-    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kOutput) {
+  if (kSum != Sum::kOutputPlusAddend &&
+      counts.own + counts.landed_before + counts.landed_after == 0) {
+    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum != Sum::kPartial) {
       zero_row(team, out, row_bytes, kVectorBytes);
     } else {
       const RowParts range(team, row_bytes);

@@ -1,10 +1,11 @@
 // combine: add up every token's rows at its source rank; the transpose of dispatch.
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
-// token's rows on that rank, in order of choice, of weight * row), all sums in float32. A rank
-// without a slot for the token is skipped. Choice arrays are not summed: out[token, k] is the
-// entry of the row of choice k, or zero if the choice has no row. If partial sums travel in a
-// token format, round_to_wire(x) is decode(encode(x)), as docs/formats.md defines it for float32.
+// token's rows on that rank, in order of choice, of weight * row), plus addend[token] if there are
+// addends, all sums in float32. A rank without a slot for the token is skipped. Choice arrays are
+// not summed: out[token, k] is the entry of the row of choice k, or zero if the choice has no row.
+// If partial sums travel in a token format, round_to_wire(x) is decode(encode(x)), as
+// docs/formats.md defines it for float32.
 //
 // Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
 // the wire dtype, or of values followed by their scales; and for each choice array [num_tokens
@@ -317,10 +318,11 @@ __device__ const char* landed_at(const CombineParams& p, const SourceToken& toke
          token.slots[rank] * row_stride(row_bytes);
 }
 
-// Adds the partial sums of one token in rank order. Two of them are loaded at a time.
-template <typename T, typename Wire, int kCount>
+// Adds the partial sums of one token in rank order, and then the addend. Two partial sums are loaded at a time.
+template <typename T, typename Wire, bool kAdds, int kCount>
 __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedArray& array,
-                                          const Team& team, const SourceToken& token, T* to) {
+                                          const Team& team, const SourceToken& token,
+                                          const T* addend, T* to) {
   const RankView& view = p.view;
   const auto one = [](int) { return 1.f; };
   const uint32_t own_choices = __ballot_sync(kAllLanes, token.own.row >= 0);
@@ -347,15 +349,20 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
       if (has_even) acc.add(even, one);
       if (has_odd) acc.add(odd, one);
     }
+    if constexpr (kAdds) {
+      Packs<T, kCount> packs;
+      packs.load(addend, offsets);
+      acc.add(packs, one);
+    }
     acc.template rounded<T>().store(to, offsets);
   });
 }
 
 // Does the same as sum_token() through a warp's list. Lane r handles rank r.
-template <typename T, typename Wire, Sums kSums>
+template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
-                                                 const SourceToken& token, T* to) {
+                                                 const SourceToken& token, const T* addend, T* to) {
   const RankView& view = p.view;
   const int rank = lane_index();
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
@@ -372,32 +379,40 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    sum_listed<T, Sum::kOutput>(team, list, counts, segment.bytes,
-                                reinterpret_cast<char*>(to) + segment.first, on_wire.wire);
+    // The list has room: at most top_k rows are of this rank, and num_ranks - 1 have landed.
+    if (kAdds && rank == 0) {
+      list.rows[counts.own + __popc(before | after)] =
+          reinterpret_cast<const char*>(addend) + segment.first;
+    }
+    constexpr Sum kSum = kAdds ? Sum::kOutputPlusAddend : Sum::kOutput;
+    sum_listed<T, kSum>(team, list, counts, segment.bytes,
+                        reinterpret_cast<char*>(to) + segment.first, on_wire.wire);
   });
 }
 
 // Writes the results of one token.
-template <typename T, typename Wire, Sums kSums>
+template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
                                             SourceList& list, const SourceToken& token,
                                             int token_index) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
+    const T* addend =
+        kAdds ? static_cast<const T*>(array.addend) + token_index * array.elements : nullptr;
     if constexpr (kSums != Sums::kGeneral) {
-      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, to);
+      sum_listed_token<T, Wire, kSums, kAdds>(p, array, team, list, token, addend, to);
     } else if (array.vectorized) {
-      sum_token<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
+      sum_token<T, Wire, kAdds, kVector<T, Wire>>(p, array, team, token, addend, to);
     } else {
-      sum_token<T, Wire, 1>(p, array, team, token, to);
+      sum_token<T, Wire, kAdds, 1>(p, array, team, token, addend, to);
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
   receive_choice(p, token.epoch, token_index, lane_index(), token.own.row, token.slots);
 }
 
-template <typename T, typename Wire, Sums kSums>
+template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void receive(const CombineParams& p, const Team& team, SourceList& list,
                                         int* slots, uint64_t epoch) {
   const RankView& view = p.view;
@@ -417,7 +432,7 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     mark(view, Mark::kAwait);
     if (!wait_for_token(p, token)) continue;
     mark(view, Mark::kLanded);
-    write_token<T, Wire, kSums>(p, team, list, token, token_index);
+    write_token<T, Wire, kSums, kAdds>(p, team, list, token, token_index);
     mark(view, Mark::kReceived);
   }
 }
@@ -636,7 +651,7 @@ __device__ __forceinline__ void receive_slices(const CombineParams& p, const Tea
   }
 }
 
-template <typename T, typename Wire, Sums kSums>
+template <typename T, typename Wire, Sums kSums, bool kAdds = false>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ Launched<CombineParams> launched) {
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
@@ -669,7 +684,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kIsSliced) {
       receive_slices<T>(p, receivers, lists[warp], slots[warp], block.epoch);
     } else {
-      receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
+      receive<T, Wire, kSums, kAdds>(p, receivers, lists[warp], slots[warp], block.epoch);
     }
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
@@ -681,10 +696,11 @@ struct CombineKernels {
     TokenFormat wire_format;
     WireType wire;
     Sums sums;
+    bool adds;
 
     bool operator==(const Key& other) const {
       return type == other.type && wire_format == other.wire_format && wire == other.wire &&
-             sums == other.sums;
+             sums == other.sums && adds == other.adds;
     }
   };
   using Kernel = void (*)(Launched<CombineParams>);
@@ -693,31 +709,42 @@ struct CombineKernels {
   static void list(Add&& add) {
     for_each(Elements{}, [&](auto element) {
       using T = typename decltype(element)::type;
-      constexpr ElementType kType = Element<T>::kType;
-      add({kType, kNoFormat, WireType::kOfRows, Sums::kGeneral},
-          combine_kernel<T, T, Sums::kGeneral>, 0);
-      add({kType, kNoFormat, WireType::kOfRows, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
-      add({kType, kNoFormat, WireType::kOfRows, Sums::kSegments},
-          combine_kernel<T, T, Sums::kSegments>, 0);
 #ifndef MOE_A2A_NETWORK
-      add({kType, kNoFormat, WireType::kOfRows, Sums::kSlices}, combine_kernel<T, T, Sums::kSlices>,
-          0);
+      add({Element<T>::kType, kNoFormat, WireType::kOfRows, Sums::kSlices, false},
+          combine_kernel<T, T, Sums::kSlices>, 0);
 #endif
-      add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral},
-          combine_kernel<T, float, Sums::kGeneral>, 0);
-      for_each(TokenFormats{}, [&](auto format) {
-        add({kType, format, WireType::kOfRows, Sums::kSegments},
-            combine_kernel<T, Encoded<format>, Sums::kSegments>, 0);
-      });
+      list_forms<T, false>(add);
+      list_forms<T, true>(add);
+    });
+  }
+
+ private:
+  // Lists the kernels that need no product, for sums with addends or without. Addends are a form of their own, because
+  // they need registers.
+  template <typename T, bool kAdds, typename Add>
+  static void list_forms(Add&& add) {
+    constexpr ElementType kType = Element<T>::kType;
+    add({kType, kNoFormat, WireType::kOfRows, Sums::kGeneral, kAdds},
+        combine_kernel<T, T, Sums::kGeneral, kAdds>, 0);
+    add({kType, kNoFormat, WireType::kOfRows, Sums::kRows, kAdds},
+        combine_kernel<T, T, Sums::kRows, kAdds>, 0);
+    add({kType, kNoFormat, WireType::kOfRows, Sums::kSegments, kAdds},
+        combine_kernel<T, T, Sums::kSegments, kAdds>, 0);
+    add({kType, kNoFormat, WireType::kFloat32, Sums::kGeneral, kAdds},
+        combine_kernel<T, float, Sums::kGeneral, kAdds>, 0);
+    for_each(TokenFormats{}, [&](auto format) {
+      add({kType, format, WireType::kOfRows, Sums::kSegments, kAdds},
+          combine_kernel<T, Encoded<format>, Sums::kSegments, kAdds>, 0);
     });
   }
 };
 
 CombineKernels::Key key_of(const CombineParams& p) {
-  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments};
+  const bool adds = p.num_summed > 0 && p.summed[0].addend != nullptr;
+  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments, adds};
   const Sums whole = p.sliced.num > 0 ? Sums::kSlices : Sums::kRows;
   const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : whole;
-  return {p.type, kNoFormat, p.wire, p.listed ? listed : Sums::kGeneral};
+  return {p.type, kNoFormat, p.wire, p.listed ? listed : Sums::kGeneral, adds};
 }
 
 }  // namespace

@@ -229,6 +229,7 @@ def combine(
     *,
     weights: ArrayLike | Literal["recv"] | None = "recv",
     wire_dtype: DTypeLike | TokenFormat | None = None,
+    add: PyTree | None = None,
 ) -> PyTree:
     """Return the experts' outputs to the source ranks, summed as weight * output for each token.
 
@@ -251,6 +252,10 @@ def combine(
         format's group size. With a group of two levels, a float dtype must not be wider than the
         dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic in
         float16 round float64 to float16 through float32.
+      add: an array that is added to the sums, such as a residual or the output of a shared expert,
+        or None. It has the shape, structure and dtypes of the result. It is added last, in float32
+        (float64 for float64 rows), before the only rounding of the result. Its gradient is the
+        gradient of the result. Not for replicated tokens: add it to the result of ``lax.psum``.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.
@@ -283,9 +288,11 @@ def combine(
       [[11.5, 11.0], [15.5, 41.5]]
       ```
     """
-    arguments = check_combine(y, recv, weights, wire_dtype)
+    arguments = check_combine(y, recv, weights, wire_dtype, add)
     exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
-    return arguments.sums(bind(exchange, arguments.payload, arguments.routing, **arguments.params))
+    addends, params = arguments.addends, arguments.params
+    sums = bind(exchange, arguments.payload, arguments.routing, addends=addends, **params)
+    return arguments.sums(sums)
 
 
 def dispatch_start(
@@ -398,7 +405,8 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine``, and return what ``combine_done`` needs to finish it.
 
-    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``.
+    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
+    ``add``: add to the result of ``combine_done``.
 
     Args:
       y: as in ``combine``.

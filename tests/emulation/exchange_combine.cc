@@ -1,5 +1,5 @@
-// combine: sums of rows, with and without weights, in every wire dtype and format, and choice arrays; also of rows that a
-// product computes in slices of columns meanwhile.
+// combine: sums of rows, with and without weights and addends, in every wire dtype and format, and choice arrays; also of
+// rows that a product computes in slices of columns meanwhile.
 #include <atomic>
 #include <thread>
 
@@ -36,6 +36,7 @@ class Combine : public Exchange {
     }
     choose_weights(random);
     num_summed_ = num_pairs_ > 0 || form_ == Form::kSliced ? 1 : 1 + random.one_in(4);
+    has_addends_ = form_ != Form::kSliced && random.one_in(3);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(random, rank));
   }
 
@@ -107,7 +108,7 @@ class Combine : public Exchange {
     std::vector<Array> rows, weights;  // by array, or by pair
     Array computed;                    // kSliced: rows[0], when the product has stored them
     Array finished, group_sizes;
-    std::vector<Array> sums;  // by array
+    std::vector<Array> sums, addends;  // by array
     Array choices_in, choices_out;
   };
 
@@ -183,6 +184,12 @@ class Combine : public Exchange {
     for (int i = 0; i < num_summed_; ++i) {
       made.sums.push_back(
           add_output(rank, static_cast<size_t>(shape.num_tokens) * elements * item, 16, kNanByte));
+      if (!has_addends_) continue;
+      const size_t numbers = static_cast<size_t>(shape.num_tokens) * elements;
+      made.addends.push_back(make_array(numbers * item));
+      for (size_t e = 0; e < numbers; ++e) {
+        write_number(made.addends.back()->data() + e * item, type_, small_integer(random));
+      }
     }
     if (has_choice_array_) {
       made.choices_in = make_array(capacity * 4, 4);
@@ -233,7 +240,8 @@ class Combine : public Exchange {
   CombineCall call() const {
     const bool is_encoded = format_ != kNoFormat;
     const DataType& wire = float32_wire_ ? kFloat32 : data_type(type_);
-    return {has_choice_array_, num_pairs_, is_encoded ? name_of(format_) : wire.name, 1.f};
+    return {has_choice_array_, num_pairs_, has_addends_ ? num_summed_ : 0,
+            is_encoded ? name_of(format_) : wire.name, 1.f};
   }
 
   // Returns the operands, except the routing, and the results.
@@ -254,6 +262,9 @@ class Combine : public Exchange {
     if (has_choice_array_) {
       a.args.add(kFloat32, {shape.capacity}, own.choices_in);
       a.results.add(kFloat32, {shape.num_tokens, shape.top_k}, own.choices_out);
+    }
+    for (const Array& addend : own.addends) {
+      a.args.add(data_type(type_), {shape.num_tokens, elements_}, addend);
     }
     return a;
   }
@@ -283,6 +294,7 @@ class Combine : public Exchange {
         sum += v;
       }
     }
+    if (has_addends_) sum += number(ranks_[rank].addends[array], token * elements_ + element);
     return sum;
   }
 
@@ -303,7 +315,7 @@ class Combine : public Exchange {
   Routing routing_;
   ElementType type_;
   TokenFormat format_ = {};
-  bool float32_wire_, has_choice_array_;
+  bool float32_wire_, has_choice_array_, has_addends_;
   int64_t elements_;
   int num_pairs_, weights_per_row_, num_summed_;
   int num_slices_ = 0, num_groups_ = 0;

@@ -49,6 +49,7 @@ def exchange(program, group, a):
         destination, routed = ma.route(destination, **routed), {}
     y = [a[f"y{i}"] for i in range(len(p.y))]
     y = y[0] if p.is_weighted else y
+    addends = [a[name] for name in p.addends] or None
     if p.is_split:
         routed.pop("replicated", None)
         inflight = ma.dispatch_start(
@@ -64,7 +65,9 @@ def exchange(program, group, a):
     if p.is_split:
         sums = ma.combine_done(ma.combine_start(y, given, **options))
     else:
-        sums = ma.combine(y, given, **options)
+        if addends is not None and p.is_weighted:
+            (addends,) = addends
+        sums = ma.combine(y, given, add=addends, **options)
     return recv, [sums] if p.is_weighted else sums
 
 
@@ -133,6 +136,7 @@ def names_of(program):
     """Return the names of all inputs."""
     p = program
     names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
+    names += p.addends
     names += ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
     names += ["topk_weights"] * (p.topk_weights is not None)
     names += ["shared_weights"] * (p.shared_weights not in (None, "number"))
@@ -211,9 +215,9 @@ class Expected:
             weights = np.concatenate([weights, shared], axis=2)
         return self.each(oracle.dispatch_choices, weights)
 
-    def summed(self, pairs, wire):
-        """Return (sums, slack) of pairs of rows and weights (or None), with the wire dtype of that
-        name."""
+    def summed(self, pairs, wire, addend=None):
+        """Return (sums, slack) of pairs of rows and weights (or None) and of the addend, with the
+        wire dtype of that name."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -231,17 +235,19 @@ class Expected:
 
         def of_domain(*arrays):
             *arrays, routing = arrays
+            add = None if addend is None else arrays[-1]
             own = [
                 (rows, None if given is None else arrays[len(pairs) + i])
                 for i, (rows, (_, given)) in enumerate(zip(arrays, pairs))
             ]
             if p.hosts and not p.replicated:
-                return oracle.combine_of_hosts(own, routing, p.hosts, of_wire)
-            return oracle.combine_pairs(own, routing, of_wire)
+                return oracle.combine_of_hosts(own, routing, p.hosts, of_wire, add)
+            return oracle.combine_pairs(own, routing, of_wire, add)
 
         rows = [rows for rows, _ in pairs]
         weights = [rows[0] if w is None else w for (rows, w) in pairs]
-        sums, slack = self.each(of_domain, *rows, *weights)
+        addends = [] if addend is None else [addend]
+        sums, slack = self.each(of_domain, *rows, *weights, *addends)
         return sums, slack * (not p.weights_are_powers)
 
     @functools.cached_property
@@ -268,7 +274,8 @@ class Expected:
             check_load(load, self.routings, self.program.shared_expert)
         p, weights = self.program, self.combine_weights
         for i, actual in enumerate(sums):
-            expected = self.summed([(self.args[f"y{i}"], weights)], p.combine_wire)
+            pairs, addend = [(self.args[f"y{i}"], weights)], self.args.get(f"add{i}")
+            expected = self.summed(pairs, p.combine_wire, addend)
             harness.assert_sums_agree(actual, *expected, f"sum {i}")
         if p.derivative == "jvp":
             self.check_tangents(derivatives)
@@ -349,7 +356,7 @@ class Expected:
             if p.is_weighted:
                 of_weights = d["y_weights"] if p.y_weights == "own" else of_weights
                 pairs.append((self.args[f"y{i}"], of_weights))
-            expected = self.summed(pairs, p.combine_wire)
+            expected = self.summed(pairs, p.combine_wire, d.get(f"add{i}"))
             harness.assert_sums_agree(tangents[f"sum{i}"], *expected, f"tangent of sum {i}")
 
     def check_cotangents(self, cotangents):
@@ -364,6 +371,8 @@ class Expected:
         of_row_weights, slack = None, 0
         for i in range(len(p.y)):
             g, y = d[f"sum{i}"], self.args[f"y{i}"]
+            if p.addends:
+                harness.assert_same_bytes(cotangents[f"add{i}"], g, f"cotangent of add{i}")
             actual, what = cotangents[f"y{i}"], f"cotangent of y{i}"
             if not p.is_weighted:
                 harness.assert_same_bytes(actual, self.moved(g), what)

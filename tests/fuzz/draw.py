@@ -124,6 +124,13 @@ class Program(Sizes):
     derivative: str | None  # "jvp" or "vjp"
     tail: str  # "zero" or "unspecified"
     has_token_scales: bool
+    has_addends: bool  # if the combine may have addends
+
+    @property
+    def addends(self):
+        """Return the names of the arrays that the combine adds to its sums."""
+        adds = self.has_addends and not self.is_split and not self.replicated
+        return [f"add{i}" for i in range(len(self.y) * adds)]
 
     @property
     def hosts(self):
@@ -146,7 +153,7 @@ class Program(Sizes):
         names = [f"x{i}" for i, leaf in enumerate(self.x) if leaf.is_differentiated]
         names += ["topk_weights"] * (self.topk_weights is not None)
         names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
-        names += [f"y{i}" for i in range(len(self.y))]
+        names += [f"y{i}" for i in range(len(self.y))] + self.addends
         return names + ["y_weights"] * (self.y_weights == "own")
 
 
@@ -242,6 +249,7 @@ def program(seed, number, *, has_mesh=True):
         derivative=one_of(rng, (None, "jvp", "vjp", "vjp")),
         tail=one_of(rng, ("zero", "unspecified")),
         has_token_scales=scale_of == "token",
+        has_addends=chance(0.4),
     )
 
 
@@ -368,7 +376,8 @@ def axis_of(name):
         return "ids"
     if name in ("topk_weights", "shared_weights", "y_weights", "scales"):
         return "weights"
-    return name.rstrip("0123456789")
+    name = name.rstrip("0123456789")
+    return "x" if name == "add" else name  # an addend has an entry for each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,6 +454,8 @@ def inputs(program, seed, number, run):
     for i, leaf in enumerate(p.y):
         arrays = drawn(f"y{i}", (p.rows, *leaf.shape), normal(leaf.dtype), False)
         found[f"y{i}"] = poisoned(f"y{i}", arrays, is_row)
+    for name, leaf in zip(p.addends, p.y, strict=False):
+        found[name] = drawn(name, (p.tokens, *leaf.shape), normal(leaf.dtype), False)
     if p.y_weights == "own":
         arrays = drawn("y_weights", (p.rows,), weights("float32"), False)
         found["y_weights"] = poisoned("y_weights", arrays, is_row)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, check_floats
+from ..checks import PyTree, check_floats, short
 from ..formats.formats import NvFp4, TokenFormat, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
@@ -200,10 +200,11 @@ class CombineArguments(NamedTuple):
     treedef: jax.tree_util.PyTreeDef
     weights: jax.Array | None
     options: Options
+    addends: list[jax.Array]  # one for each leaf, or none at all
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of the primitive, without the routing."""
+        """Return the operands of the primitive, without addends and routing."""
         return self.leaves if self.weights is None else [*self.leaves, self.weights]
 
     @property
@@ -221,6 +222,7 @@ def check_combine(
     recv: Recv | AnyRouting,
     weights: ArrayLike | Literal["recv"] | None,
     wire_dtype: DTypeLike | TokenFormat | None,
+    add: PyTree | None = None,
 ) -> CombineArguments:
     """Check the arguments of ``combine`` or ``combine_start``, and raise their errors."""
     if not isinstance(recv, Recv | AnyRouting):
@@ -244,14 +246,43 @@ def check_combine(
         check_floats("y", leaf)
     wire = check_wire_dtype(wire_dtype, "y", leaves, has_levels=routing.has_levels)
     options = Options(wire_dtype=wire)
+    addends = [] if add is None else _check_addends(add, routing, leaves, treedef)
     if weights is None:
         if not leaves:
             raise ValueError(f"y must have at least one array; got {y!r}")
-        return CombineArguments(routing, leaves, treedef, None, options)
+        return CombineArguments(routing, leaves, treedef, None, options, addends)
     if not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(
             f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
             "combine once for each array"
         )
     weights = check_weights("weights", weights, "[capacity]", (routing.capacity,))
-    return CombineArguments(routing, leaves, treedef, weights, options)
+    return CombineArguments(routing, leaves, treedef, weights, options, addends)
+
+
+def _check_addends(
+    add: PyTree,
+    routing: AnyRouting,
+    rows: Sequence[jax.Array],
+    treedef: jax.tree_util.PyTreeDef,
+) -> list[jax.Array]:
+    """Return the arrays of ``add``, which are like the sums of ``rows``, or raise the errors of
+    ``combine``."""
+    leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
+    if routing.replicated:
+        raise ValueError(
+            "add must be None if tokens are replicated, because lax.psum of the results would add "
+            f"it once for each rank; got {', '.join(map(short, leaves))}. Add it to the result of "
+            "lax.psum"
+        )
+    if structure != treedef:
+        raise TypeError(f"add must have the structure of y, {treedef}; got {structure}")
+    for leaf, of_rows in zip(leaves, rows, strict=True):
+        like = jax.ShapeDtypeStruct((routing.num_tokens, *of_rows.shape[1:]), of_rows.dtype)
+        if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+            error = TypeError if leaf.dtype != like.dtype else ValueError
+            raise error(
+                f"add must have the shape and the dtype of the result, {short(like)}; got "
+                f"{short(leaf)}. Reshape or cast it"
+            )
+    return leaves

@@ -119,28 +119,30 @@ def combine(
     *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
 ) -> list[jax.Array]:
     """Combine leaves [C, ...] and choice arrays [C, ...] by a routing. Return sums [T, ...] and
-    choice arrays [T, K, ...]. The ``tail`` is for the transpose only."""
-    del num_choice_arrays
+    choice arrays [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays. The
+    ``tail`` is for the transpose only."""
     payload, routing = split_routing(operands)
+    leaves, rest = payload[:num_leaves], payload[num_leaves:]
+    choice_arrays, addends = rest[:num_choice_arrays], rest[num_choice_arrays:]
+    params.update(routing=routing)
     sums = [
-        _partial_and_total_sums([(x, None)], options.wire_dtype, routing=routing, **params)
-        for x in payload[:num_leaves]
+        _partial_and_total_sums([(x, None)], addends[i : i + 1], options.wire_dtype, **params)
+        for i, x in enumerate(leaves)
     ]
-    return sums + [
-        _move(send_row_choices, receive_choices, x, routing=routing, **params)
-        for x in payload[num_leaves:]
-    ]
+    return sums + [_move(send_row_choices, receive_choices, x, **params) for x in choice_arrays]
 
 
 def weighted_combine(
     *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
 ) -> list[jax.Array]:
     """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
-    Return [T, *W, ...]."""
+    Return [T, *W, ...]. An addend [T, *W, ...] may follow."""
     del num_choice_arrays
     payload, routing = split_routing(operands)
-    pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
-    return [_partial_and_total_sums(pairs, options.wire_dtype, routing=routing, **params)]
+    pairs = list(zip(payload[:num_leaves], payload[num_leaves : 2 * num_leaves], strict=True))
+    addends = payload[2 * num_leaves :]
+    params.update(routing=routing)
+    return [_partial_and_total_sums(pairs, addends, options.wire_dtype, **params)]
 
 
 def weighted_dispatch(
@@ -425,10 +427,14 @@ def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtyp
 
 
 def receive_sums(
-    returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
+    returned: jax.Array,
+    routing: RoutingArrays,
+    *addends: jax.Array,
+    acc_dtype: Any,
+    dtype: Any,
 ) -> jax.Array:
     """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
-    order. Return [T, ...]."""
+    order, then the addends [T, ...]. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
     total, _ = align_varying([total, returned], ())
@@ -440,6 +446,8 @@ def receive_sums(
         jnp.where(slots >= 0, first + slots, -1),
         total,
     )
+    for addend in addends:
+        total += addend.astype(acc_dtype)
     return total.astype(dtype)
 
 
@@ -473,9 +481,11 @@ def _move(
     return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
 
 
-def _partial_and_total_sums(pairs: Any, wire_dtype: Any, **params: Any) -> jax.Array:
-    """Compute partial sums and total sums in the accumulation dtype. Partial sums are rounded once,
-    to ``wire_dtype`` or to a token format."""
+def _partial_and_total_sums(
+    pairs: Any, addends: Sequence[jax.Array], wire_dtype: Any, **params: Any
+) -> jax.Array:
+    """Compute partial sums and total sums in the accumulation dtype, and add the addends. Partial
+    sums are rounded once, to ``wire_dtype`` or to a token format."""
     dtype = pairs[0][0].dtype
     acc_dtype = accumulation_dtype(dtype)
     send = partial(send_sums, acc_dtype=acc_dtype)
@@ -488,16 +498,16 @@ def _partial_and_total_sums(pairs: Any, wire_dtype: Any, **params: Any) -> jax.A
             sums = send(pairs, routing, wire_dtype=acc_dtype)
             return jax.tree.map(_as_integers, fmt.encode(sums))
 
-        def receive_encoded(returned: Any, routing: RoutingArrays) -> jax.Array:
+        def receive_encoded(returned: Any, *others: Any) -> jax.Array:
             quantized = jax.tree.map(
                 lambda x, like: lax.bitcast_convert_type(x, like.dtype), returned, shapes
             )
-            return receive(fmt.decode(quantized, acc_dtype), routing)
+            return receive(fmt.decode(quantized, acc_dtype), *others)
 
-        return _exchange(send_encoded, receive_encoded, pairs, **params)
+        return _exchange(send_encoded, receive_encoded, pairs, *addends, **params)
     if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         wire_dtype = dtype
-    return _exchange(partial(send, wire_dtype=wire_dtype), receive, pairs, **params)
+    return _exchange(partial(send, wire_dtype=wire_dtype), receive, pairs, *addends, **params)
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
@@ -517,18 +527,19 @@ def _exchange(
     send: Callable[..., jax.Array],
     receive: Callable[..., jax.Array],
     x: Any,
-    *,
+    *received_with: jax.Array,
     routing: RoutingArrays,
     group: Group,
     emulated: bool,
 ) -> jax.Array:
-    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``."""
+    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``, which also has
+    the arrays ``received_with`` of its rank."""
     if emulated:
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
-        return jax.vmap(receive)(sent, routing)
+        return jax.vmap(receive)(sent, routing, *received_with)
 
     sent = jax.tree.map(partial(swap, group=group), send(x, routing))
-    return receive(sent, routing)
+    return receive(sent, routing, *received_with)
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:

@@ -23,6 +23,7 @@ from jax import lax
 from ..group.group import Group
 from ..plan.plan import PlanOptions, RoutingArrays, quotient, remainder, running_sum
 from ..routing.two_level import TwoLevelRouting
+from .combine_add import adding
 from .dispatch_combine import COMBINE, DISPATCH
 from .record import Exchange, Options
 from .reference import own_rank
@@ -128,16 +129,20 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
 
 
 def bind(
-    exchange: Exchange, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    exchange: Exchange,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    addends: Sequence[Any] = (),
+    **params: Any,
 ) -> list[Any]:
-    """Bind a whole exchange over both levels."""
+    """Bind a whole exchange over both levels. The second level of a combine adds the addends."""
     num_leaves = params.pop("num_leaves")
     between, within = _levels(routing, params)
     if exchange.is_outward:
         relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
         return within(exchange, relayed, num_leaves)
     sums = within(exchange, payload, num_leaves)
-    return between(COMBINE, sums, len(sums))
+    return between(*adding(COMBINE, sums, addends), len(sums))
 
 
 # A split exchange splits only the level between hosts. The level within the host is whole: in a

@@ -117,14 +117,14 @@ def combine_jvp(
     out = exchange.bind(payload, routing, num_leaves=num_leaves, **params)
     num_flying = len(payload) - 2 * num_leaves
     d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:num_flying]]
-    pairs = _tangent_pairs(payload[num_flying:], tangents[num_flying : len(payload)], num_leaves)
+    pairs = tangent_pairs(payload[num_flying:], tangents[num_flying : len(payload)], num_leaves)
     if not pairs:
         return out, [zero_tangent(x) for x in out]
     payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs)]
     return out, exchange.bind(payload, routing, num_leaves=len(pairs), **params)
 
 
-def _tangent_pairs(
+def tangent_pairs(
     payload: Sequence[Any], tangents: Sequence[Any], num_leaves: int
 ) -> list[tuple[Any, Any]]:
     rows, weights = payload[:num_leaves], payload[num_leaves:]

@@ -17,15 +17,20 @@ def combine_calls(
     call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
-    the first call also moves the choice arrays."""
+    the first call also moves the choice arrays. The payload may end with addends of the leaves."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
-    leaves = payload[:num_leaves]
+    leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
+    has_addends = len(payload) > num_moved
     calls = []
-    choice_arrays_left = list(range(num_leaves, len(payload)))
+    choice_arrays_left = list(range(num_leaves, num_moved))
     for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: choice arrays only
-        arrays = [i for i in range(num_leaves) if leaves[i].dtype == dtype] + choice_arrays_left
-        counts = dict(num_choice_arrays=len(choice_arrays_left), num_pairs=0)
-        calls.append(_call(call_placement, arrays, arrays, dtype, wire, counts))
+        own = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
+        addends = [num_moved + i for i in own if has_addends]
+        results = own + choice_arrays_left
+        counts = dict(
+            num_choice_arrays=len(choice_arrays_left), num_pairs=0, num_addends=len(addends)
+        )
+        calls.append(_call(call_placement, results + addends, results, dtype, wire, counts))
         choice_arrays_left = []
     return calls
 
@@ -34,8 +39,11 @@ def weighted_combine_calls(
     call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
-    them."""
-    counts = dict(num_choice_arrays=0, num_pairs=params["num_leaves"])
+    them. The payload may end with an addend."""
+    num_pairs = params["num_leaves"]
+    counts = dict(
+        num_choice_arrays=0, num_pairs=num_pairs, num_addends=len(payload) - 2 * num_pairs
+    )
     dtype, wire = payload[0].dtype, params["options"].wire_dtype
     return [_call(call_placement, range(len(payload)), [0], dtype, wire, counts)]
 

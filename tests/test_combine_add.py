@@ -1,0 +1,388 @@
+"""Combine with `add`: an array is added to each sum last, before the only rounding of the result.
+
+Unweighted sums are compared exactly, weighted sums within the slack of `oracle.combine`.
+"""
+
+import functools
+
+import cases
+import format_oracle
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, Mesh
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+FORMATS = dict(blockwise=ma.BlockwiseFp8(), mx=ma.MxFp8(), nv=ma.NvFp4(global_scale=0.0625))
+
+
+def combine(group, layout, ids, y, weights, addend, wire_dtype=None):
+    """Combine rows of one rank; `weights` and `addend` may be None."""
+    routing = ma.route(ids, **layout.route_args(group))
+    return ma.combine(y, routing, weights=weights, wire_dtype=wire_dtype, add=addend)
+
+
+@functools.cache
+def program(layout, ranks, wire_dtype=None, weighted=True):
+    """Return a program (ids, y, weights, addend) -> (sums, weighted sums)."""
+    group = harness.group_of(ranks)
+
+    def both(ids, y, weights, addend):
+        of = functools.partial(combine, group, layout, ids, y, wire_dtype=wire_dtype)
+        return [of(None, addend), of(weights, addend)] if weighted else [of(None, addend)]
+
+    mesh = harness.mesh_of(ranks)
+    return harness.on_each_rank(both, mesh, exchanges=(2 + weighted) * layout.has_rows(ranks))
+
+
+def inputs(case, ranks, dtype="bfloat16", trailing=None, seed=0):
+    """Return (ids, y, weights, addend) of all ranks, with NaN in rows without a token; expected
+    routing."""
+    layout = case.layout
+    rng = np.random.default_rng([seed, ranks, layout.tokens])
+    ids = case.ids(ranks, seed)
+    routing = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    trailing = (layout.hidden,) if trailing is None else trailing
+    y = cases.normal(rng, (ranks, layout.rows(ranks), *trailing), dtype)
+    weights = cases.normal(rng, y.shape[:2], "float32")
+    y[routing.row_token < 0] = np.nan
+    weights[routing.row_token < 0] = np.nan
+    addend = cases.normal(rng, (ranks, layout.tokens, *trailing), dtype)
+    return (ids, y, weights, addend), routing
+
+
+def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
+    for actual, of_rows in zip(sums, (None, weights), strict=False):
+        expected = oracle.combine(y, routing, of_rows, wire_dtype, addend)
+        harness.assert_sums_agree(actual, *expected, what)
+
+
+@pytest.mark.parametrize("case", cases.catalogue(), ids=lambda case: case.name)
+def test_the_addend_is_added_to_the_sums_of_every_case(case):
+    args, routing = inputs(case, RANKS)
+    assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
+def test_the_addend_is_added_to_the_sums_of_many_tokens(case):
+    args, routing = inputs(case, RANKS)
+    assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
+
+
+# Rows of 4 and 6 words of 16 bytes, of a part of a word, and of one element.
+@pytest.mark.parametrize("trailing", ((32,), (6, 8), (33,), ()), ids=str)
+@pytest.mark.parametrize("wire_dtype", (None, "float32"))
+@pytest.mark.parametrize("dtype", cases.SUMMED_DTYPES)
+def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
+    for routing_name in ("skewed", "masked_tokens"):
+        case = cases.Case(cases.CUT, routing_name)
+        args, routing = inputs(case, RANKS, dtype, trailing)
+        wire = cases.dtype(wire_dtype or dtype)
+        sums = program(case.layout, RANKS, wire_dtype)(*args)
+        assert_adds(sums, *args[1:], routing, wire, routing_name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", cases.SUMMED_DTYPES)
+def test_partial_sums_may_travel_in_a_format(name, dtype):
+    """Small integers are exact in the formats, and so are their products with 1."""
+    fmt = FORMATS[name]
+    layout = cases.Layout("format", tokens=9, top_k=2, local_experts=2, capacity=14)
+    trailing = (3 * fmt.group_size,)
+    for routing_name in ("skewed", "masked_tokens"):
+        case = cases.Case(layout, routing_name)
+        (ids, y, _, addend), routing = inputs(case, RANKS, dtype, trailing)
+        rng = np.random.default_rng(1)
+        y = rng.integers(-1, 2, y.shape).astype(y.dtype)
+        y[..., :: fmt.group_size] = 6 / 16 if name == "nv" else 1
+        y[routing.row_token < 0] = np.nan
+        ones = np.ones(y.shape[:2], np.float32)
+
+        def coded(partial, fmt=fmt):
+            found = format_oracle.decode(fmt, *format_oracle.encode(fmt, partial), "float32")
+            return found.reshape(partial.shape)
+
+        for actual in program(layout, RANKS, fmt)(ids, y, ones, addend):
+            expected = oracle.combine(y, routing, None, coded, addend)
+            harness.assert_sums_agree(actual, *expected, routing_name)
+
+
+def test_float64_is_added_in_float64():
+    case = cases.Case(cases.PLAIN, "skewed")
+    group = harness.group_of(RANKS)
+    fn = functools.partial(combine, group, case.layout)
+    args, routing = inputs(case, RANKS, "float64", (3,))
+    args = (*args[:2], args[2].astype(np.float64), args[3])
+    run = harness.on_each_rank(fn, group.mesh, exchanges=1)  # the sums are portable
+    with jax.enable_x64(True):
+        out = run(*args)
+    harness.assert_sums_agree(out, *oracle.combine(args[1], routing, args[2], None, args[3]))
+
+
+def test_the_addend_is_added_last_and_rounded_with_the_sum():
+    """In float32, 1 - big + big is 0, and big - big + 1 is 1."""
+    layout = cases.Layout("last", tokens=1, top_k=2, local_experts=2)
+    ids = np.broadcast_to(np.array([0, 1], np.int32), (RANKS, 1, 2)).copy()
+    expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
+
+    def sums(first, second, addend, dtype, wire_dtype=None):
+        y = np.zeros((RANKS, expected.capacity, 1), cases.dtype(dtype))
+        for *_, k, rank, row in oracle.choices(expected):
+            y[rank, row] = (first, second)[k]
+        addend = np.full((RANKS, 1, 1), addend, y.dtype)
+        (out,) = program(layout, RANKS, wire_dtype, weighted=False)(ids, y, None, addend)
+        np.testing.assert_array_equal(out, oracle.combine(y, expected, None, wire_dtype, addend)[0])
+        return out.astype(np.float32)
+
+    big = 4.0 / oracle.epsilon("float32")
+    np.testing.assert_array_equal(sums(big, -big, 1.0, "float32"), 1)
+    np.testing.assert_array_equal(sums(1.0, -big, big, "float32"), 0)
+    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 was added: a tie would round down.
+    np.testing.assert_array_equal(sums(2.0**-8, 2.0**-16, 1.0, "bfloat16", "float32"), 1 + 2.0**-7)
+
+
+def test_a_token_without_rows_has_its_addend():
+    case = cases.Case(cases.CUT, "all_masked")
+    (ids, y, weights, addend), _ = inputs(case, RANKS)
+    for out in program(case.layout, RANKS)(ids, y, weights, addend):
+        np.testing.assert_array_equal(out, addend)
+
+
+def test_no_addend_adds_nothing():
+    """The program is the same as without the argument."""
+
+    def of(**options):
+        fn = functools.partial(
+            lambda ids, y: ma.combine(y, ma.route(ids, **cases.CUT.route_args(group)), **options)
+        )
+        group = harness.emulated_group(2)
+        avals = [
+            jax.ShapeDtypeStruct((2, cases.CUT.tokens, cases.CUT.top_k), jnp.int32),
+            jax.ShapeDtypeStruct((2, cases.CUT.capacity, 4), jnp.float32),
+        ]
+        return str(jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*avals))
+
+    with harness.expect_exchanges(0):
+        assert of(add=None) == of()
+
+
+def test_a_pytree_has_an_addend_for_each_of_its_arrays():
+    case, ranks = cases.Case(cases.TIGHT, "skewed"), harness.FEW
+    group = harness.group_of(ranks)
+    shapes = dict(a=("float32", ()), b=("bfloat16", (33,)), c=("float32", (2, 16)))
+    y, addends = {}, {}
+    for name, (dtype, trailing) in shapes.items():
+        (ids, y[name], _, addends[name]), routing = inputs(case, ranks, dtype, trailing)
+    fn = lambda ids, y, addends: combine(group, case.layout, ids, y, None, addends)
+    out = harness.on_each_rank(fn, group.mesh, exchanges=1 + 2)(ids, y, addends)
+    for name, actual in out.items():
+        expected = oracle.combine(y[name], routing, None, None, addends[name])
+        harness.assert_sums_agree(actual, *expected, name)
+
+
+# Derivatives
+
+
+def derivatives_of(fn, floats, directions, cotangent, others=()):
+    """Return (value, tangent, cotangents) of fn(*floats, *others)."""
+    of = lambda *floats: fn(*floats, *others)
+    out, tangent = jax.jvp(of, floats, directions)
+    _, vjp = jax.vjp(of, *floats)
+    return out, tangent, vjp(cotangent)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_the_gradient_of_the_addend_is_that_of_the_result_and_tangents_are_added(weighted, dtype):
+    case = cases.Case(cases.CUT, "masked")
+    group = harness.group_of(RANKS)
+    (ids, y, weights, addend), routing = inputs(case, RANKS, dtype)
+    (_, d_y, d_weights, d_addend), _ = inputs(case, RANKS, dtype, seed=1)
+    g = cases.normal(np.random.default_rng(2), addend.shape, dtype)
+    floats = (y, addend, weights) if weighted else (y, addend)
+    directions = (d_y, d_addend, d_weights) if weighted else (d_y, d_addend)
+
+    def on_rank(floats, directions, g, ids):
+        def fn(y, addend, weights=None):
+            return combine(group, case.layout, ids, y, weights, addend)
+
+        return derivatives_of(fn, floats, directions, g)
+
+    # The value, its tangent, and the transposed dispatch, which for weights is one call as well.
+    run = harness.on_each_rank(on_rank, group.mesh, exchanges=1 + 3)
+    _, tangent, found = run(floats, directions, g, ids)
+    pairs = [(d_y, weights), (y, d_weights)] if weighted else [(d_y, None)]
+    expected = oracle.combine_pairs(pairs, routing, None, d_addend)
+    harness.assert_sums_agree(tangent, *expected, "tangent")
+    harness.assert_same_bytes(found[1], g, "cotangent of the addend")
+    if weighted:
+        of_y, _ = oracle.combine_transpose(g, y, routing, weights)
+    else:
+        of_y = oracle.dispatch(g, routing)
+    harness.assert_same_bytes(found[0], of_y, "cotangent of the rows")
+
+
+def traced(fn, *avals):
+    """Return how often fn of one rank's abstract arrays binds each primitive, over two ranks."""
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
+    jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    return harness.count_primitives(jaxpr)
+
+
+def arrays(*trailing):
+    layout = cases.CUT
+    shapes = (layout.capacity, *trailing), (layout.capacity,), (layout.tokens, *trailing)
+    ids = jax.ShapeDtypeStruct((layout.tokens, layout.top_k), jnp.int32)
+    return ids, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_only_what_has_a_tangent_is_exchanged(weighted):
+    group = harness.emulated_group(2)
+    name = "weighted_combine" if weighted else "combine"
+
+    def tangents(of, ids, y, weights, addend):
+        def fn(y, addend):
+            return combine(group, cases.CUT, ids, y, weights if weighted else None, addend)
+
+        args = {"y": y, "addend": addend}
+        moved = {name: args[name] for name in of}
+        return jax.jvp(lambda moved: fn(**(args | moved)), (moved,), (moved,))[1]
+
+    counts = lambda *of: traced(functools.partial(tangents, of), *arrays(4))
+    assert counts("y", "addend") == {"route": 1, f"{name}_add": 1}
+    assert counts("y") == {"route": 1, name: 1}
+    assert counts("addend") == {}
+
+
+@pytest.mark.exchanges(0)
+def test_unused_arrays_of_a_pytree_drop_out():
+    group = harness.emulated_group(2)
+
+    def fn(ids, y, weights, addend):
+        del weights
+        routing = ma.route(ids, **cases.CUT.route_args(group))
+        return ma.combine((y, 2 * y), routing, add=(addend, jnp.sin(addend)))[0]
+
+    args = arrays(4)
+    assert traced(fn, *args) == {"route": 1, "combine_add": 1}
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), args)
+    jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    assert "sin" not in {eqn.primitive.name for eqn in harness.equations(jaxpr)}
+    assert traced(lambda *args: 0 * fn(*args).shape[0], *args) == {}
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_second_derivatives_and_rematerialization_agree_with_a_separate_sum(weighted):
+    """In float32 an addition after the combine has the same bits."""
+    case = cases.Case(cases.CUT, "masked")
+    group = harness.group_of(RANKS)
+    args, routing = inputs(case, RANKS, "float32")
+    ids, y, weights, addend = (np.nan_to_num(x) if x.dtype.kind == "f" else x for x in args)
+
+    def derivatives(add, ids, y, weights, addend):
+        def loss(y, weights, addend):
+            of = functools.partial(combine, group, case.layout, ids, jnp.sin(y))
+            out = of(weights if weighted else None, addend if add == "add" else None)
+            return jnp.sum(jnp.sin(out if add == "add" else out + addend))
+
+        def of(loss):
+            grads = jax.grad(loss, (0, 1, 2))
+            return jax.jvp(grads, (y, weights, addend), (addend_like(y), weights, addend))
+
+        return of(loss), of(jax.checkpoint(loss))
+
+    addend_like = lambda y: jnp.cos(y)
+    run = lambda add: harness.on_each_rank(
+        functools.partial(derivatives, add), group.mesh, compiler_options=harness.QUICKLY
+    )
+    with harness.stated(None, 0):
+        found, expected = (run(add)(ids, y, weights, addend) for add in ("add", "after"))
+    for actual, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+@pytest.mark.parametrize("batched", ("y", "addend", "both", "ids", "all"))
+def test_a_batch_is_one_exchange(batched, weighted):
+    case, batch = cases.Case(cases.CUT, "masked"), 3
+    group = harness.group_of(RANKS)
+    elements = [inputs(case, RANKS, trailing=(8,), seed=seed) for seed in range(batch)]
+    names = dict(ids=("ids", "all"), y=("y", "both", "all"), addend=("addend", "both", "all"))
+    axes = [0 if batched in names[name] else None for name in ("ids", "y", "addend")]
+    in_axes = (axes[0], axes[1], axes[0], axes[2])  # weights belong to the rows of a routing
+    args = [
+        np.stack([e[0][i] for e in elements], axis=1) if axis == 0 else elements[0][0][i]
+        for i, axis in enumerate(in_axes)
+    ]
+    if batched == "ids":  # rows without a token differ
+        args[1] = np.nan_to_num(args[1])
+
+    def on_rank(ids, y, weights, addend):
+        fn = lambda ids, y, weights, addend: combine(
+            group, case.layout, ids, y, weights if weighted else None, addend
+        )
+        return jax.vmap(fn, in_axes)(ids, y, weights, addend)
+
+    out = harness.on_each_rank(on_rank, group.mesh, exchanges=2)(*args)
+    for b in range(batch):
+        ids, y, weights, addend = (
+            x[:, b] if axis == 0 else x for x, axis in zip(args, in_axes, strict=True)
+        )
+        routing = elements[b if axes[0] == 0 else 0][1]
+        if batched == "y":  # rows of another element may be NaN only where this routing has no row
+            assert routing is elements[0][1]
+        expected = oracle.combine(y, routing, weights if weighted else None, None, addend)
+        harness.assert_sums_agree(out[:, b], *expected, f"element {b}")
+
+
+@pytest.mark.exchanges(0)
+def test_vmap_over_the_axis_of_the_group_runs_all_ranks_on_one_device():
+    case, ranks = cases.Case(cases.CUT, "repeated"), 3
+    fn = functools.partial(combine, harness.emulated_group(ranks), case.layout)
+    (ids, y, weights, addend), routing = inputs(case, ranks)
+    out = harness.emulated(fn)(ids, y, weights, addend)
+    harness.assert_sums_agree(out, *oracle.combine(y, routing, weights, None, addend))
+
+
+# Two levels
+
+
+@pytest.mark.counts_by_itself("its group is that within hosts")
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_two_levels_add_at_the_source_rank(weighted):
+    ranks, hosts, axes = harness.MANY, 2 if harness.MANY > 1 else 1, ("host", harness.AXIS)
+    if harness.RANKS_ON_ONE_GPU:
+        mesh = AbstractMesh((hosts, ranks // hosts), axes)
+    else:
+        mesh = Mesh(np.array(harness.devices(ranks)).reshape(hosts, -1), axes)
+    group = ma.Group(mesh, axes, two_level=True, implementation=harness.IMPLEMENTATION)
+    case = cases.Case(cases.CUT, "skewed")
+    (ids, y, weights, addend), routing = inputs(case, ranks)
+
+    def on_rank(ids, y, weights, addend):
+        fn = lambda addend: combine(
+            group, case.layout, ids, y, weights if weighted else None, addend
+        )
+        out, vjp = jax.vjp(fn, addend)
+        return out, vjp(addend)[0]
+
+    run = harness.on_each_rank(on_rank, mesh, compiler_options=harness.QUICKLY)
+    out, gradient = run(ids, y, weights, addend)
+    pairs = [(y, weights if weighted else None)]
+    expected = oracle.combine_of_hosts(pairs, routing, hosts, None, addend)
+    harness.assert_sums_agree(out, *expected)
+    harness.assert_same_bytes(gradient, addend)
