@@ -237,8 +237,8 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
     [R, T, ...], rounded to y's dtype. The slack [R, T, ...] is how far another correct result may
     differ. It is zero without weights, because then the definition fixes every rounding. With
     weights, a fused multiply-add may move a partial sum over one rounding boundary of the wire
-    dtype, and the total over one of the result. The slack does not cover a function's rounding: with
-    weights, use a function only where no product is rounded.
+    dtype, and the total over one of the result. The slack does not cover a function's rounding:
+    with weights, use a function only where no product is rounded.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
