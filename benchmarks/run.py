@@ -206,6 +206,23 @@ class Run:
                         if row := job.row(result, reps):
                             self.add(row)
 
+    def measure_in_turns(self, cases: Iterable[Case]) -> None:
+        """Check all cases, then sample all their jobs by turns, so that a few percent between two
+        of them are no change of the clocks; add their rows."""
+        self.wait()
+        samplers, reps = {}, {}
+        for case in cases:
+            with self.attempt(case.what, case.group):
+                self.check_time()
+                checked = case.check()
+                for job in case.jobs:
+                    compiled, reps[job] = self.unmerged(job.program)
+                    options = job.args(checked), reps[job], self.sample_seconds
+                    samplers[job] = timing.sampler(compiled, *options)
+        for job, us in timing.take_turns(samplers, self.samples).items():
+            if row := job.row(timing.Timing.of(us), reps[job]):
+                self.add(row)
+
     def start(
         self,
         step: Callable[..., Any],
@@ -241,8 +258,13 @@ class Run:
         )
 
     def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
-        """Return the time of a repetition, and how many the timed program has: one if XLA has
-        merged some of several."""
+        """Return the time of a repetition, and how many the timed program has."""
+        compiled, reps = self.unmerged(program)
+        return timing.measure(compiled, args, reps, self.samples, self.sample_seconds), reps
+
+    def unmerged(self, program: Program) -> tuple[Any, int]:
+        """Return the compiled program and its number of repetitions: one if XLA has merged some of
+        several."""
         self.check_time()
         compiled, reps = program.compiling.result(), program.reps
         try:
@@ -253,7 +275,7 @@ class Run:
             say(f"{error}; one repetition instead")
             compiled, reps = program.compile_once(), 1
             timing.check_unmerged(compiled, reps, program.exchanges)
-        return timing.measure(compiled, args, reps, self.samples, self.sample_seconds), reps
+        return compiled, reps
 
 
 def in_words(row: Row) -> str:

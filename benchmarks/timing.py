@@ -222,13 +222,26 @@ def measure(
     sample_seconds: float = SAMPLE_SECONDS,
     agreed: Callable[[float], float] = as_process_0_has_it,
 ) -> Timing:
-    """Run a compiled program and return the time of one of its repetitions.
+    """Run a compiled program and return the time of one of its repetitions; see ``sampler``."""
+    sample_us = sampler(program, args, reps, sample_seconds, agreed)
+    return Timing.of(take_turns({program: sample_us}, samples)[program])
+
+
+def sampler(
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+    reps: int,
+    sample_seconds: float = SAMPLE_SECONDS,
+    agreed: Callable[[float], float] = as_process_0_has_it,
+) -> Callable[[], float]:
+    """Run a compiled program a few times; return a function that samples the microseconds of one of
+    its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
     calls took no longer is noise, and is taken again. ``agreed`` returns the seconds that count for
     all processes.
 
-    Raises:
+    The function raises:
       RuntimeError: if all samples are noise.
     """
 
@@ -255,4 +268,4 @@ def measure(
             f"{before + calls} calls must take longer than {before}; {MAX_TRIES} times they did not"
         )
 
-    return Timing.of(take_turns({program: sample_us}, samples)[program])
+    return sample_us
