@@ -62,6 +62,7 @@ FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
+PAUSED_SECONDS = 0.012  # of a sample after a pause
 
 
 class Shape(NamedTuple):
@@ -120,6 +121,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="D,C",
         help="also moe_mlp with these SMs for exchanges next to products, in training",
     )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0,
+        help="with --next-to-products: seconds of rest before each sample, which is short then, so "
+        "that GPUs do not reach their power limit",
+    )
     return parser.parse_args(argv)
 
 
@@ -129,11 +137,14 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     sweeps = ["grouped", "layer", "decode"]
     run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
+    if args.pause:
+        run = dataclasses.replace(run, sample_seconds=PAUSED_SECONDS)
+        run.record["pause_s"] = args.pause
     benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
             with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                bench = Bench(run, shape, grouped, args.next_to_products)
+                bench = Bench(run, shape, grouped, args.next_to_products, args.pause)
                 bench.start(methods(args, shape, grouped, run.on_gpu), not args.no_experts)
                 benches.append(bench)
     for bench in benches:
@@ -184,9 +195,14 @@ class Bench:
     """What the measurements of a shape with one grouped product share."""
 
     def __init__(
-        self, run: Run, shape: Shape, grouped: str, next_to_products: Sequence[tuple[int, int]]
+        self,
+        run: Run,
+        shape: Shape,
+        grouped: str,
+        next_to_products: Sequence[tuple[int, int]],
+        pause: float,
     ):
-        self.run, self.shape, self.grouped = run, shape, grouped
+        self.run, self.shape, self.grouped, self.pause = run, shape, grouped, pause
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
         self.next_to_products = {
@@ -219,8 +235,10 @@ class Bench:
         say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
-            measure = self.run.measure_in_turns if self.next_to_products else self.run.measure
-            measure(self.cases)
+            if self.next_to_products:
+                self.run.measure_in_turns(self.cases, self.pause)
+            else:
+                self.run.measure(self.cases)
         self.state = self.weights = self.reference = None  # frees memory for the next
 
     def dispatching(self) -> Any:

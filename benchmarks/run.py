@@ -206,9 +206,9 @@ class Run:
                         if row := job.row(result, reps):
                             self.add(row)
 
-    def measure_in_turns(self, cases: Iterable[Case]) -> None:
+    def measure_in_turns(self, cases: Iterable[Case], pause: float = 0) -> None:
         """Check all cases, then sample all their jobs by turns, so that a few percent between two
-        of them are no change of the clocks; add their rows."""
+        of them are no change of the clocks; add their rows. ``pause`` is for ``timing.sampler``."""
         self.wait()
         samplers, reps = {}, {}
         for case in cases:
@@ -217,8 +217,9 @@ class Run:
                 checked = case.check()
                 for job in case.jobs:
                     compiled, reps[job] = self.unmerged(job.program)
-                    options = job.args(checked), reps[job], self.sample_seconds
-                    samplers[job] = timing.sampler(compiled, *options)
+                    samplers[job] = timing.sampler(
+                        compiled, job.args(checked), reps[job], self.sample_seconds, pause=pause
+                    )
         for job, us in timing.take_turns(samplers, self.samples).items():
             if row := job.row(timing.Timing.of(us), reps[job]):
                 self.add(row)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import re
 import statistics
 import time
@@ -206,11 +207,13 @@ def as_process_0_has_it(seconds: float) -> float:
 
 
 def take_turns(samplers: Mapping[Any, Callable[[], float]], samples: int) -> dict[Any, list[float]]:
-    """Return samples by name, taken by turns, because a GPU's clock falls while it is hot."""
+    """Return samples by name, taken by turns, because a GPU's clock falls while it is hot. Each
+    turn has a random order, because the clock also depends on what ran before."""
     taken: dict[Any, list[float]] = {name: [] for name in samplers}
+    draw = random.Random(0)  # the same in all processes
     for _ in range(samples):
-        for name, sample in samplers.items():
-            taken[name].append(sample())
+        for name in draw.sample(list(samplers), len(samplers)):
+            taken[name].append(samplers[name]())
     return taken
 
 
@@ -233,19 +236,21 @@ def sampler(
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
     agreed: Callable[[float], float] = as_process_0_has_it,
+    pause: float = 0,
 ) -> Callable[[], float]:
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
     calls took no longer is noise, and is taken again. ``agreed`` returns the seconds that count for
-    all processes.
+    all processes. The GPU rests for ``pause`` seconds before each run.
 
     The function raises:
       RuntimeError: if all samples are noise.
     """
 
     def seconds(calls: int) -> float:
+        time.sleep(pause)
         start = time.perf_counter()
         for _ in range(calls):
             out = None  # the results of the next call may take this memory
