@@ -78,7 +78,7 @@ if harness.RANKS_ON_ONE_GPU and ON_GPU:
 
 if os.environ.get("MOE_A2A_TEST_NEXT_TO_PRODUCTS") == "1":
     for name, default in budgets.NEXT_TO_PRODUCT.items():
-        budgets.NEXT_TO_PRODUCT[name] = default._replace(ranks=1, tokens=1, columns=0)
+        budgets.NEXT_TO_PRODUCT[name] = default._replace(ranks=1, tokens=1)
 
 if P2P_WORLD_SIZE:
     ma.Group.__init__ = divide_into_hosts(ma.Group.__init__)

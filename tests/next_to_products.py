@@ -133,7 +133,7 @@ lowers = pytest.mark.skipif(
     not native.has_grouped_gemm() or len(jax.devices()) < 8 or harness.PROCESSES > 1,
     reason="needs the extension and eight devices of one process",
 )
-TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 2, 2
+TOKENS, HIDDEN, EXPERTS, TOP_K = 2048, 1024, 2, 2
 
 
 def lower_for_gpus(monkeypatch):

@@ -155,7 +155,7 @@ def with_bias(x, ids, weights, w_in, w_out, **options):
         (dict(change=of_two_axes), "needs rows and products of two axes"),
         (dict(hidden=768), "at least one tile of 256 columns in each of 4 slices; got"),
         (dict(ranks=2), "the group has few ranks or tokens"),
-        (dict(tokens=1016), "the group has few ranks or tokens"),
+        (dict(tokens=TOKENS - 8), "the group has few ranks or tokens"),
         (dict(num_sms={"dot_combine": 0}), "or num_sms says so"),
         (dict(ranks=2, num_sms=32), "the group has few ranks or tokens"),
     ],

@@ -49,6 +49,7 @@ def exchange(ids, x, topk_weights, y):
     return harness.exchange_fn(LAYOUT, harness.group_of(RANKS))(ids, x, topk_weights, y)
 
 
+@pytest.mark.exchanges(0)
 def test_a_batch_in_one_exchange_has_the_same_experts():
     """All elements of the batch are exchanged as the tokens of one routing. Its choices go to the
     same ranks and experts; slots, tokens and rows have other numbers."""

@@ -6,6 +6,7 @@ budget to the SMs of the GPU.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ...group import native
@@ -25,22 +26,16 @@ class NextToProduct(NamedTuple):
 
     operation: str  # whose budget limits that of the exchange
     num_sms: int
-    ranks: int  # fewer gain little (docs/history/speed.md)
-    tokens: int  # of all ranks; fewer gain little
-    columns: int = 0  # the least of the product
+    ranks: float  # with fewer it was not measured faster (docs/history/speed.md)
+    tokens: int  # of all ranks; likewise
 
 
 NEXT_TO_PRODUCT = dict(
     dot_combine=NextToProduct(
-        "combine", native.tuning("DOT_COMBINE_NUM_SMS"), ranks=8, tokens=8192
+        "combine", native.tuning("DOT_COMBINE_NUM_SMS"), ranks=4, tokens=16384
     ),
     dispatch_dot=NextToProduct(
-        "dispatch",
-        native.tuning("DISPATCH_DOT_NUM_SMS"),
-        ranks=8,
-        tokens=8192,
-        # Computed: a dispatch on 32 SMs takes as long as a product of its rows with 400 columns.
-        columns=1024,
+        "dispatch", native.tuning("DISPATCH_DOT_NUM_SMS"), ranks=math.inf, tokens=0
     ),
 )
 
@@ -70,8 +65,3 @@ def num_sms_next_to_product(group: Group, call: str, num_tokens: int) -> int:
     if group.size < default.ranks or group.size * num_tokens < default.tokens:
         return 0
     return min(default.num_sms, group.sms_of(default.operation) or default.num_sms)
-
-
-def least_columns_next_to_product(group: Group, call: str) -> int:
-    """Return the least columns of a product that an exchange runs next to."""
-    return NEXT_TO_PRODUCT[call].columns if group.sms_of(call) is None else 0

@@ -21,7 +21,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from ... import compat
 from ...group import native
-from .budgets import least_columns_next_to_product, num_sms_next_to_product
+from .budgets import num_sms_next_to_product
 from .call_placement import CallPlacement, Refused
 from .custom_call import READ_BY_KERNELS, half_bytes_of
 from .products import (
@@ -82,7 +82,6 @@ def landing_attributes(
         return alone
     return dict(
         landing_sms=num_sms,
-        landing_columns=least_columns_next_to_product(call_placement.group, "dispatch_dot"),
         landing_half_bytes=half_bytes,
         landing_ranks=num_ranks if lead else 1,
         landing_rows=capacity,
@@ -112,14 +111,11 @@ def next_to_dispatch(results: Sequence[Any]) -> None:
 def _join(dispatch: ir.Operation, product: ir.Operation) -> None:
     config, of_product = attributes_of(dispatch), attributes_of(product)
     if not config.get("landing_sms"):
-        raise Refused("the group has few ranks or tokens, or num_sms says so")
+        raise Refused("num_sms does not ask for the product next to it")
     # The gradient of activations is a transposed product.
     kind = of_product.get("product", TRANSPOSED)
     if kind not in (FORWARD, TRANSPOSED):
         raise Refused("the product has few rows in each group, or computes gradients of weights")
-    columns = _shape(product.operands[1])[1 if kind == TRANSPOSED else 2]
-    if columns < config["landing_columns"]:
-        raise Refused(f"the product has only {columns} columns")
     if limit := of_product["num_sms"]:
         raise Refused(f"num_sms={limit} limits the product")
     passing, read = _between(dispatch, product)
