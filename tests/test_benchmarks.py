@@ -279,7 +279,8 @@ def measure_by_own_clock(monkeypatch, seconds_of_call, **options):
         now += seconds_of_call(num_calls)
         return ()
 
-    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    clock = types.SimpleNamespace(perf_counter=lambda: now, sleep=lambda seconds: None)
+    monkeypatch.setattr(timing, "time", clock)
     timed = timing.measure(program, (), sample_seconds=4, **options)
     return timed, num_calls
 
@@ -293,6 +294,20 @@ def test_a_sample_in_which_more_calls_took_no_longer_is_taken_again(monkeypatch)
     assert odd_first_sample == (half_a_second, 3 + 5 + 3 * 6)
     with pytest.raises(RuntimeError, match="5 calls must take longer than 1"):
         measured(lambda n: 1.0 if n <= 3 else 0.0)
+
+
+def test_pauses_are_not_timed(monkeypatch):
+    now = 0.0
+
+    def take(seconds):
+        nonlocal now
+        now += seconds
+        return ()
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now, sleep=take)
+    monkeypatch.setattr(timing, "time", clock)
+    sample = timing.sampler(lambda: take(1.0), (), reps=2, sample_seconds=4, pause=10.0)
+    assert sample() == 5e5
 
 
 def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(monkeypatch):
