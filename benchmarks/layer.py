@@ -125,8 +125,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--pause",
         type=float,
         default=0,
-        help="with --next-to-products: seconds of rest before each sample, which is short then, so "
-        "that GPUs do not reach their power limit",
+        help="seconds of rest before each run of a sample, which is short then, so that GPUs do "
+        "not reach their power limit",
     )
     return parser.parse_args(argv)
 
@@ -138,13 +138,13 @@ def main(argv: list[str] | None = None) -> int:
     sweeps = ["grouped", "layer", "decode"]
     run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
     if args.pause:
-        run = dataclasses.replace(run, sample_seconds=PAUSED_SECONDS)
+        run = dataclasses.replace(run, sample_seconds=PAUSED_SECONDS, pause=args.pause)
         run.record["pause_s"] = args.pause
     benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
             with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                bench = Bench(run, shape, grouped, args.next_to_products, args.pause)
+                bench = Bench(run, shape, grouped, args.next_to_products)
                 bench.start(methods(args, shape, grouped, run.on_gpu), not args.no_experts)
                 benches.append(bench)
     for bench in benches:
@@ -195,14 +195,9 @@ class Bench:
     """What the measurements of a shape with one grouped product share."""
 
     def __init__(
-        self,
-        run: Run,
-        shape: Shape,
-        grouped: str,
-        next_to_products: Sequence[tuple[int, int]],
-        pause: float,
+        self, run: Run, shape: Shape, grouped: str, next_to_products: Sequence[tuple[int, int]]
     ):
-        self.run, self.shape, self.grouped, self.pause = run, shape, grouped, pause
+        self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
         self.next_to_products = {
@@ -235,10 +230,8 @@ class Bench:
         say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
-            if self.next_to_products:
-                self.run.measure_in_turns(self.cases, self.pause)
-            else:
-                self.run.measure(self.cases)
+            measure = self.run.measure_in_turns if self.next_to_products else self.run.measure
+            measure(self.cases)
         self.state = self.weights = self.reference = None  # frees memory for the next
 
     def dispatching(self) -> Any:

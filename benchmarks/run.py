@@ -130,6 +130,8 @@ class Run:
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
     """``time.perf_counter()`` after which nothing more is timed."""
+    pause: float = 0
+    """Seconds of rest before each run of a sample."""
     pool: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1)
@@ -206,9 +208,9 @@ class Run:
                         if row := job.row(result, reps):
                             self.add(row)
 
-    def measure_in_turns(self, cases: Iterable[Case], pause: float = 0) -> None:
+    def measure_in_turns(self, cases: Sequence[Case]) -> None:
         """Check all cases, then sample all their jobs by turns, so that a few percent between two
-        of them are no change of the clocks; add their rows. ``pause`` is for ``timing.sampler``."""
+        of them are no change of the clocks; add their rows."""
         self.wait()
         samplers, reps = {}, {}
         for case in cases:
@@ -216,11 +218,12 @@ class Run:
                 self.check_time()
                 checked = case.check()
                 for job in case.jobs:
-                    compiled, reps[job] = self.unmerged(job.program)
-                    samplers[job] = timing.sampler(
-                        compiled, job.args(checked), reps[job], self.sample_seconds, pause=pause
-                    )
-        for job, us in timing.take_turns(samplers, self.samples).items():
+                    samplers[job], reps[job] = self.sampler(job.program, *job.args(checked))
+        taken = timing.take_turns(samplers, self.samples)
+        for case in cases:
+            if case.group is not None:
+                case.group.check()
+        for job, us in taken.items():
             if row := job.row(timing.Timing.of(us), reps[job]):
                 self.add(row)
 
@@ -260,12 +263,12 @@ class Run:
 
     def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
         """Return the time of a repetition, and how many the timed program has."""
-        compiled, reps = self.unmerged(program)
-        return timing.measure(compiled, args, reps, self.samples, self.sample_seconds), reps
+        sample_us, reps = self.sampler(program, *args)
+        return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
 
-    def unmerged(self, program: Program) -> tuple[Any, int]:
-        """Return the compiled program and its number of repetitions: one if XLA has merged some of
-        several."""
+    def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
+        """Return what samples the microseconds of a repetition, and the number of repetitions: one
+        if XLA has merged some of several."""
         self.check_time()
         compiled, reps = program.compiling.result(), program.reps
         try:
@@ -276,7 +279,7 @@ class Run:
             say(f"{error}; one repetition instead")
             compiled, reps = program.compile_once(), 1
             timing.check_unmerged(compiled, reps, program.exchanges)
-        return compiled, reps
+        return timing.sampler(compiled, args, reps, self.sample_seconds, pause=self.pause), reps
 
 
 def in_words(row: Row) -> str:

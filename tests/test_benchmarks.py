@@ -1,5 +1,6 @@
 """The benchmark runs on CPU, its plain methods equal ours, and its checks can fail."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -628,6 +629,24 @@ def test_a_run_that_ends_early_leaves_the_rows_that_it_has(tmp_path):
     assert json.loads(a_run.path.read_text())["rows"] == [dict(op="combine")]
     with pytest.raises(TimeoutError, match="budget is spent"):
         a_run.check_time()
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_turns_of_a_group_that_failed_leave_no_row(fails):
+    def check():
+        if fails:
+            raise RuntimeError("a peer is late")
+
+    a_run = run_of(harness.mesh_of(1))
+    program = a_run.start(lambda x: (x + 1,), jnp.zeros((1, 8)), exchanges=0)
+    job = run.Job("forward", program, lambda args: args, lambda timed, reps: dict(reps=reps))
+    case = run.Case(
+        "layer", lambda: (jnp.zeros((1, 8)),), [job], types.SimpleNamespace(check=check)
+    )
+    with pytest.raises(RuntimeError, match="late") if fails else contextlib.nullcontext():
+        a_run.measure_in_turns([case])
+    assert a_run.record["rows"] == ([] if fails else [dict(reps=1)])
+    assert a_run.record["failures"] == []
 
 
 def test_the_errors_of_formats_in_the_documents_are_those_of_the_record():
