@@ -4,20 +4,20 @@
     python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
-    python -m benchmarks.layer --only training --methods moe_mlp --next-to-products 0,0 32,16
+    python -m benchmarks.layer --only training --methods moe_mlp --next-to-products 0 16
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call; ``--next-to-products D,C`` adds it with D SMs for a dispatch and C for a combine next to its
-product, and 0 for one after the other. Then the methods' samples are taken by turns.
-``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. First this times the experts alone
-(``experts.py``) on rows that are dispatched already; then the layer by each method with the
-same experts. The router's choices are given. Training is forward alone, and forward with the
-gradients of tokens, router weights and experts; decode is up to 128 tokens, forward. Every
-result is checked before it is timed: against ``all_gather``, or if the capacity drops rows, of
-which plain JAX would drop others, ``ours``. The programs of all settings are compiled first.
+call; ``--next-to-products C`` adds it with C SMs for a combine next to its product, or with 0 for
+one after its product. Then the methods' samples are taken by turns. ``moe_mlp_fp8`` has weights
+that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows and weights for the
+products, with gradients. First this times the experts alone (``experts.py``) on rows that are
+dispatched already; then the layer by each method with the same experts. The router's choices are
+given. Training is forward alone, and forward with the gradients of tokens, router weights and
+experts; decode is up to 128 tokens, forward. Every result is checked before it is timed: against
+``all_gather``, or if the capacity drops rows, of which plain JAX would drop others, ``ours``. The
+programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
     "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
 }
 OURS = ("ours", *OF_MOE_MLP)
-NEXT_TO_PRODUCTS = "moe_mlp, {},{} SMs"  # of dispatch_dot and dot_combine
+NEXT_TO_PRODUCTS = "moe_mlp, {} SMs"  # of dot_combine
 ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
@@ -116,10 +116,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--next-to-products",
         nargs="+",
-        type=lambda text: tuple(int(num_sms) for num_sms in text.split(",", 1)),
+        type=int,
         default=(),
-        metavar="D,C",
-        help="also moe_mlp with these SMs for exchanges next to products, in training",
+        metavar="C",
+        help="also moe_mlp with these SMs for combines next to their products, in training",
     )
     parser.add_argument(
         "--pause",
@@ -176,7 +176,7 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
     """Return the methods that can compute a layer with these grouped products."""
     wanted = [*args.methods]
     if shape.is_training:
-        wanted += [NEXT_TO_PRODUCTS.format(*num_sms) for num_sms in args.next_to_products]
+        wanted += [NEXT_TO_PRODUCTS.format(num_sms) for num_sms in args.next_to_products]
     if not on_gpu:  # XLA:CPU does not have it
         wanted = [method for method in wanted if not method.startswith("ragged")]
     if shape.workload.dropped:  # plain JAX would drop others
@@ -187,22 +187,20 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
 
 
 def base(method: str) -> str:
-    """Return a method without the SMs of its exchanges next to products."""
+    """Return a method without the SMs of its combines next to their products."""
     return method.partition(",")[0]
 
 
 class Bench:
     """What the measurements of a shape with one grouped product share."""
 
-    def __init__(
-        self, run: Run, shape: Shape, grouped: str, next_to_products: Sequence[tuple[int, int]]
-    ):
+    def __init__(self, run: Run, shape: Shape, grouped: str, next_to_products: Sequence[int]):
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
         self.next_to_products = {
-            NEXT_TO_PRODUCTS.format(*num_sms): dataclasses.replace(
-                self.group, num_sms=dict(zip(("dispatch_dot", "dot_combine"), num_sms, strict=True))
+            NEXT_TO_PRODUCTS.format(num_sms): dataclasses.replace(
+                self.group, num_sms=dict(dot_combine=num_sms)
             )
             for num_sms in next_to_products
         }

@@ -71,7 +71,6 @@ struct FailureFill {
   each(token_slot)   /* [num_tokens, num_ranks] */        \
   each(slot_token)   /* [num_ranks, num_tokens] */        \
   each(choice_rank)  /* [num_tokens, top_k] */            \
-  each(choice_expert) /* [num_tokens, top_k] */            \
   each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
   each(row_slot)     /* [capacity]; kPaddingRow or kTailRow if the row has no token */
 // clang-format on
@@ -97,7 +96,6 @@ constexpr int32_t kTailRow = -2;
   each(token_slot)                \
   each(slot_token)                \
   each(choice_rank)               \
-  each(choice_expert)             \
   each(slot_rows)                 \
   each(row_rank)                  \
   each(row_slot)                  \
@@ -198,21 +196,6 @@ MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
 }
 
-// A product may read the rows of a dispatch as they land (RowLanding in gemm/form.h). The dispatch then sends tokens in the
-// order of their first experts at the destination, and counts the rows that are complete.
-constexpr int kLandingRows = 128;  // that one count is of
-MOE_A2A_HOST_DEVICE constexpr int64_t num_landing_counts(int64_t rows) {
-  return ceil_div(rows, kLandingRows);
-}
-struct Landing {
-  // Slots that share a flag. A team waits for its stores before it counts their rows. 0: rows are not counted.
-  int32_t slots_per_chunk;
-  int64_t zone_offset;  // of the slots [num_tokens] of the tokens, which travel with them
-  uint32_t* landed;     // [num_landing_counts(capacity)], and the product's next tile
-  int32_t*
-      order;  // [num_ranks, num_tokens]: the tokens for each rank in the order of sending, then -1
-};
-
 struct DispatchParams {
   RankView view;
   RoutingView routing;
@@ -223,7 +206,6 @@ struct DispatchParams {
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
   Weighting weighting;
-  Landing landing;
 };
 
 struct FormatDispatchParams {

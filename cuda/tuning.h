@@ -24,12 +24,11 @@ struct Sm90 {
   // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewTokensSms = 128;
-  static constexpr int kWeightedSms = 128;    // "Version 11": a weighted dispatch
-  static constexpr int kFormatSms = 128;      // "Token formats", "Partial sums of combine"
-  static constexpr int kAloneSms = 132;       // all: a single rank waits for no other rank
-  static constexpr int kSplitSms = 24;        // "During matrix products": a split exchange
-  static constexpr int kDotCombineSms = 16;   // a combine next to its product
-  static constexpr int kDispatchDotSms = 32;  // a dispatch next to a product of its rows
+  static constexpr int kWeightedSms = 128;   // "Version 11": a weighted dispatch
+  static constexpr int kFormatSms = 128;     // "Token formats", "Partial sums of combine"
+  static constexpr int kAloneSms = 132;      // all: a single rank waits for no other rank
+  static constexpr int kSplitSms = 24;       // "During matrix products": a split exchange
+  static constexpr int kDotCombineSms = 16;  // a combine next to its product
 
   // ---- Chunks of route. (Not in the notes.)
 
@@ -80,8 +79,6 @@ struct Sm90 {
   static constexpr int kPartWords = 2;
   // Slots of a slice that share a flag in combine. (Not measured yet.)
   static constexpr int kSliceSlots = 8;
-  // "A product next to its dispatch": slots of a dispatch next to a product that share a flag.
-  static constexpr int kLandingSlots = 8;
   static constexpr int kPlanLoads = 4;  // "Version 13", "Planning"
   // "What was learned": polls of a warp without a pause; then the pause between polls.
   static constexpr int kPollsWithoutPause = 16;
@@ -125,7 +122,6 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
     {"DOT_COMBINE_NUM_SMS", Tuning::kDotCombineSms},
-    {"DISPATCH_DOT_NUM_SMS", Tuning::kDispatchDotSms},
     {"ROUTE_TOKENS_PER_CHUNK", Tuning::kRouteTokensPerChunk},
     {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},

@@ -3,9 +3,9 @@ MOE_A2A_TEST_GPU=1.
 
 If GPUs are requested, their absence is an error. Other environment variables are
 MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
-(`p2p_world_size` of every group), MOE_A2A_TEST_NEXT_TO_PRODUCTS (1: exchanges of any size run next
-to products, unless a group says otherwise) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python
--m tests.processes` starts several processes that share the devices.
+(`p2p_world_size` of every group), MOE_A2A_TEST_NEXT_TO_PRODUCTS (1: combines of any size run next
+to their products, unless a group says otherwise) and HYPOTHESIS_PROFILE (`fast` or `thorough`).
+`python -m tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
 error, except in tests with the marker `promotes`, which says why.
@@ -77,8 +77,7 @@ if harness.RANKS_ON_ONE_GPU and ON_GPU:
     call_placement.check_may_refuse = lambda *args: None
 
 if os.environ.get("MOE_A2A_TEST_NEXT_TO_PRODUCTS") == "1":
-    for name, default in budgets.NEXT_TO_PRODUCT.items():
-        budgets.NEXT_TO_PRODUCT[name] = default._replace(ranks=1, tokens=1)
+    budgets.DOT_COMBINE_RANKS = budgets.DOT_COMBINE_TOKENS = 1
 
 if P2P_WORLD_SIZE:
     ma.Group.__init__ = divide_into_hosts(ma.Group.__init__)

@@ -25,7 +25,6 @@ class Routing:
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
     choice_rank: np.ndarray  # [R, T, K]
-    choice_expert: np.ndarray  # [R, T, K]: the expert's number at its rank, or ABSENT
     slot_rows: np.ndarray  # [R, R, T, K]
     row_rank: np.ndarray  # [R, C]
     row_slot: np.ndarray  # [R, C]
@@ -110,7 +109,7 @@ def route(ids, num_experts, capacity, alignment=1, first_choice=0):
 
     token_slot = full(ABSENT, ranks, tokens, ranks)
     slot_token = full(ABSENT, ranks, ranks, tokens)
-    choice_rank, choice_expert = (full(ABSENT, ranks, tokens, top_k) for _ in range(2))
+    choice_rank = full(ABSENT, ranks, tokens, top_k)
     num_invalid = full(0, ranks)
     for source in range(ranks):
         used = [0] * ranks
@@ -123,7 +122,6 @@ def route(ids, num_experts, capacity, alignment=1, first_choice=0):
                     continue
                 destination = expert // local_experts
                 choice_rank[source, token, k] = destination
-                choice_expert[source, token, k] = expert - destination * local_experts
                 if token_slot[source, token, destination] == ABSENT:
                     token_slot[source, token, destination] = used[destination]
                     slot_token[source, destination, used[destination]] = token
@@ -168,7 +166,6 @@ def route(ids, num_experts, capacity, alignment=1, first_choice=0):
         token_slot,
         slot_token,
         choice_rank,
-        choice_expert,
         slot_rows,
         row_rank,
         row_slot,

@@ -262,7 +262,7 @@ def test_the_handler_refuses_arrays_that_do_not_fit():
     def call(a, b, table, d, product=0):
         counter = jax.ShapeDtypeStruct((1,), jnp.int32)
         call = jax.ffi.ffi_call(lowered.TARGET, [d, counter])
-        options = dict(product=np.int64(product), num_sms=np.int64(0), **lowered.COMPLETE)
+        options = dict(product=np.int64(product), num_sms=np.int64(0))
         return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(a, b, table))
 
     a, b = jnp.ones((64, 16), jnp.bfloat16), jnp.ones((2, 16, 24), jnp.bfloat16)

@@ -15,7 +15,7 @@ from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import rules
-from jax_moe_a2a._src.exchange.lowering.custom_call import READ_BY_KERNELS
+from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.routing.types import RoutedRows, Routing
 
@@ -109,16 +109,13 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
         half_bytes=np.int64(1 << 20),
         raise_failures=True,
         scopes=np.int64(0),
-        num_choice_arrays=np.int64(0),
-        leaves_tail=False,
-        lands=False,
     )
     arrays = [getattr(routing, name) for name in READ_BY_KERNELS]
 
     def dispatch(x, *arrays):
         rows = jax.ShapeDtypeStruct((RANKS, CAPACITY, HIDDEN), jnp.float32)
         call = jax.ffi.ffi_call("moe_a2a_dispatch", [rows])
-        return call(x, *arrays, **attributes)
+        return call(x, *arrays, num_choice_arrays=np.int64(0), leaves_tail=False, **attributes)
 
     right = jax.jit(dispatch)(jnp.ones((RANKS, TOKENS, HIDDEN)), *arrays)
     assert np.isfinite(np.asarray(right[0])).all()

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering.custom_call import READ_BY_KERNELS
+from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
 from jax_moe_a2a._src.exchange.lowering.route import route_chunks
 from jax_moe_a2a._src.formats import formats
 from jax_moe_a2a._src.group import extension, native

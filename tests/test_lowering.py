@@ -209,7 +209,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
         assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *leaves]
         results = results[NUM_RESULTS:]
     else:
-        assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 6
+        assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     if decode:
         expected = [f"{rows}x32x{mlir}", f"{rows}x3x64x{mlir}"]
@@ -633,7 +633,7 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     row, number, token = f"{rows}x{HIDDEN}xbf16", f"{rows}xf32", f"{TOKENS}x{HIDDEN}xbf16"
     operands, results = signature(text, "weighted_dispatch")
-    read = [f"{TOKENS}x{RANKS}xi32", f"{RANKS}x{TOKENS}xi32", *[f"{TOKENS}x{TOP_K}xi32"] * 2]
+    read = [f"{TOKENS}x{RANKS}xi32", f"{RANKS}x{TOKENS}xi32", f"{TOKENS}x{TOP_K}xi32"]
     read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{rows}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]

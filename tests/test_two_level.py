@@ -165,28 +165,6 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
     harness.assert_recv_is(recv, x, topk_weights, expected)
 
 
-def test_choices_of_both_levels_have_the_numbers_of_experts():
-    """A host is one expert. Within a host, each expert of a rank becomes one for each source
-    host."""
-    layout, hosts = cases.PLAIN, HOSTS
-    of_host, local_experts = RANKS // hosts, layout.local_experts
-    group = group_of(hosts)
-    program = on_each_rank(lambda ids: ma.route(ids, **route_args(group, layout)), group.mesh)
-    for name in ("uniform", "masked", "invalid"):
-        ids = cases.Case(layout, name).ids(RANKS)
-        actual = program(ids)
-        between, within = actual.hosts, actual.ranks
-        expected = np.minimum(between.choice_rank, 0)
-        np.testing.assert_array_equal(between.choice_expert, expected)
-        for rank, token, source in np.ndindex(RANKS, layout.tokens, hosts):
-            host, local = divmod(rank, of_host)
-            wanted = ids[source * of_host + local, token]
-            is_here = (wanted >= 0) & (wanted // (of_host * local_experts) == host)
-            expected = np.where(is_here, wanted % local_experts * hosts + source, -1)
-            found = within.choice_expert[rank, token * hosts + source]
-            np.testing.assert_array_equal(found, expected, (name, rank, token, source))
-
-
 def test_a_token_crosses_to_each_host_once():
     """The routing between hosts has as many crossings as numpy counts."""
     layout, hosts = cases.PLAIN, HOSTS

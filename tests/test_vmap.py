@@ -18,7 +18,6 @@ from jax.sharding import Mesh, PartitionSpec
 from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.plan.plan import RoutingArrays, fold_batch
 
 RANKS = harness.SEVERAL
 BATCH = 3
@@ -47,22 +46,6 @@ def elements():
 
 def exchange(ids, x, topk_weights, y):
     return harness.exchange_fn(LAYOUT, harness.group_of(RANKS))(ids, x, topk_weights, y)
-
-
-@pytest.mark.exchanges(0)
-def test_a_batch_in_one_exchange_has_the_same_experts():
-    """All elements of the batch are exchanged as the tokens of one routing. Its choices go to the
-    same ranks and experts; slots, tokens and rows have other numbers."""
-    routings = [small_layer.routing_of(ids) for ids, *_ in elements()]
-    for rank in range(RANKS):
-        arrays = {
-            name: jnp.stack([getattr(routing, name)[rank] for routing in routings])
-            for name in RoutingArrays._fields
-        }
-        folded = fold_batch(RoutingArrays(**arrays))
-        for name in ("choice_rank", "choice_expert"):
-            expected = np.concatenate(arrays[name])
-            np.testing.assert_array_equal(getattr(folded, name), expected, name)
 
 
 def element(results, b, dim=1):

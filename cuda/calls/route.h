@@ -30,8 +30,8 @@ struct RouteCall {
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    RouteParams* params) const {
     RouteParams& p = *params;
-    if (args.size() != 2 || results.size() != kNumResults || results[5].dimensions.empty()) {
-      return "route needs ids and rank, and returns 15 arrays";
+    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.empty()) {
+      return "route needs ids and rank, and returns 14 arrays";
     }
     const Array& ids = args[0];
     const size_t rank = ids.dimensions.size();
@@ -46,7 +46,7 @@ struct RouteCall {
     for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(ids.dimensions[i]);
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
-    p.capacity = static_cast<int32_t>(results[5].dimensions.back());
+    p.capacity = static_cast<int32_t>(results[4].dimensions.back());
     p.first_choice = static_cast<int32_t>(first_choice);
     p.parts = static_cast<int32_t>(parts);
     p.tokens_per_chunk = static_cast<int32_t>(tokens_per_chunk);

@@ -35,7 +35,7 @@ struct RoutedDispatchCall {
                    RoutedDispatchParams* params) const {
     RoutedDispatchParams& p = *params;
     if (args.size() < kNumFirst || results.size() < kNumPlanArrays ||
-        results[5].dimensions.empty()) {
+        results[4].dimensions.empty()) {
       return "routed dispatch needs ids and rank, and returns a plan";
     }
     if (context.is_multi_host) return "routed dispatch must not span hosts";
@@ -49,7 +49,7 @@ struct RoutedDispatchCall {
     exchange.view = context.view;
     exchange.routing.num_tokens = static_cast<int32_t>(ids.dimensions[0]);
     exchange.routing.top_k = static_cast<int32_t>(ids.dimensions[1]);
-    exchange.routing.capacity = static_cast<int32_t>(results[5].dimensions[0]);
+    exchange.routing.capacity = static_cast<int32_t>(results[4].dimensions[0]);
     SignShapes(exchange.view, exchange.routing);
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
@@ -68,7 +68,7 @@ struct RoutedDispatchCall {
              " of " + std::to_string(num_ranks) + " ranks and " +
              std::to_string(p.num_experts / num_ranks) + " experts";
     }
-    constexpr int kFirstCount = 9;  // results from here on are counts, those before indices
+    constexpr int kFirstCount = 8;  // results from here on are counts, those before indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
       p.plan_fills[i].bytes = results[i].bytes;
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;

@@ -27,7 +27,7 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
            " routing arrays; got " + std::to_string(args.size()) + " operands";
   }
   const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);
-  const Array &choice_rank = arrays[2], &row_slot = arrays[5];
+  const Array &choice_rank = arrays[2], &row_slot = arrays[4];
   if (choice_rank.dimensions.size() != 2 || row_slot.dimensions.size() != 1) {
     return "choice_rank must have two axes and row_slot one; got " + ToString(choice_rank) +
            " and " + ToString(row_slot);
@@ -38,8 +38,7 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
           FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
                    CheckShape(arrays[1], "slot_token", kInt32, {num_ranks, num_tokens}),
                    CheckShape(choice_rank, "choice_rank", kInt32, {num_tokens, top_k}),
-                   CheckShape(arrays[3], "choice_expert", kInt32, {num_tokens, top_k}),
-                   CheckShape(arrays[4], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
+                   CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
                    CheckShape(row_slot, "row_slot", kInt32, {capacity})});
       !p.empty()) {
     return p;

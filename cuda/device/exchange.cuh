@@ -290,11 +290,11 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 
 // Ends every exchange kernel, on success and on failure. All threads of the block call it. The last block out posts the
 // credits of the ring half and advances the epoch. After a failure it overwrites the outputs, when no other block
-// writes them any more. Returns true if no other block of this launch has work left to do, or if the launch has failed.
+// writes them any more.
 //
 // If another launch of this rank is under way, `arrived` counts the blocks of that launch, but not this block. Its own
 // launch may then have no last block out. So every block that sees a failure overwrites the outputs.
-__device__ inline bool leave(const RankView& view, BlockState& block, const FailureFill* fills,
+__device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
   // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest block
@@ -325,7 +325,7 @@ __device__ inline bool leave(const RankView& view, BlockState& block, const Fail
     fill_outputs(fills, num_fills);
     fill_outputs(more_fills, num_more_fills);
   }
-  if (!is_last) return failed;
+  if (!is_last) return;
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
     // Release: all blocks have finished their reads before the source may overwrite the rows.
@@ -340,7 +340,6 @@ __device__ inline bool leave(const RankView& view, BlockState& block, const Fail
     own.next_epoch = block.epoch + 1;
   }
   mark(view, Mark::kEnd);
-  return true;
 }
 
 }  // namespace moe_a2a

@@ -58,10 +58,6 @@ __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   return before;
 }
 
-// Adds after all that this thread has done or seen, at the scope of this GPU.
-__device__ inline void add_release_gpu(uint32_t* counter, uint32_t value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
 __device__ inline uint32_t load_acquire_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -130,13 +126,6 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
         : "memory");
   }
 }
-
-// Allows the next kernel on the stream to begin, if its launch permits that, once all blocks of this kernel have called
-// this or have ended.
-__device__ inline void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-// Waits until the kernel before this one on the stream has ended.
-__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Order this thread's ordinary accesses, and all that it has acquired, before its later bulk copies.
 __device__ inline void fence_global_for_bulk() {

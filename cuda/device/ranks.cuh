@@ -87,32 +87,15 @@ inline dim3 grid_of_launch(int, int num_blocks) { return dim3(num_blocks); }
 
 #endif
 
-// Launches a kernel with `num_blocks` blocks for each rank. With `kInPairs`, two neighbouring blocks have neighbouring
-// multiprocessors, if the number of blocks is even. Returns the error of this launch only.
-template <bool kInPairs = false, typename Params, typename... More>
+// Launches a kernel with `num_blocks` blocks for each rank. Returns the error of this launch only.
+template <typename Params, typename... More>
 cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* ranks, int num_blocks,
                    int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
   Launched<Params> params = launched(ranks);
   void* arguments[] = {&params, &more...};
-  const dim3 grid = grid_of_launch(view_of(*ranks).num_ranks, num_blocks);
-#ifndef MOE_A2A_EMULATION
-  if (kInPairs && num_blocks % 2 == 0) {
-    cudaLaunchAttribute pairs = {};
-    pairs.id = cudaLaunchAttributeClusterDimension;
-    const bool has_ranks = grid.y > 1;  // ranks that share a device come first
-    pairs.val.clusterDim = {has_ranks ? 1u : 2u, has_ranks ? 2u : 1u, 1u};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(num_threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &pairs;
-    config.numAttrs = 1;
-    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
-  }
-#endif
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(num_threads), arguments,
-                          shared_bytes, stream);
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          grid_of_launch(view_of(*ranks).num_ranks, num_blocks), dim3(num_threads),
+                          arguments, shared_bytes, stream);
 }
 
 }  // namespace MOE_A2A_FORM

@@ -16,10 +16,6 @@
 // moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or float32; results values
 // [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
 //
-// Products of rows may begin while a dispatch writes their rows (calls/dispatch.h): the targets with the suffix
-// "_while_landing". Their last `landing` operands are results and operands of that dispatch, first the counts of landed
-// rows. So XLA keeps in place what the dispatch still reads and writes.
-//
 // Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or [S, N, K], which
 // follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N / 128, K / 128].
 //
@@ -85,13 +81,6 @@ ffi::Error First(std::initializer_list<ffi::Error> errors) {
   }
   return ffi::Error::Success();
 }
-
-// The attributes of a product whose rows land while it runs, or zeros.
-struct Landing {
-  int64_t operands;  // how many of the last operands belong to the dispatch
-  int64_t rows;      // of a rank
-  int64_t timeout_ns;
-};
 
 // The part that all calls have in common.
 struct Call {
@@ -160,14 +149,13 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
        ReadLaunch(call, gemm)});
 }
 
-// Sets the second array of weights, if the first `num` of the other operands have one; they may have `most` of them. `like`
-// is the first.
+// Sets the second array of weights, if the call has one; it may have `most` of them. `like` is the first.
 template <typename Gemm>
-ffi::Error ReadSpare(const ffi::RemainingArgs& spare, size_t num, size_t most,
-                     const ffi::AnyBuffer& like, Gemm* gemm) {
-  if (num == 0) return ffi::Error::Success();
-  if (num > most) {
-    return Invalid("grouped_dot has " + std::to_string(num) +
+ffi::Error ReadSpare(const ffi::RemainingArgs& spare, size_t most, const ffi::AnyBuffer& like,
+                     Gemm* gemm) {
+  if (spare.size() == 0) return ffi::Error::Success();
+  if (spare.size() > most) {
+    return Invalid("grouped_dot has " + std::to_string(spare.size()) +
                    " arrays of spare weights; expected at most " + std::to_string(most));
   }
   const auto found = spare.get<ffi::AnyBuffer>(0);
@@ -180,43 +168,13 @@ ffi::Error ReadSpare(const ffi::RemainingArgs& spare, size_t num, size_t most,
                     {gemm->num_spare, axes[1], axes[2]});
 }
 
-// Sets the landing of rows and the second array of weights, which other operands have.
-ffi::Error ReadOthers(const ffi::RemainingArgs& others, const Landing& landing,
-                      const ffi::AnyBuffer& weights, GroupedGemm* gemm) {
-  const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
-  if (landing.operands < 0 || landing.operands > static_cast<int64_t>(others.size())) {
-    return Invalid("grouped_dot has " + std::to_string(others.size()) +
-                   " other operands; expected " + std::to_string(landing.operands) + " or more");
-  }
-  const size_t num_spare = others.size() - landing.operands;
-  const ffi::Error error = ReadSpare(others, num_spare, is_gradient ? 0 : 1, weights, gemm);
-  if (error.failure() || landing.operands == 0) return error;
-  const auto landed = others.get<ffi::AnyBuffer>(num_spare);
-  if (!landed.has_value()) return landed.error();
-  const int64_t ranks = landing.rows > 0 ? gemm->num_rows / landing.rows : 0;
-  const int64_t words = landed->element_count();
-  if ((gemm->product != GroupedProduct::kForward && gemm->product != GroupedProduct::kTransposed) ||
-      ranks == 0 || gemm->num_rows % landing.rows != 0 ||
-      landed->element_type() != ffi::DataType::S32 || words % ranks != 0 ||
-      words / ranks <= num_landing_counts(landing.rows)) {
-    return Invalid("grouped_dot cannot read " + std::to_string(gemm->num_rows) +
-                   " rows while a dispatch of " + std::to_string(landing.rows) + " rows counts " +
-                   Describe(landed->dimensions()) + " of them");
-  }
-  auto* counts = static_cast<uint32_t*>(landed->untyped_data());
-  gemm->landing = {counts, landing.rows, words / ranks, landing.timeout_ns};
-  gemm->counter = reinterpret_cast<int32_t*>(counts + num_landing_counts(landing.rows));
-  return ffi::Error::Success();
-}
-
 ffi::Error Launch(const GroupedGemm& gemm, cudaStream_t stream) {
   const Problem problem = LaunchGroupedGemm(gemm, stream);
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
 ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t num_sms,
-               int64_t landing, int64_t landing_rows, int64_t landing_timeout_ns, ffi::AnyBuffer a,
-               ffi::AnyBuffer b, ffi::AnyBuffer table, ffi::RemainingArgs others,
+               ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer table, ffi::RemainingArgs spare,
                ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> counter) {
   GroupedGemm gemm = {};
   if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
@@ -229,7 +187,7 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   if (error.failure()) return error;
   const ffi::DataType type = a.element_type();
   const bool is_transposed = gemm.product == GroupedProduct::kTransposed;
-  error = First({ReadOthers(others, {landing, landing_rows, landing_timeout_ns}, b, &gemm),
+  error = First({ReadSpare(spare, is_gradient ? 0 : 1, b, &gemm),
                  is_gradient ? CheckShape(b, "b", type, {gemm.num_rows, gemm.n})
                              : CheckShape(*d, "the result", type,
                                           {gemm.num_rows, is_transposed ? gemm.k : gemm.n})});
@@ -268,10 +226,9 @@ ffi::Error CheckGated(const GroupedGemm& gemm, const ActivatedProduct& activated
 }
 
 ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t function,
-                  int64_t is_gated, float alpha, float limit, int64_t num_sms, int64_t landing,
-                  int64_t landing_rows, int64_t landing_timeout_ns, ffi::AnyBuffer rows,
+                  int64_t is_gated, float alpha, float limit, int64_t num_sms, ffi::AnyBuffer rows,
                   ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer bias,
-                  ffi::AnyBuffer row_weights, ffi::RemainingArgs others,
+                  ffi::AnyBuffer row_weights, ffi::RemainingArgs spare,
                   ffi::Result<ffi::AnyBuffer> act, ffi::Result<ffi::AnyBuffer> pre,
                   ffi::Result<ffi::AnyBuffer> counter) {
   ActivatedProduct activated = {};
@@ -284,8 +241,7 @@ ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
       First({ReadActivation(function, is_gated, alpha, limit, &activated),
              ReadCall({stream, ordinal, num_sms, rows, weights, table, *counter}, &gemm)});
   if (error.failure()) return error;
-  error = First({ReadOthers(others, {landing, landing_rows, landing_timeout_ns}, weights, &gemm),
-                 CheckGated(gemm, activated, gemm.n)});
+  error = First({ReadSpare(spare, 1, weights, &gemm), CheckGated(gemm, activated, gemm.n)});
   if (error.failure()) return error;
   const ffi::DataType type = rows.element_type();
   const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
@@ -309,10 +265,9 @@ ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
 }
 
 ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, int64_t is_gated,
-                      float alpha, float limit, int64_t num_sms, int64_t landing,
-                      int64_t landing_rows, int64_t landing_timeout_ns, ffi::AnyBuffer gradient,
+                      float alpha, float limit, int64_t num_sms, ffi::AnyBuffer gradient,
                       ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer pre,
-                      ffi::AnyBuffer row_weights, ffi::RemainingArgs others,
+                      ffi::AnyBuffer row_weights, ffi::RemainingArgs spare,
                       ffi::Result<ffi::AnyBuffer> d_pre, ffi::Result<ffi::AnyBuffer> act,
                       ffi::Result<ffi::AnyBuffer> partial_dots,
                       ffi::Result<ffi::AnyBuffer> counter) {
@@ -329,8 +284,7 @@ ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, in
   const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
   const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
   error = First(
-      {ReadOthers(others, {landing, landing_rows, landing_timeout_ns}, weights, &gemm),
-       CheckGated(gemm, activated, width),
+      {ReadSpare(spare, 1, weights, &gemm), CheckGated(gemm, activated, width),
        CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
        CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
        CheckShape(*d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
@@ -371,7 +325,7 @@ ffi::Error Fp8Dot(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t
   const bool is_float = d->element_type() == float32;
   gemm.type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
   const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
-  ffi::Error error = ReadSpare(spare, spare.size(), 1, weights, &gemm);
+  ffi::Error error = ReadSpare(spare, 1, weights, &gemm);
   if (error.failure()) return error;
   error = First({CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
                  CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
@@ -513,72 +467,61 @@ ffi::Error LoadProducts(int32_t ordinal) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
-// A product, and the same product for rows that land, which must not be captured: nodes of a graph do not overlap.
-#define MOE_A2A_PRODUCT(name, function, binding)                                               \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding, {ffi::Traits::kCmdBufferCompatible}); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name##_while_landing, function, binding)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm, Run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("product")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-MOE_A2A_PRODUCT(moe_a2a_grouped_gemm, Run,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                    .Ctx<ffi::DeviceOrdinal>()
-                    .Attr<int64_t>("product")
-                    .Attr<int64_t>("num_sms")
-                    .Attr<int64_t>("landing")
-                    .Attr<int64_t>("landing_rows")
-                    .Attr<int64_t>("landing_timeout_ns")
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .RemainingArgs()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dot_act, DotAct,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("product")
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
-MOE_A2A_PRODUCT(moe_a2a_dot_act, DotAct,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                    .Ctx<ffi::DeviceOrdinal>()
-                    .Attr<int64_t>("product")
-                    .Attr<int64_t>("activation")
-                    .Attr<int64_t>("gated")
-                    .Attr<float>("alpha")
-                    .Attr<float>("limit")
-                    .Attr<int64_t>("num_sms")
-                    .Attr<int64_t>("landing")
-                    .Attr<int64_t>("landing_rows")
-                    .Attr<int64_t>("landing_timeout_ns")
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .RemainingArgs()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>());
-
-MOE_A2A_PRODUCT(moe_a2a_act_dot_grad, ActDotGrad,
-                ffi::Ffi::Bind()
-                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                    .Ctx<ffi::DeviceOrdinal>()
-                    .Attr<int64_t>("activation")
-                    .Attr<int64_t>("gated")
-                    .Attr<float>("alpha")
-                    .Attr<float>("limit")
-                    .Attr<int64_t>("num_sms")
-                    .Attr<int64_t>("landing")
-                    .Attr<int64_t>("landing_rows")
-                    .Attr<int64_t>("landing_timeout_ns")
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .Arg<ffi::AnyBuffer>()
-                    .RemainingArgs()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>()
-                    .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_dot_grad, ActDotGrad,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_fp8_gemm, Fp8Dot,
                               ffi::Ffi::Bind()

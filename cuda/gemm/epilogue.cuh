@@ -97,7 +97,7 @@ struct RowWeights {
     for (int i = 0; i < kRows; ++i) {
       const int32_t row =
           F::kIsTurned ? tile.n + i / 2 * 8 + lane % 4 * 2 + i % 2 : m + lane / 4 + 8 * i;
-      of[i] = row < work.size ? p.activation.row_weights[work.start + row] : 0.f;
+      of[i] = row < work.size ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
     }
   }
   // Returns the weight for d[i].

@@ -149,14 +149,6 @@ struct SliceParams {
   uint32_t* finished;  // [num_slices]
 };
 
-// Rows of operand a that a dispatch writes meanwhile (DispatchParams::landing). Ranks that share a device follow one another.
-struct RowLanding {
-  const uint32_t*
-      landed;  // null: all rows are there. [ranks, stride]: how many of each kLandingRows rows of a rank are there
-  int32_t rows, stride;  // of a rank
-  uint64_t timeout_ns;   // longer than any wait of the dispatch
-};
-
 // The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
@@ -174,7 +166,6 @@ struct GemmParams {
   int32_t first_spare;
   int32_t* next_tile;  // 0 before the launch
   SliceParams slices;  // of a form that is sliced
-  RowLanding landing;  // of a form whose rows are along m
 };
 
 }  // namespace moe_a2a::gemm

@@ -34,7 +34,6 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/hopper.cuh"
 #include "gemm/schedule.cuh"
-#include "params.h"
 
 namespace moe_a2a::gemm {
 
@@ -90,22 +89,6 @@ __device__ inline Work read_work(const volatile Work& from) {
   return work;
 }
 
-// Waits until rows [first, end) have landed, which one rank has. The thread may then load them. The dispatch ends each of
-// its waits, and has counted all rows when it ends; so a wait that takes longer than all of them is an error of this code.
-__device__ inline void wait_until_landed(const RowLanding& landing, int32_t first, int32_t end) {
-  const int32_t rank = first / landing.rows, before = rank * landing.rows;
-  const uint32_t* landed = landing.landed + int64_t{rank} * landing.stride;
-  const uint64_t begin = global_time_ns();
-  for (int32_t i = (first - before) / kLandingRows; i <= (end - 1 - before) / kLandingRows; ++i) {
-    const uint32_t rows = min(kLandingRows, landing.rows - i * kLandingRows);
-    while (load_acquire_gpu(landed + i) < rows) {
-      if (global_time_ns() - begin > landing.timeout_ns) __trap();
-      __nanosleep(100);
-    }
-  }
-  fence_global_for_bulk();
-}
-
 // Loads all tiles; one warp calls it.
 //
 // The loader of the first block writes entries of work in both blocks. It may reuse an entry after
@@ -152,12 +135,6 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
-    if constexpr (F::kRows == Axis::kM) {
-      if (p.landing.landed != nullptr && is_first_lane && tile.steps() > 0) {
-        wait_until_landed(p.landing, work.start + tile.m,
-                          work.start + min(tile.m + F::kTileM, tile.end_m));
-      }
-    }
     // Only the loader tells the two arrays of weights apart.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
@@ -290,10 +267,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       if (reports_early) report_stores();
     }
     const int32_t warp_m = m + warp % 4 * 16;
-    // Weights of rows land with the rows.
-    if (F::kRows == Axis::kM && p.landing.landed != nullptr && steps > 0) {
-      wait_for(&shared.loaded[stage.place], stage.parity);
-    }
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     if (steps == 0) {
@@ -435,8 +408,6 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   }
   // The other block may still arrive at barriers here.
   sync_cluster();
-  // So nothing that follows on the stream begins before the kernel whose rows landed has ended.
-  if (p.landing.landed != nullptr) wait_for_previous();
 }
 
 }  // namespace moe_a2a::gemm

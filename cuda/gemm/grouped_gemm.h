@@ -45,13 +45,6 @@ struct ColumnSlices {
   uint32_t* finished;
 };
 
-// How the rows of a product land while it runs: RowLanding in gemm/form.h. The launch may then begin when all blocks of the
-// kernel before it on the stream have allowed it (start_next()), and its counter is 0 already.
-struct LandingOfRows {
-  const uint32_t* landed = nullptr;  // null: the rows are complete
-  int64_t rows = 0, stride = 0, timeout_ns = 0;
-};
-
 struct GroupedGemm {
   GroupedProduct product;
   ElementType type;  // kBFloat16 or kFloat16
@@ -68,7 +61,6 @@ struct GroupedGemm {
   // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for kWeightGradient.
   const void* spare = nullptr;
   int64_t num_spare = 0;
-  LandingOfRows landing = {};
   const ColumnSlices* slices = nullptr;  // or null; only without an activation
 };
 

@@ -86,9 +86,6 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   p->num_groups = gemm.num_groups;
   p->first_spare = static_cast<int32_t>(gemm.num_weights);
   p->next_tile = gemm.counter;
-  const LandingOfRows& landing = gemm.landing;
-  p->landing = {landing.landed, static_cast<int32_t>(landing.rows),
-                static_cast<int32_t>(landing.stride), static_cast<uint64_t>(landing.timeout_ns)};
   if constexpr (F::kIsSliced) {
     const int64_t columns = slice_columns(p->n, gemm.slices->num);
     p->slices = {static_cast<int32_t>(ceil_div(p->n, columns)),
@@ -103,27 +100,21 @@ cudaError_t Load() {
                               sizeof(GemmShared<F>));
 }
 
-// Launches a kernel with the form F on at most `num_sms` blocks. If it may begin before the kernel before it has ended,
-// `next_tile` is already 0.
+// Launches a kernel with the form F on at most `num_sms` blocks.
 template <typename F, typename Shared, typename Params>
-Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream,
-                   bool begins_early = false) {
-  if (!begins_early) {
-    Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
-    if (!problem.empty()) return problem;
-  }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {F::kBlocks, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+Problem LaunchForm(void (*kernel)(Params), const Params& params, int num_sms, cudaStream_t stream) {
+  Problem problem = ProblemOf(cudaMemsetAsync(params.next_tile, 0, sizeof(int32_t), stream));
+  if (!problem.empty()) return problem;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {F::kBlocks, 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = std::max(1, num_sms / F::kBlocks) * F::kBlocks;
   config.blockDim = kGemmThreads;
   config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = begins_early ? 2 : 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
   return ProblemOf(cudaLaunchKernelEx(&config, kernel, params));
 }
 
@@ -132,8 +123,7 @@ Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
   GemmParams params = {};
   Problem problem = MakeParams<F>(gemm, &params);
   if (!problem.empty()) return problem;
-  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm.num_sms, stream,
-                                      gemm.landing.landed != nullptr);
+  return LaunchForm<F, GemmShared<F>>(grouped_gemm<T, F>, params, gemm.num_sms, stream);
 }
 
 }  // namespace moe_a2a::gemm

@@ -103,9 +103,7 @@ inline double num_written_rows(const DispatchParams& p) {
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel, blocks that do not send write own rows and zeros.
-  const int64_t chunks = p.landing.slots_per_chunk > 0
-                             ? ceil_div(p.routing.num_tokens, p.landing.slots_per_chunk)
-                             : num_chunks_of(p.routing.num_tokens);
+  const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double sent = static_cast<double>(p.routing.num_tokens * peers);
   return make_grid(num_sms, chunks * peers,

@@ -182,7 +182,6 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.token_slot, tokens * p.view.num_ranks, -1);
   fill(p.plan.slot_token, tokens * p.view.num_ranks, -1);
   fill(p.plan.choice_rank, tokens * p.top_k, -1);
-  fill(p.plan.choice_expert, tokens * p.top_k, -1);
   fill(p.plan.slot_rows, tokens * p.top_k * p.view.num_ranks, -1);
   for (int32_t* row_array : {p.plan.row_rank, p.plan.row_slot, p.plan.row_k, p.plan.row_token}) {
     fill(row_array, rows, -1);
@@ -580,11 +579,9 @@ __global__ void __launch_bounds__(kRouteThreads)
         p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
     int32_t* slot_token = p.plan.slot_token + tokens_before_batch;
     int32_t* choice_rank = p.plan.choice_rank + chunk.first_choice;
-    int32_t* choice_expert = p.plan.choice_expert + chunk.first_choice;
     for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
       const int id = ids[i];
       choice_rank[i] = id >= 0 ? id / local_experts : -1;
-      choice_expert[i] = id >= 0 ? id % local_experts : -1;
     }
     for (int rank = 0; rank < num_ranks; ++rank) {
       int32_t* tokens_of_slots = slot_token + static_cast<int64_t>(rank) * p.num_tokens;

@@ -467,7 +467,6 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   const int id = p.ids[choice];
   const bool is_valid = id >= 0 && id < p.num_experts;
   p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
-  p.plan.choice_expert[choice] = is_valid ? id % local_experts(p) : -1;
 }
 
 // Writes where the rows of one token of `source` come from. Also marks slot number `token` as empty

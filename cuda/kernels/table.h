@@ -26,7 +26,7 @@ struct OnlyKernel {
 
 // Launches the kernel that `key` chooses, with `num_blocks` blocks for each rank. Returns the error
 // of this launch only; it is an error if no kernel has this key.
-template <typename Family, bool kInPairs = false, typename Params, typename... More>
+template <typename Family, typename Params, typename... More>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
   typename Family::Kernel chosen = nullptr;
@@ -34,7 +34,7 @@ cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, i
     if (of == key) chosen = kernel;
   });
   if (chosen == nullptr) return cudaErrorInvalidValue;
-  return Launch<kInPairs>(chosen, ranks, num_blocks, num_threads, shared_bytes, stream, more...);
+  return Launch(chosen, ranks, num_blocks, num_threads, shared_bytes, stream, more...);
 }
 
 // Loads all kernels of a family on the current device.

@@ -124,7 +124,7 @@ def register_lowering_per_call(
     """Register a lowering for CUDA and one for other platforms, which run for every call.
 
     By default, JAX caches the lowering of a primitive for calls with equal shapes. These lowerings
-    are not cached, because they depend on the program and the scopes around a call.
+    are not cached, because they depend on the scopes around a call.
     """
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:

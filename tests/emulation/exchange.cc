@@ -88,7 +88,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
 RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
                              int rank) {
   const InMemoryOf memory(rank);
-  for (int i : {0, 1, 2, 3, 4, 6}) {  // the arrays that exchanges read
+  for (int i : {0, 1, 2, 3, 5}) {  // the arrays that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
     if (making.corrupt_one_in > 0 && random.one_in(2)) {
       for (int32_t& value : values) {
@@ -105,9 +105,8 @@ void add_routing(Bound& args, const Shape& s, char* const* data) {
   args.add(kInt32, {s.num_tokens, s.num_ranks}, data[0]);
   args.add(kInt32, {s.num_ranks, s.num_tokens}, data[1]);
   args.add(kInt32, {s.num_tokens, s.top_k}, data[2]);
-  args.add(kInt32, {s.num_tokens, s.top_k}, data[3]);
-  args.add(kInt32, {s.num_ranks, s.num_tokens, s.top_k}, data[4]);
-  args.add(kInt32, {s.capacity}, data[5]);
+  args.add(kInt32, {s.num_ranks, s.num_tokens, s.top_k}, data[3]);
+  args.add(kInt32, {s.capacity}, data[4]);
 }
 
 }  // namespace

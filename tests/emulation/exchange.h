@@ -27,7 +27,6 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_tokens = 20;  // of a dispatch
   int max_groups = 12;  // groups of 128 numbers in a row with a format
   bool at_threshold =
       false;  // the first row that is dropped is that of a token that several sources have
@@ -95,9 +94,6 @@ class Exchange {
   virtual cudaError_t launch(const LaunchOn& on) = 0;
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
-
-  // Returns what a kernel next to the exchange has not found, or "". Says it of a failed exchange, too.
-  virtual std::string missing(int /*rank*/) const { return ""; }
 
   // Returns true if all results of a rank are those of a failed exchange.
   bool is_failure(int rank) const {

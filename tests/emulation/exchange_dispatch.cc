@@ -1,11 +1,8 @@
 // The four forms of dispatch: plain, weighted, with a token format, and routed (with or without a format).
 #include <algorithm>
-#include <atomic>
 #include <string>
-#include <thread>
 
 #include "exchange.h"
-#include "fiber.h"
 
 namespace emulation {
 namespace {
@@ -127,7 +124,6 @@ class Payload : public Exchange {
       a.results.add(kByte, {capacity, moved.out_bytes()}, moved.out[rank]);
     }
     if (!token_scales_.empty()) a.args.add(kFloat32, {tokens}, token_scales_[rank]);
-    if (!landed_.empty()) a.results.add(kInt32, {landed_words()}, landed_[rank]);
     return a;
   }
 
@@ -157,19 +153,14 @@ class Payload : public Exchange {
     return launch_call(call, on, a, vary);
   }
 
-  int64_t landed_words() const {
-    return num_landing_counts(shape().capacity) + 1 +
-           int64_t{shape().num_ranks} * shape().num_tokens;
-  }
-
-  std::string wrong_payload(int rank) const { return wrong_rows(rank, 0, shape().capacity); }
-
-  // Returns the first error in rows [first, end).
-  std::string wrong_rows(int rank, int first, int end) const {
+  std::string wrong_payload(int rank) const {
     const Plan& plan = routing_.plans[rank];
-    for (int row = first; row < end; ++row) {
+    for (int row = 0; row < shape().capacity; ++row) {
       for (size_t a = 0; a < moved_.size(); ++a) {
-        if (!is_row_right(moved_[a], rank, row)) {
+        const bool is_right = is_left(plan, row)
+                                  ? is_untouched(moved_[a].out[rank], row, moved_[a].out_bytes())
+                                  : is_moved_right(moved_[a], plan, rank, row);
+        if (!is_right) {
           return describe_row("array", a, moved_[a].out_bytes(), plan, row);
         }
       }
@@ -184,12 +175,6 @@ class Payload : public Exchange {
     return "";
   }
 
-  bool is_row_right(const Moved& moved, int rank, int row) const {
-    const Plan& plan = routing_.plans[rank];
-    return is_left(plan, row) ? is_untouched(moved.out[rank], row, moved.out_bytes())
-                              : is_moved_right(moved, plan, rank, row);
-  }
-
   Making making_;
   Routing routing_;
   std::vector<Moved> moved_;
@@ -197,7 +182,6 @@ class Payload : public Exchange {
   std::vector<Array> token_scales_;  // by rank
   Encoding encoding_ = {};
   bool leaves_tail_;
-  std::vector<Array> landed_;  // by rank; empty: no product reads rows as they land
 
  private:
   // Returns true if the kernel must leave a row unchanged.
@@ -272,91 +256,19 @@ class Payload : public Exchange {
 
 class Dispatch : public Payload {
  public:
-  Dispatch(const Making& making, Random& random)
-      : Payload(making, random, making.max_tokens, kMaxTopK, true) {
+  Dispatch(const Making& making, Random& random) : Payload(making, random, 20, kMaxTopK, true) {
     name = "dispatch";
     add_moved(random, 3);
-    errors_.resize(static_cast<size_t>(making.num_ranks));
-    missing_.resize(errors_.size());
-#ifndef MOE_A2A_NETWORK
-    if (making.num_ranks == 1 || random.one_in(2)) return;
-    name = "dispatch next to a product";
-    for (int rank = 0; rank < making.num_ranks; ++rank) {
-      const InMemoryOf memory(rank);
-      landed_.push_back(make_array(std::vector<int32_t>(static_cast<size_t>(landed_words()))));
-    }
-#endif
   }
   int64_t zone_bytes() const override { return zone_bytes_with_routing(call()); }
   cudaError_t launch(const LaunchOn& on) override {
-    std::atomic<bool> is_over{false};
-    std::atomic<int> launches{0};
-    std::thread product;
-    if (!landed_.empty()) {
-      launches_of_thread = &launches;
-      product = std::thread([&] {
-        while (launches < 2 && !is_over) usleep(20);  // order_kernel, dispatch_kernel
-        observe(&launches);
-        read_as_they_land(on.rank, is_over);
-      });
-    }
-    const cudaError_t error = launch_with_routing(
+    return launch_with_routing(
         call(), on, [&](DispatchParams& p, int blocks) { vary_roles(on.random, blocks, p.roles); });
-    launches_of_thread = nullptr;
-    is_over = true;
-    if (product.joinable()) product.join();
-    return error;
   }
-  std::string wrong(int rank) const override {
-    return errors_[rank].empty() ? wrong_payload(rank) : errors_[rank];
-  }
-  std::string missing(int rank) const override { return missing_[rank]; }
+  std::string wrong(int rank) const override { return wrong_payload(rank); }
 
  private:
-  DispatchCall call() const { return {options(), !landed_.empty()}; }
-
-  // Reads rows like a product (gemm/grouped_gemm.cuh), as soon as they are counted.
-  void read_as_they_land(int rank, const std::atomic<bool>& is_over) {
-    const auto* counts = landed_[rank]->as<uint32_t>();
-    const int capacity = shape().capacity;
-    for (int first = 0; first < capacity; first += kLandingRows) {
-      const int end = std::min(capacity, first + kLandingRows);
-      const auto expected = static_cast<uint32_t>(end - first);
-      bool was_over = false;
-      while (__atomic_load_n(counts + first / kLandingRows, __ATOMIC_ACQUIRE) < expected &&
-             !was_over) {
-        was_over = is_over;
-        if (shape().num_ranks > 8) usleep(20);  // Many threads that poll would slow down the ranks.
-      }
-      const uint32_t count = __atomic_load_n(counts + first / kLandingRows, __ATOMIC_ACQUIRE);
-      if (count < expected) missing_[rank] = "rows were not counted";
-#ifndef MOE_A2A_EMULATION_TSAN  // which would report that another block overwrites these rows
-      // Corrupted routings leave rows out.
-      if (count > expected && making_.corrupt_one_in == 0 &&
-          !are_right_or_failed(rank, first, end)) {
-        missing_[rank] = "rows of a failed dispatch are neither right nor NaN";
-      }
-#endif
-      if (count == expected && errors_[rank].empty()) errors_[rank] = wrong_rows(rank, first, end);
-    }
-  }
-
-  bool are_right_or_failed(int rank, int first, int end) const {
-    for (const Moved& moved : moved_) {
-      for (int row = first; row < end; ++row) {
-        const auto is_right_or_failed = [&] {
-          const char* out = moved.out[rank]->data() + row * moved.out_bytes();
-          return is_row_right(moved, rank, row) ||
-                 std::memchr(out, kNanByte, static_cast<size_t>(moved.out_bytes())) != nullptr;
-        };
-        // Blocks may still copy or overwrite a row, so one that is neither is read again.
-        if (!is_right_or_failed() && !is_right_or_failed()) return false;
-      }
-    }
-    return true;
-  }
-
-  std::vector<std::string> errors_, missing_;  // by rank
+  DispatchCall call() const { return {options()}; }
 };
 
 #ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
@@ -397,7 +309,7 @@ class RoutedDispatch : public Payload {
       PlanOutputs outputs;
       for (int i = 0; i < kNumPlanArrays; ++i) {
         const size_t bytes = routing_.plans[rank].arrays[i].size() * 4;
-        outputs.add(add_output(rank, bytes, 4, i < 9 ? 0xFF : 0));
+        outputs.add(add_output(rank, bytes, 4, i < 8 ? 0xFF : 0));
       }
       plans_.push_back(outputs);
     }

@@ -104,7 +104,7 @@ class RouteExchange : public Exchange {
     made.rank_counts = make_array(batch * chunks * ranks * 4, 4);
     const Plan plan = expected(rank);
     for (int i = 0; i < kNumPlanArrays; ++i) {
-      const unsigned char fill = i < 9 ? 0xFF : 0;  // of an empty routing
+      const unsigned char fill = i < 8 ? 0xFF : 0;  // of an empty routing
       made.outputs.add(add_output(rank, plan.arrays[i].size() * 4, 4, fill));
     }
     return made;

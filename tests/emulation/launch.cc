@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "block.h"
-#include "fiber.h"
 #include "launch.h"
 
 namespace emulation {
@@ -51,8 +50,6 @@ const std::vector<size_t>& param_bytes_of(const void* kernel) {
   return loaded_kernels().at(kernel).param_bytes;
 }
 
-thread_local std::atomic<int>* launches_of_thread = nullptr;
-
 void set_residency(int blocks) { residency = blocks; }
 
 void take_room(int rank) {
@@ -84,10 +81,6 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
   const LoadedKernel& loaded = found->second;
   if (blocks.x == 0 || blocks.y == 0 || shared_bytes > loaded.dynamic_shared_bytes)
     return cudaErrorInvalidValue;
-  if (launches_of_thread != nullptr) {
-    publish(launches_of_thread);
-    ++*launches_of_thread;
-  }
   std::mt19937_64 random(next_seed++);
   std::vector<Index> order;
   for (unsigned y = 0; y < blocks.y; ++y) {

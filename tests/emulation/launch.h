@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <vector>
 
 namespace emulation {
@@ -14,10 +13,6 @@ constexpr int kAllRanks = -1;
 inline cudaStream_t stream_of(int rank) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
 }
-
-// Counts the kernels that this thread launches, or null. All of them but the last one have ended. Who waits for a count
-// then calls observe().
-extern thread_local std::atomic<int>* launches_of_thread;
 
 // Sets how many blocks run at a time on a rank's device, or on the device that all ranks share: what foreign kernels
 // leave. When a block ends, another one starts: in random order, but those with a smaller blockIdx.y first.

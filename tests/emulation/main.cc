@@ -53,7 +53,6 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
-  --tokens N      tokens of a rank in a dispatch, about, at most (20)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
   --sliced 1      in a combine, a product computes the rows in slices of columns meanwhile; only for c
   --groups N      groups of 128 numbers in an encoded row, at most (12)
@@ -283,7 +282,6 @@ class Sequence {
     };
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
-    if (const std::string what = exchange.missing(rank); !what.empty()) where(what);
     if (!expect_.has_results) return;
     // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
@@ -312,7 +310,6 @@ int main(int argc, char** argv) {
   Making making;
   making.num_ranks = options.whole("ranks", 2);
   making.max_local_experts = options.whole("experts", 4);
-  making.max_tokens = options.whole("tokens", 20);
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
   making.sliced = options.has("sliced");

@@ -51,14 +51,11 @@ _LETTERS_OF_FUNCTION = {
 NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
-    **dict.fromkeys(
-        ("fail", "dispatch_kernel"),
-        ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
-    ),
     **dict.fromkeys(("wait_for_tiles", "receive_slices", "sum_batch"), ["--sliced", 1]),
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
+    "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
 # Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
 # single words is no race, so it takes many runs without a sanitizer.
@@ -68,11 +65,6 @@ _VARIANTS = {
     "end": "network_tsan",
     "raise_heads": "network",
     "write_own_params": "colocated",
-}
-_VARIANTS_OF_CALL = {
-    ("raise_word", "fence_acq_rel_sys"): "network_tsan",
-    # A product reads rows of a failed dispatch while blocks overwrite them: no sanitizer.
-    ("dispatch_kernel", "__syncthreads"): "plain",
 }
 
 
@@ -109,8 +101,9 @@ class Place:
 
     @property
     def variant(self):
-        of_function = _VARIANTS.get(self.function, "tsan")
-        return _VARIANTS_OF_CALL.get((self.function, self.call), of_function)
+        if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
+            return "network_tsan"
+        return _VARIANTS.get(self.function, "tsan")
 
 
 @dataclasses.dataclass(frozen=True)

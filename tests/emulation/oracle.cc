@@ -12,7 +12,6 @@ enum {
   kTokenSlot,
   kSlotToken,
   kChoiceRank,
-  kChoiceExpert,
   kSlotRows,
   kRowRank,
   kRowSlot,
@@ -34,7 +33,6 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
       if (id < 0 || id >= s.num_experts()) continue;
       const int rank = id / s.local_experts;
       plan.arrays[kChoiceRank][token * s.top_k + k] = rank;
-      plan.arrays[kChoiceExpert][token * s.top_k + k] = id % s.local_experts;
       int32_t& slot = plan.arrays[kTokenSlot][token * s.num_ranks + rank];
       if (slot >= 0) continue;
       slot = next[rank]++;
@@ -122,10 +120,17 @@ bool splits_sources(const Shape& s, const Ids& ids) {
 std::vector<Plan> plans_of(const Shape& s, const Ids& ids) {
   std::vector<Plan> plans(static_cast<size_t>(s.num_ranks));
   const int slots = s.num_ranks * s.num_tokens;
-  const int sizes[] = {
-      slots,      slots,      s.num_choices(), s.num_choices(), slots * s.top_k,
-      s.capacity, s.capacity, s.capacity,      s.capacity,      s.local_experts / s.group_experts,
-      1,          1};
+  const int sizes[] = {slots,
+                       slots,
+                       s.num_choices(),
+                       slots * s.top_k,
+                       s.capacity,
+                       s.capacity,
+                       s.capacity,
+                       s.capacity,
+                       s.local_experts / s.group_experts,
+                       1,
+                       1};
   for (Plan& plan : plans) {
     for (int i = 0; i < moe_a2a::kNumPlanArrays; ++i) {
       plan.arrays[i].assign(static_cast<size_t>(sizes[i]), i < kGroupSizes ? -1 : 0);

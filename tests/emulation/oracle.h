@@ -29,12 +29,12 @@ struct Plan {
     return arrays[2][static_cast<size_t>(token) * s.top_k + k];
   }
   int slot_row(const Shape& s, int source, int slot, int k) const {
-    return arrays[4][(static_cast<size_t>(source) * s.num_tokens + slot) * s.top_k + k];
+    return arrays[3][(static_cast<size_t>(source) * s.num_tokens + slot) * s.top_k + k];
   }
-  int row_rank(int row) const { return arrays[5][row]; }
-  bool is_tail(int row) const { return arrays[6][row] == moe_a2a::kTailRow; }
-  int row_k(int row) const { return arrays[7][row]; }
-  int row_token(int row) const { return arrays[8][row]; }
+  int row_rank(int row) const { return arrays[4][row]; }
+  bool is_tail(int row) const { return arrays[5][row] == moe_a2a::kTailRow; }
+  int row_k(int row) const { return arrays[6][row]; }
+  int row_token(int row) const { return arrays[7][row]; }
 };
 
 using Ids = std::vector<std::vector<int32_t>>;  // by rank

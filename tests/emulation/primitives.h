@@ -62,14 +62,6 @@ inline uint32_t load_acquire_gpu(const uint32_t* address, Site site = Site::here
                          emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
 }
 
-inline void add_release_gpu(uint32_t* counter, uint32_t value, Site site = Site::here()) {
-  emulation::pause_sometimes();
-  __atomic_fetch_add(counter, value,
-                     emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
-}
-
-inline void start_next() {}  // a product that reads rows as they land may begin at any time
-
 inline uint32_t peek(const uint32_t* counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
 
 inline uint4 load_no_allocate(const uint4* address) {

@@ -142,10 +142,6 @@ KINDS = {
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
     "one ring half": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
-    # A block that sorts tokens has room for 1024 of them at a time.
-    "a dispatch of many tokens": Kind(
-        "plain", lambda s: ["--ranks", 2, "--steps", 1, "--ops", "d", "--tokens", 4000]
-    ),
     "drops": Kind(
         "plain",
         lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 8, "--ops", "rx",
@@ -218,10 +214,7 @@ KINDS = {
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--heads", s % 2, "--timeout", 1]
     ),
     "many ranks": Kind(
-        "plain",
-        # The order of tokens alone is 64 blocks on each rank: a wait takes over a minute here.
-        lambda s: ["--ranks", 64, "--steps", 2, "--sms", 1, "--timeout", 250],
-        is_slow=True,
+        "plain", lambda s: ["--ranks", 64, "--steps", 2, "--sms", 1], is_slow=True
     ),
     "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
     "corrupted routings": Kind(

@@ -352,13 +352,10 @@ def count_routing(shape, group, step, routing):
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
     key = (rank * shape.tokens + token) * shape.top_k + k
     follows = (local_expert[1:] == local_expert[:-1]) & is_real[1:] & is_real[:-1]
-    ids = own_ids(shape, group, step)
-    number = jnp.where(ids >= 0, ids % shape.local_experts, -1)  # of a choice's expert at its rank
     misplaced = (
         jnp.sum(is_real != (rank >= 0))
         + jnp.sum(is_real & ~is_own)
         + jnp.sum(follows & (key[1:] <= key[:-1]))
-        + jnp.sum(routing.choice_expert != number)
         + jnp.sum(routing.group_sizes != padded)
         + (routing.num_rows != jnp.sum(sizes))
         + (routing.num_dropped != 0)
@@ -375,7 +372,6 @@ def count_routing(shape, group, step, routing):
         + outside(routing.token_slot, -1, shape.tokens)
         + outside(routing.slot_token, -1, shape.tokens)
         + outside(routing.choice_rank, -1, num_ranks)
-        + outside(routing.choice_expert, -1, shape.local_experts)
         + outside(routing.slot_rows, -2, capacity)
         + outside(routing.group_sizes, 0, capacity + 1)
         + outside(jnp.sum(routing.group_sizes), 0, capacity + 1)

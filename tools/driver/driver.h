@@ -160,7 +160,6 @@ enum PlanArray {
   kTokenSlot,
   kSlotToken,
   kChoiceRank,
-  kChoiceExpert,
   kSlotRows,
   kRowRank,
   kRowSlot,

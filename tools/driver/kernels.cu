@@ -350,7 +350,7 @@ struct RankData {
         combined(memory.Take(w.num_tokens * w.row_bytes())) {
     const int64_t slots = int64_t{w.num_ranks} * w.num_tokens, rows = w.capacity;
     const int64_t choices = int64_t{w.num_tokens} * w.top_k;
-    for (int64_t count : {slots, slots, choices, choices, slots * w.top_k, rows, rows, rows, rows,
+    for (int64_t count : {slots, slots, choices, slots * w.top_k, rows, rows, rows, rows,
                           int64_t{w.local_experts()}, int64_t{1}, int64_t{1}}) {
       plan.push_back(memory.Take(count * sizeof(int32_t)));
     }
@@ -459,7 +459,6 @@ void AddRouting(const Call& call, Bound* args) {
   args->Add(kInt32, {w.num_tokens, w.num_ranks}, plan[kTokenSlot]);
   args->Add(kInt32, {w.num_ranks, w.num_tokens}, plan[kSlotToken]);
   args->Add(kInt32, {w.num_tokens, w.top_k}, plan[kChoiceRank]);
-  args->Add(kInt32, {w.num_tokens, w.top_k}, plan[kChoiceExpert]);
   args->Add(kInt32, {w.num_ranks, w.num_tokens, w.top_k}, plan[kSlotRows]);
   args->Add(kInt32, {w.capacity}, plan[kRowSlot]);
 }

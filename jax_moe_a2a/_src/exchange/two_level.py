@@ -120,7 +120,6 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
         token_slot=token_slot,
         slot_token=token_slot.T,
         choice_rank=own,
-        choice_expert=jnp.minimum(own, 0),
         slot_rows=jnp.where(is_here, token * num_hosts + source, -1).transpose(1, 0, 2),
         row_rank=by_row(source),
         row_slot=by_row(token),

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..exchange.lowering.products import ACT_DOT_GRAD, DOT_ACT, FORWARD, FORWARD_FEW
+from ..exchange.lowering.products import FORWARD, FORWARD_FEW
 from ..grouped import lowering as grouped
-from ..grouped.lowering import COMPLETE, call, flat, sizes_of, table
+from ..grouped.lowering import call, flat, sizes_of, table
 from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 
+DOT_ACT = "moe_a2a_dot_act"
+ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
 
@@ -98,7 +100,6 @@ def _product(
         (rows2, w3, groups, bias2, weights.reshape(-1), *spare),
         num_sms,
         product=FORWARD_FEW if few else FORWARD,
-        **COMPLETE,
         **attributes,
     )
     found = [h, pre] if keep else [h]
@@ -126,7 +127,6 @@ def act_dot_grad(
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         num_sms,
         aliases={3: 0},  # a warp reads its elements before it writes them
-        **COMPLETE,
         **attributes_of(activation),
     )
     # The sum in the order of tiles, which no choice of XLA changes.

@@ -23,9 +23,7 @@ from ..plan.capacity import MAX_TOP_K
 MOST_SECONDS = 1e9  # of a timeout: 31 years
 IMPLEMENTATIONS = (None, "portable", "cuda")
 ON_FAILURE = ("raise", "nan")
-# An exchange that runs next to a grouped product: 0 SMs mean that the two run one after the other.
-NEXT_TO_PRODUCTS = ("dispatch_dot", "dot_combine")
-OPERATIONS = ("route", "dispatch", "combine", *NEXT_TO_PRODUCTS)
+OPERATIONS = ("route", "dispatch", "combine", "dot_combine")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -131,12 +129,12 @@ class GroupValue:
         """Return the SMs of an operation, or None if the package chooses.
 
         Args:
-          operation: one of ``OPERATIONS``.
+          operation: ``"route"``, ``"dispatch"``, ``"combine"`` or ``"dot_combine"``.
         """
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
-        # One number limits exchanges. It does not say that they run next to products.
-        return None if operation in NEXT_TO_PRODUCTS else self.num_sms
+        # One number limits exchanges. It does not say that a combine runs next to its product.
+        return None if operation == "dot_combine" else self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
         """Return the group with the devices of ``mesh``. Return the group itself if it already has
@@ -271,12 +269,11 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     for operation, number in budgets.items():
         if operation not in OPERATIONS:
             raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
-        least = 0 if operation in NEXT_TO_PRODUCTS else 1
+        least = 0 if operation == "dot_combine" else 1
         if num_sms is not None and (not _is_int(number) or number < least):
             raise ValueError(
                 "num_sms must be a positive int, a mapping of operations to positive ints (0 for "
-                f"{' or '.join(NEXT_TO_PRODUCTS)} means one after the other), or None; got "
-                f"{num_sms!r}"
+                f'"dot_combine" means one after the other), or None; got {num_sms!r}'
             )
     return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
 

@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from .. import compat
-from ..exchange.lowering.dispatch_dot import next_to_dispatch
 from ..exchange.lowering.products import FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT
 from ..exchange.lowering.products import GROUPED_GEMM as TARGET
 from ..group import native
@@ -38,11 +37,6 @@ NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
-
-# Attributes of products: their rows are complete. Other values: exchange/lowering/dispatch_dot.py.
-COMPLETE: dict[str, Any] = {
-    name: np.int64(0) for name in ("landing", "landing_rows", "landing_timeout_ns")
-}
 
 logger = logging.getLogger("jax_moe_a2a")
 
@@ -115,9 +109,7 @@ def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
-    results = _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
-    next_to_dispatch(results)
-    return results
+    return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -171,9 +163,7 @@ def by_kernel(
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         why = why_not(*ctx.avals_in, **params)
-        results = native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
-        next_to_dispatch(results)
-        return results
+        return native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
 
     return lower
 
@@ -195,8 +185,7 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    operands = rows2, ws[0], groups, *ws[1:]
-    (result,) = call(TARGET, [out], operands, num_sms, product=product, **COMPLETE)
+    (result,) = call(TARGET, [out], (rows2, ws[0], groups, *ws[1:]), num_sms, product=product)
     return result.reshape(*rows.shape[:-1], columns)
 
 
@@ -223,7 +212,7 @@ def _outer_kernel(
         own = (num, x.shape[-1], y.shape[-1])
         shape = jax.ShapeDtypeStruct((math.prod(batch) * num, *own[1:]), dtype)
         operands = flat(x, 2), flat(y, 2), groups
-        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT, **COMPLETE)
+        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
         found.append(sum_lead(out.reshape(*batch, *own), tuple(lead)))
         first += num
     return found
@@ -243,7 +232,7 @@ def _add_outer_kernel(
         part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
         num = part.shape[1]
         shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT, **COMPLETE)
+        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT)
         own = own.astype(sums.dtype)
         own += lax.dynamic_slice_in_dim(sums, first, num)
         sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)

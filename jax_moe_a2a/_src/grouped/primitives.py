@@ -104,10 +104,11 @@ def register(
     in_one_launch = partial(_batch, primitive, is_full, passed)
     batching.primitive_batchers[primitive] = batch or in_one_launch
     lower = mlir.lower_fun(composition, multiple_results=primitive.multiple_results)
-    # A product looks at the program around it (exchange/lowering/dispatch_dot.py).
-    compat.register_lowering_per_call(primitive, cuda=cuda or lower, others=lower)
+    mlir.register_lowering(primitive, lower)
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
+    if cuda is not None:
+        mlir.register_lowering(primitive, cuda, platform="cuda")
 
 
 def _check_unsharded(avals: Sequence[Any]) -> None:

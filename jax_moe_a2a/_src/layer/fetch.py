@@ -157,9 +157,6 @@ def _routing_of_experts(
         token_slot=numbered.token_slot,
         slot_token=numbered.slot_token,
         choice_rank=jax.lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
-        choice_expert=jax.lax.dynamic_index_in_dim(
-            jnp.minimum(choice_rank, 0), rank, keepdims=False
-        ),
         slot_rows=rows_of_slots(numbered, is_here, row),
         row_rank=by_row(r),
         row_slot=by_row(numbered.here),
@@ -184,7 +181,6 @@ def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
         token_slot=numbered(routing.token_slot, 0),
         slot_token=numbered(routing.slot_token, 1),
         choice_rank=numbered(routing.choice_rank, 0, False),
-        choice_expert=numbered(routing.choice_expert, 0, False),
         slot_rows=numbered(routing.slot_rows, 1),
         row_rank=numbered(routing.row_rank, 0, False),
         row_slot=numbered(routing.row_slot, 0),

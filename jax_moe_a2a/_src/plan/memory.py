@@ -162,7 +162,7 @@ def memory_estimate(
       ```text
       capacity:    40000 rows (worst case 131072)
       rows:        547.0 MiB
-      routing:     1.6 MiB
+      routing:     1.5 MiB
       workspace:   449.0 MiB
       on the wire: 151.8 MiB per exchange, if routing is uniform
       ```

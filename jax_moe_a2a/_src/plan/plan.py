@@ -25,7 +25,6 @@ class RoutingArrays(NamedTuple):
     token_slot: jax.Array
     slot_token: jax.Array
     choice_rank: jax.Array
-    choice_expert: jax.Array
     slot_rows: jax.Array
     row_rank: jax.Array
     row_slot: jax.Array
@@ -65,7 +64,6 @@ def plan_shapes(
         token_slot=(num_tokens, num_ranks),
         slot_token=(num_ranks, num_tokens),
         choice_rank=(num_tokens, top_k),
-        choice_expert=(num_tokens, top_k),
         slot_rows=(num_ranks, num_tokens, top_k),
         row_rank=(capacity,),
         row_slot=(capacity,),
@@ -182,9 +180,6 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
         token_slot=slots.token_slot,
         slot_token=slots.slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
-        choice_expert=lax.dynamic_index_in_dim(
-            jnp.where(valid, remainder(all_ids, num_local_experts), -1), rank, keepdims=False
-        ),
         slot_rows=slot_rows,
         row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
         row_slot=jnp.where(jnp.arange(capacity, dtype=int32) < ends[-1:], slot, TAIL_ROW),
@@ -392,7 +387,6 @@ def fold_batch(routing: RoutingArrays) -> RoutingArrays:
         token_slot=flatten(shift(routing.token_slot, num_tokens)),
         slot_token=flatten(shift(routing.slot_token, num_tokens), axis=1),
         choice_rank=flatten(routing.choice_rank),
-        choice_expert=flatten(routing.choice_expert),
         slot_rows=flatten(shift(routing.slot_rows, capacity), axis=1),
         row_rank=flatten(routing.row_rank),
         row_slot=flatten(shift(routing.row_slot, num_tokens)),

@@ -152,8 +152,6 @@ class Routing(RoutedRows):
     """[R, T]: the token of this rank that uses a slot of each rank's zone; -1 for an empty slot."""
     choice_rank: jax.Array
     """[T, K]: rank of a choice; -1 if its id sends nothing."""
-    choice_expert: jax.Array
-    """[T, K]: number of a choice's expert among those of its rank; -1 if its id sends nothing."""
     slot_rows: jax.Array
     """[R, T, K]: row of each choice of the token in a slot of each source rank. -1: the choice is
     not for this rank. -2: the choice was dropped for capacity."""

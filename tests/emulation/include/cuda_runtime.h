@@ -108,13 +108,6 @@ template <typename T>
 T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
-inline int atomicMin(int* address, int value) {
-  int seen = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (value < seen && !__atomic_compare_exchange_n(address, &seen, value, false,
-                                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-  return seen;
-}
 inline unsigned atomicExch(unsigned* address, unsigned value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }

@@ -6,9 +6,6 @@ budget to the SMs of the GPU.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 from ...group import native
 from ...group.group import Group
 
@@ -19,25 +16,9 @@ WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
-
-
-class NextToProduct(NamedTuple):
-    """When an exchange runs next to a product by default, and on how many SMs."""
-
-    operation: str  # whose budget limits that of the exchange
-    num_sms: int
-    ranks: float  # with fewer it was not measured faster (docs/history/speed.md)
-    tokens: int  # of all ranks; likewise
-
-
-NEXT_TO_PRODUCT = dict(
-    dot_combine=NextToProduct(
-        "combine", native.tuning("DOT_COMBINE_NUM_SMS"), ranks=4, tokens=16384
-    ),
-    dispatch_dot=NextToProduct(
-        "dispatch", native.tuning("DISPATCH_DOT_NUM_SMS"), ranks=math.inf, tokens=0
-    ),
-)
+DOT_COMBINE_NUM_SMS = native.tuning("DOT_COMBINE_NUM_SMS")  # of a combine next to its product
+# With fewer ranks or fewer tokens of all ranks, it was not measured faster (docs/history/speed.md).
+DOT_COMBINE_RANKS, DOT_COMBINE_TOKENS = 4, 16384
 
 
 def default_num_sms(num_tokens: int) -> int:
@@ -52,16 +33,11 @@ def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
     return group.sms_of(operation) or default_num_sms(num_tokens)
 
 
-def num_sms_next_to_product(group: Group, call: str, num_tokens: int) -> int:
-    """Return the SMs of an exchange next to a product, or 0 if one comes after the other.
-
-    Args:
-      call: ``"dispatch_dot"`` or ``"dot_combine"``.
-    """
-    num_sms = group.sms_of(call)
+def num_sms_of_dot_combine(group: Group, num_tokens: int) -> int:
+    """Return the SMs of a combine next to its product, or 0 if it comes after the product."""
+    num_sms = group.sms_of("dot_combine")
     if num_sms is not None:
         return num_sms
-    default = NEXT_TO_PRODUCT[call]
-    if group.size < default.ranks or group.size * num_tokens < default.tokens:
+    if group.size < DOT_COMBINE_RANKS or group.size * num_tokens < DOT_COMBINE_TOKENS:
         return 0
-    return min(default.num_sms, group.sms_of(default.operation) or default.num_sms)
+    return min(DOT_COMBINE_NUM_SMS, group.sms_of("combine") or DOT_COMBINE_NUM_SMS)

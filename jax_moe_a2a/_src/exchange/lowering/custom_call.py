@@ -17,15 +17,6 @@ from ...group import native, network
 from .. import reference
 from .call_placement import CallPlacement, Refused, barrier
 
-# The arrays of a routing that the kernels read, in the order of the handlers' operands.
-READ_BY_KERNELS = (
-    "token_slot",
-    "slot_token",
-    "choice_rank",
-    "choice_expert",
-    "slot_rows",
-    "row_slot",
-)
 # True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
 DEFAULT_CUDA_GRAPHS = True
 

@@ -9,7 +9,6 @@ from ...formats.formats import NvFp4, TokenFormat
 from ..record import Options
 from .budgets import FORMAT_NUM_SMS, WEIGHTED_NUM_SMS
 from .call_placement import CallPlacement, Refused
-from .dispatch_dot import DISPATCH
 from .exchange import KernelCall
 
 
@@ -45,8 +44,7 @@ def dispatch_calls(
     options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
     if options.format is None:
-        attributes["lands"] = False  # dispatch_dot.py changes it
-        return [KernelCall(DISPATCH, arrays, arrays, attributes)]
+        return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
     num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
     num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
     return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]

@@ -19,7 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from ... import compat
-from .budgets import num_sms_next_to_product
+from .budgets import num_sms_of_dot_combine
 from .call_placement import CallPlacement, Refused
 from .custom_call import custom_call, half_bytes_of
 from .products import FORWARD, GROUPED_GEMM, TRANSPOSED, attributes_of, passes, target_of
@@ -96,8 +96,7 @@ def _emit(
 ) -> list[Any]:
     sums, *moved = ctx.avals_out
     ranks = sums.shape[: call_placement.lead]
-    num_tokens = sums.shape[len(ranks)]
-    num_sms = num_sms_next_to_product(call_placement.group, "dot_combine", num_tokens)
+    num_sms = num_sms_of_dot_combine(call_placement.group, sums.shape[len(ranks)])
     if num_sms == 0:
         raise Refused("the group has few ranks or tokens, or num_sms says so")
     of_product = attributes_of(product.call)

@@ -12,9 +12,11 @@ from jax.interpreters import mlir
 from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement
-from .custom_call import READ_BY_KERNELS, custom_call, half_bytes_of
-from .dispatch_dot import DISPATCH, landing_attributes
+from .custom_call import custom_call, half_bytes_of
 from .dot_combine import dot_combine
+
+# The arrays of a routing that the kernels read, in the order of the handlers' operands.
+READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 
 
 class KernelCall(NamedTuple):
@@ -119,9 +121,6 @@ def _kernel_calls(
     for call in exchange.kernel_calls(call_placement, payload, params):
         types = _of_call(call, avals), [avals_out[i] for i in call.results]
         half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
-        if call.target == DISPATCH:
-            landing = landing_attributes(call_placement, call.attributes, *types)
-            call = call._replace(attributes={**call.attributes, **landing})
         found.append((call, half_bytes))
     return found
 

@@ -1,19 +1,16 @@
-"""Name the calls of grouped products, which exchanges may run next to."""
+"""Name the calls of grouped products, which combines may run next to."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
 
 GROUPED_GEMM = "moe_a2a_grouped_gemm"
-DOT_ACT = "moe_a2a_dot_act"
-ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 # GroupedProduct in cuda/gemm/grouped_gemm.h, int64 as the attributes of the kernels.
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = np.arange(4)
-# These operations may be between an exchange and a product. They keep the elements in their order.
+# These operations may be between a product and a combine. They keep the elements in their order.
 PASSING = ("stablehlo.optimization_barrier", "stablehlo.reshape")
 
 
@@ -27,16 +24,6 @@ def target_of(op: ir.Operation) -> str:
     if op.name != "stablehlo.custom_call":
         return ""
     return ir.StringAttr(op.attributes["call_target_name"]).value
-
-
-def call_of(value: Any, targets: Container[str]) -> ir.Operation | None:
-    """Return the call of one of these targets that computes a value, or None."""
-    while not isinstance(value.owner, ir.Block):
-        op = value.owner.operation
-        if not passes(op):
-            return op if target_of(op) in targets else None
-        (value,) = op.operands
-    return None
 
 
 def attributes_of(call: ir.Operation) -> dict[str, Any]:
