@@ -922,7 +922,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
         name = "routed_dispatch" if tokens == SMALL.tokens else "dispatch"
         (eqn,) = small_layer.equations(jaxpr, name)
         shapes = small_layer.shapes_of_one_rank(eqn)
-        payload = shapes[1:] if name == "routed_dispatch" else shapes[:-8]
+        payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
         return payload, eqn.params["options"].format is not None
 
     a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
