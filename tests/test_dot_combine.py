@@ -41,6 +41,13 @@ def by_hand(x, topk_weights, w_in, w_out, ids, *, group, layout):
     return ma.combine(y, recv.routing) + y.sum().astype(x.dtype)
 
 
+def weighted(x, topk_weights, w_in, w_out, ids, *, group, layout):
+    """Compute a layer whose combine applies the router weights and adds the tokens."""
+    recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
+    dot = functools.partial(ma.grouped_dot, group_sizes=recv.group_sizes)
+    return ma.combine(dot(SWIGLU(dot(recv.rows, w_in)), w_out), recv, add=x)
+
+
 def arguments(layout, routing, dtype, seed=0):
     rng = np.random.default_rng(seed)
     ids = cases.Case(layout, routing).ids(RANKS, seed)
@@ -88,7 +95,13 @@ def assert_same_bits(found, expected, what):
 @pytest.mark.parametrize("layout", (WORST, DROPS), ids=lambda layout: layout.name)
 @pytest.mark.parametrize(
     ("fn", "dtype", "num_sms"),
-    [(layer, "bfloat16", 16), (layer, "float16", 40), (by_hand, "bfloat16", 16)],
+    [
+        (layer, "bfloat16", 16),
+        (layer, "float16", 40),
+        (by_hand, "bfloat16", 16),
+        (weighted, "bfloat16", 16),
+        (weighted, "float16", 16),
+    ],
 )
 def test_results_and_gradients_have_the_same_bits(fn, layout, dtype, num_sms):
     next_to, found = program(fn, layout, dtype, num_sms)
@@ -182,6 +195,26 @@ def test_forward_and_backward_have_one_call_each(gpus):
 
 
 @lowers
+@pytest.mark.parametrize("adds", (False, True))
+@pytest.mark.parametrize("weighs", (False, True))
+def test_the_combine_may_have_weights_and_an_addend(gpus, weighs, adds):
+    def change(x, ids, weights, w_in, w_out, **options):
+        recv = ma.dispatch(x, ids, weights, **options)
+        y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
+        return ma.combine(y, recv if weighs else recv.routing, add=x if adds else None)
+
+    text = text_of(change, gradients=False)
+    (call,) = (line for line in text.splitlines() if f"@{CALL}" in line)
+    assert f"num_pairs = {int(weighs)} " in call
+    assert f"num_addends = {int(adds)} " in call
+    rows = 8 * TOKENS * EXPERTS
+    # After the table, of the experts and the rows after the last one.
+    others = [f"tensor<{rows}xf32>"] * weighs + [f"tensor<{TOKENS}x1024xbf16>"] * adds
+    assert ", ".join(["tensor<9xi32>", *others, f"tensor<{TOKENS}x8xi32>"]) in call
+    assert "@moe_a2a_combine" not in text
+
+
+@lowers
 def test_a_product_that_is_read_later_is_computed_once(gpus):
     def read_later(x, ids, weights, w_in, w_out, **options):
         recv = ma.dispatch(x, ids, weights, **options)
@@ -219,10 +252,10 @@ def of_two_axes(x, ids, weights, w_in, w_out, **options):
     return ma.combine(y.reshape(-1, 2, HIDDEN // 2), recv.routing).reshape(x.shape)
 
 
-def with_addend(x, ids, weights, w_in, w_out, **options):
+def of_addend(x, ids, weights, w_in, w_out, **options):
     recv = ma.dispatch(x, ids, weights, **options)
     y = ma.grouped_dot(recv.rows[:, :INTERMEDIATE], w_out, recv.group_sizes)
-    return ma.combine(y, recv.routing, add=x)
+    return ma.combine(y, recv, add=y[: len(x)])
 
 
 def in_fp8(x, ids, weights, w_in, w_out, **options):
@@ -247,8 +280,8 @@ def with_bias(x, ids, weights, w_in, w_out, **options):
         (dict(change=read_before), None),
         (dict(change=scaled), None),
         (dict(change=with_bias), None),
-        (dict(change=with_addend), None),
-        (dict(change=in_float32), "partial sums travel as float32"),
+        (dict(change=of_addend), None),
+        (dict(change=in_float32), "partial sums travel as F32"),
         (dict(change=in_fp8), "partial sums travel as BlockwiseFp8"),
         (dict(change=limited), "num_sms=40 limits the product"),
         (dict(change=of_two_axes), "needs rows and products of two axes"),

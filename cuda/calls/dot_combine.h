@@ -1,12 +1,14 @@
 // The call `dot_combine`: a grouped product in slices of columns, and the combine of its rows next to it. Operands: rows
-// [C, K], weights [L, K, H] (transposed: [L, H, K]), the table of groups [3 G] (ffi/grouped_gemm.cc), choice arrays to move
-// [C, ...], and the routing. Results: sums [T, H]; the products [C, H], which are scratch memory; counters; choice
-// arrays [T, K, ...].
+// [C, K], weights [L, K, H] (transposed: [L, H, K]), the table of groups [3 G] (ffi/grouped_gemm.cc), and the operands of the
+// combine (calls/combine.h) without its rows. Results: sums [T, H]; the products [C, H], which are scratch memory; counters;
+// choice arrays [T, K, ...].
 #ifndef MOE_A2A_CALLS_DOT_COMBINE_H_
 #define MOE_A2A_CALLS_DOT_COMBINE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "calls/array.h"
 #include "calls/call.h"
@@ -17,7 +19,7 @@
 namespace moe_a2a {
 
 struct DotCombineCall {
-  int64_t transposed, num_choice_arrays;
+  int64_t transposed, num_choice_arrays, num_pairs, num_addends;
 
   static constexpr const char* kTarget = "moe_a2a_dot_combine";
   static constexpr bool kHasHalves = false;
@@ -30,19 +32,23 @@ struct DotCombineCall {
   // The places of operands before the routing, and of results.
   enum Operand { kRows, kWeights, kTable, kNumOperands };
   enum Result { kSums, kProducts, kCounters, kNumResults };
+  // Operands between the table and the routing: choice arrays, or the weights of rows; and an addend.
+  static constexpr size_t kMaxOthers = kMaxArrays;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("transposed", &transposed) && read("num_choice_arrays", &num_choice_arrays);
+    return read("transposed", &transposed) && read("num_choice_arrays", &num_choice_arrays) &&
+           read("num_pairs", &num_pairs) && read("num_addends", &num_addends);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    CombineParams* params) const {
+    constexpr size_t kLeast = kNumOperands + kNumRoutingArrays;
     if (num_choice_arrays < 0 || num_choice_arrays >= static_cast<int64_t>(kMaxArrays) ||
-        args.size() != kNumOperands + num_choice_arrays + kNumRoutingArrays ||
+        args.size() < kLeast || args.size() > kLeast + kMaxOthers ||
         results.size() != kNumResults + static_cast<size_t>(num_choice_arrays)) {
-      return "dot_combine needs rows, weights, a table, choice arrays, the routing, three results "
-             "and as many choice arrays; got " +
+      return "dot_combine needs rows, weights, a table, the other operands of a combine, three "
+             "results and the choice arrays; got " +
              std::to_string(args.size()) + " operands and " + std::to_string(results.size()) +
              " results";
     }
@@ -86,14 +92,15 @@ struct DotCombineCall {
     const ArraySlice others = args.from(kNumOperands), moved = results.from(kNumResults);
     operands.insert(operands.end(), others.begin(), others.end());
     sums.insert(sums.end(), moved.begin(), moved.end());
-    const CombineCall combine = {num_choice_arrays, 0, 0, rows.type.name, 0};
-    if (Problem problem = combine.Describe(context, {operands.data(), operands.size()},
-                                           {sums.data(), sums.size()}, params);
+    if (Problem problem = combine(rows.type.name)
+                              .Describe(context, {operands.data(), operands.size()},
+                                        {sums.data(), sums.size()}, params);
         !problem.empty()) {
       return problem;
     }
-    if (!params->listed) {
-      return "dot_combine needs rows of whole 16-byte words, and top_k plus ranks of at most " +
+    if (!params->listed || params->weights_per_row > 1) {
+      return "dot_combine needs rows of whole 16-byte words with one weight each or none, and "
+             "top_k plus ranks of at most " +
              std::to_string(kWarpThreads);
     }
     Mix(params->view.signature, kNumSlices);
@@ -107,15 +114,12 @@ struct DotCombineCall {
   // `finished` and `group_sizes` are those of the first rank of the device, also for its other ranks (ffi/dot_combine.h):
   // ranks that share a device have one table [3, ranks, G], of which each rank has a part.
   void Point(Addresses args, Addresses results, CombineParams* p) const {
-    PointRouting(args, &p->routing);
-    p->summed[0].rows = results[kProducts];
-    p->summed[0].out = results[kSums];
-    p->fills[0].data = results[kSums];
-    for (int i = 0; i < p->num_moved; ++i) {
-      p->moved[i].in = args[kNumOperands + i];
-      p->moved[i].out = results[kNumResults + i];
-      p->fills[1 + i].data = results[kNumResults + i];
-    }
+    char *operands[1 + kMaxOthers + kNumRoutingArrays] = {results[kProducts]}, *sums[kMaxArrays];
+    const Addresses others = args.from(kNumOperands), moved = results.from(kNumResults);
+    std::copy(others.begin(), others.end(), operands + 1);
+    sums[0] = results[kSums];
+    std::copy(moved.begin(), moved.end(), sums + 1);
+    combine().Point({operands, 1 + others.size()}, {sums, 1 + moved.size()}, p);
     p->sliced.group_sizes = reinterpret_cast<const int32_t*>(args[kTable]) + p->sliced.num_groups;
     p->sliced.finished = reinterpret_cast<const uint32_t*>(results[kCounters]) + 1;
   }
@@ -126,6 +130,12 @@ struct DotCombineCall {
   static cudaError_t Launch(const Kernels& kernels, const CombineParams* ranks, int blocks,
                             cudaStream_t stream) {
     return kernels.combine(ranks, blocks, stream);
+  }
+
+ private:
+  // Returns the call of the combine, whose partial sums travel in this type. Only Describe() needs the type.
+  CombineCall combine(std::string wire = {}) const {
+    return {num_choice_arrays, num_pairs, num_addends, std::move(wire), 0};
   }
 };
 

@@ -568,7 +568,8 @@ __device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, 
   return __all_sync(kAllLanes, landed);
 }
 
-// Lists the rows of `count` tokens: own ones in the order of choices, and landed ones in the order of ranks.
+// Lists the rows of `count` tokens: own ones in the order of choices, landed ones in the order of ranks, and the addend,
+// which counts as a landed row.
 template <typename T>
 __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& batch,
                                             const int* slots, int first, int count,
@@ -577,6 +578,7 @@ __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& ba
   const RankView& view = p.view;
   const int lane = lane_index(), top_k = p.routing.top_k, ranks = view.num_ranks;
   const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
+  const auto* addends = static_cast<const char*>(p.summed[0].addend);
   // Lane i has the i-th token.
   const int* of_token = slots + lane * ranks;
   SourceCounts counts = {};
@@ -586,6 +588,7 @@ __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& ba
       if (rank == view.rank || of_token[rank] < 0) continue;
       ++(rank < view.rank ? counts.landed_before : counts.landed_after);
     }
+    if (addends != nullptr) ++counts.landed_after;
   }
   const int total = counts.own + counts.landed_before + counts.landed_after;
   int inclusive = total;
@@ -602,7 +605,8 @@ __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& ba
   }
   if (lane < count) {
     char* out = static_cast<char*>(p.summed[0].out);
-    batch.items[lane] = {out + (first + lane) * bytes.of_row + bytes.first, counts};
+    const int64_t of_result = (first + lane) * bytes.of_row + bytes.first;
+    batch.items[lane] = {out + of_result, counts};
     int place = begin + counts.own;
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == view.rank || of_token[rank] < 0) continue;
@@ -610,6 +614,7 @@ __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& ba
                             p.summed[0].zone_offset + of_token[rank] * row_stride(bytes.of_row) +
                             bytes.first;
     }
+    if (addends != nullptr) batch.rows[place] = addends + of_result;
   }
 }
 
@@ -740,7 +745,8 @@ struct CombineKernels {
 };
 
 CombineKernels::Key key_of(const CombineParams& p) {
-  const bool adds = p.num_summed > 0 && p.summed[0].addend != nullptr;
+  // The form with slices lists addends as rows.
+  const bool adds = p.sliced.num == 0 && p.num_summed > 0 && p.summed[0].addend != nullptr;
   if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments, adds};
   const Sums whole = p.sliced.num > 0 ? Sums::kSlices : Sums::kRows;
   const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : whole;

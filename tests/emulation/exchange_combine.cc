@@ -36,7 +36,7 @@ class Combine : public Exchange {
     }
     choose_weights(random);
     num_summed_ = num_pairs_ > 0 || form_ == Form::kSliced ? 1 : 1 + random.one_in(4);
-    has_addends_ = form_ != Form::kSliced && random.one_in(3);
+    has_addends_ = random.one_in(3);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(random, rank));
   }
 

@@ -103,7 +103,6 @@ COMBINE = Exchange(
     reference=reference.combine,
     layouts=_combine_layouts,
     kernel_calls=combine_calls,
-    may_follow_product=True,
 )
 DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 

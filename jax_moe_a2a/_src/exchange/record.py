@@ -94,8 +94,6 @@ class Exchange:
     whose kernels do not support this payload. None means ``reference``."""
     result_types: Callable[..., list[Any]] | None = None
     """Changes the abstract values of results whose type differs from the type of their source."""
-    may_follow_product: bool = False
-    """True if a call may also compute the grouped product whose results are the first operand."""
     keeps_payload: bool = False
     """True if the done reads the payload again. The payload then follows the arrays in flight."""
     primitive: Any = dataclasses.field(init=False)

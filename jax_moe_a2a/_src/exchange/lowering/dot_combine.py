@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from ... import compat
+from ...group import native
 from .budgets import num_sms_of_dot_combine
 from .call_placement import CallPlacement, Refused
 from .custom_call import custom_call, half_bytes_of
@@ -67,7 +68,7 @@ def dot_combine(
     call_placement: CallPlacement,
     operands: Sequence[ir.Value],
     avals: Sequence[Any],
-    params: dict[str, Any],
+    attributes: dict[str, Any],
 ) -> list[Any] | None:
     """Emit the call of a combine and of the product that computes its rows. Return its results, or
     None if the combine is a call of its own.
@@ -75,12 +76,15 @@ def dot_combine(
     Args:
       operands: the payload of the combine, and the routing arrays that the kernels read.
       avals: their types.
+      attributes: of the call of the combine.
     """
-    product = product_of(operands[0]) if params["num_leaves"] == 1 else None
+    num_sums = len(ctx.avals_out) - attributes["num_choice_arrays"]
+    has_one_array = num_sums == 1 and attributes["num_pairs"] <= 1
+    product = product_of(operands[0]) if has_one_array else None
     if product is None:
         return None
     try:
-        return _emit(ctx, call_placement, product, operands, avals, params["options"].wire_dtype)
+        return _emit(ctx, call_placement, product, operands, avals, attributes)
     except Refused as why:
         logger.info("%s: after its product, because %s", ctx.primitive, why)
         return None
@@ -92,7 +96,7 @@ def _emit(
     product: Product,
     operands: Sequence[ir.Value],
     avals: Sequence[Any],
-    wire_dtype: Any,
+    of_combine: dict[str, Any],
 ) -> list[Any]:
     sums, *moved = ctx.avals_out
     ranks = sums.shape[: call_placement.lead]
@@ -105,10 +109,10 @@ def _emit(
         raise Refused("the product has few rows in each group")
     if limit := of_product["num_sms"]:
         raise Refused(f"num_sms={limit} limits the product")
-    if wire_dtype not in (None, sums.dtype):
-        raise Refused(f"partial sums travel as {wire_dtype}")
+    if (wire := of_combine["wire"]) != native.type_name(sums.dtype):
+        raise Refused(f"partial sums travel as {wire}")
     rows, weights, table = product.call.operands
-    indices = avals[1 + len(moved)]  # of the routing
+    indices = avals[-1]  # of the routing
     operands_of_product = [
         _of_ranks(rows, ranks, sums),
         _of_ranks(weights, ranks, sums),
@@ -117,8 +121,8 @@ def _emit(
     values, types = zip(*operands_of_product, strict=True)
     counters = compat.result_aval(sums, (*ranks, NUM_COUNTERS), indices.dtype)
     avals_in, avals_out = [*types, *avals[1:]], [sums, avals[0], counters, *moved]
-    attributes = dict(transposed=kind == TRANSPOSED, num_choice_arrays=len(moved))
-    attributes = {name: int(value) for name, value in attributes.items()}
+    numbers = {name: of_combine[name] for name in ("num_choice_arrays", "num_pairs", "num_addends")}
+    attributes = dict(transposed=int(kind == TRANSPOSED), **numbers)
     out, products, _, *moved = custom_call(
         ctx.replace(avals_in=avals_in, avals_out=avals_out),
         TARGET,

@@ -49,11 +49,11 @@ def whole(
 ) -> list[Any]:
     """Lower an exchange."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
-    if exchange.may_follow_product:
-        found = dot_combine(ctx, call_placement, inputs, avals, params)
+    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
+    if not exchange.is_outward and len(calls) == 1:
+        found = dot_combine(ctx, call_placement, inputs, avals, calls[0][0].attributes)
         if found is not None:
             return found
-    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
     return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
 
 
