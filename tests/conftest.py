@@ -27,9 +27,12 @@ import processes
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 JOINED = processes.joined()
 
-if not ON_GPU:
-    if "jax" in sys.modules:
-        raise RuntimeError("jax was imported before the tests could ask for 8 virtual CPU devices")
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before the tests could set XLA's flags")
+if ON_GPU:
+    # XLA would time its own products, which takes minutes if several workers share a GPU.
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
+else:
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Most of the time goes into compilation. Flags that XLA_FLAGS has already take precedence.

@@ -437,6 +437,36 @@ ffi::Error RunEncodeSquares(cudaStream_t stream, ffi::AnyBuffer weights,
 
 ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) { return LoadProducts(ordinal); }
 
+// What handlers have in common: the parameters that they begin with, an activation and the SMs after it, arrays.
+auto OnDevice() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
+}
+template <typename Binding>
+auto WithActivation(Binding binding) {
+  return std::move(binding)
+      .template Attr<int64_t>("activation")
+      .template Attr<int64_t>("gated")
+      .template Attr<float>("alpha")
+      .template Attr<float>("limit")
+      .template Attr<int64_t>("num_sms");
+}
+template <int kNum, typename Binding>
+auto WithOperands(Binding binding) {
+  if constexpr (kNum == 1) {
+    return std::move(binding).template Arg<ffi::AnyBuffer>();
+  } else {
+    return WithOperands<kNum - 1>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  }
+}
+template <int kNum, typename Binding>
+auto WithResults(Binding binding) {
+  if constexpr (kNum == 1) {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
+  } else {
+    return WithResults<kNum - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+  }
+}
+
 }  // namespace
 
 // Once for each device, because they cannot be loaded while a graph is captured.
@@ -467,101 +497,31 @@ ffi::Error LoadProducts(int32_t ordinal) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm, Run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("product")
-                                  .Attr<int64_t>("num_sms")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dot_act, DotAct,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("product")
-                                  .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("gated")
-                                  .Attr<float>("alpha")
-                                  .Attr<float>("limit")
-                                  .Attr<int64_t>("num_sms")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_dot_grad, ActDotGrad,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("gated")
-                                  .Attr<float>("alpha")
-                                  .Attr<float>("limit")
-                                  .Attr<int64_t>("num_sms")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_fp8_gemm, Fp8Dot,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("product")
-                                  .Attr<int64_t>("num_sms")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    moe_a2a_grouped_gemm, Run,
+    WithResults<2>(WithOperands<3>(OnDevice().Attr<int64_t>("product").Attr<int64_t>("num_sms"))
+                       .RemainingArgs()),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    moe_a2a_dot_act, DotAct,
+    WithResults<3>(
+        WithOperands<5>(WithActivation(OnDevice().Attr<int64_t>("product"))).RemainingArgs()),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    moe_a2a_act_dot_grad, ActDotGrad,
+    WithResults<4>(WithOperands<5>(WithActivation(OnDevice())).RemainingArgs()),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    moe_a2a_fp8_gemm, Fp8Dot,
+    WithResults<2>(WithOperands<5>(OnDevice().Attr<int64_t>("product").Attr<int64_t>("num_sms"))
+                       .RemainingArgs()),
+    {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_encode, RunActEncode,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("gated")
-                                  .Attr<float>("alpha")
-                                  .Attr<float>("limit")
-                                  .Attr<int64_t>("num_sms")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
+                              WithResults<2>(WithOperands<3>(WithActivation(OnDevice()))),
                               {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_encode_squares, RunEncodeSquares,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    moe_a2a_encode_squares, RunEncodeSquares,
+    WithResults<3>(WithOperands<1>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace moe_a2a
