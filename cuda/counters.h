@@ -1,8 +1,10 @@
-// The local sync counters: the words of a header that each kernel waits for or counts in, by region.
+// The local sync counters: the words of a header that each kernel waits for or counts in, by
+// region.
 //
-// All kernels use the same words, because launches of a workspace run one after the other, and epochs distinguish them.
-// A region holds the words that a kernel of a given shape uses. No counters exist per expert: ranks compute slots and
-// rows from ids, and do not claim them from counters (docs/protocol.md, section 4).
+// All kernels use the same words, because launches of a workspace run one after the other, and
+// epochs distinguish them. A region holds the words that a kernel of a given shape uses. No
+// counters exist per expert: ranks compute slots and rows from ids, and do not claim them from
+// counters (docs/protocol.md, section 4).
 #ifndef MOE_A2A_COUNTERS_H_
 #define MOE_A2A_COUNTERS_H_
 
@@ -15,15 +17,16 @@
 
 namespace moe_a2a {
 
-// A region is `count` spans of `bytes` bytes in each ring half. The first span begins at `offset` in the header, the
-// others at distances of `stride`.
+// A region is `count` spans of `bytes` bytes in each ring half. The first span begins at `offset`
+// in the header, the others at distances of `stride`.
 struct CounterRegion {
   std::string kernel, words;
   int64_t offset, bytes, count, stride;
   int64_t half_stride;  // to the same span of the next ring half; 0 if ring halves share the words
 };
 
-// Returns the regions of exchanges of `num_tokens` per rank with `top_k` choices each. `route_chunks`: chunks of route.
+// Returns the regions of exchanges of `num_tokens` per rank with `top_k` choices each.
+// `route_chunks`: chunks of route.
 inline std::vector<CounterRegion> counter_regions(int64_t num_ranks, int64_t num_tokens,
                                                   int64_t top_k, int64_t route_chunks) {
   constexpr int64_t kWord = sizeof(uint64_t);

@@ -142,7 +142,8 @@ NB_MODULE(_native, m) {
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
   m.attr("MAX_PLANNED_EXPERTS") = moe_a2a::kMaxPlannedExperts;
 
-  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by name.
+  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by
+  // name.
   m.def("targets", [] {
     nb::dict targets;
     for (const moe_a2a::Target& target : moe_a2a::Targets()) {

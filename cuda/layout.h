@@ -1,12 +1,12 @@
-// The layout of a slab. Host and device compute every offset with these functions; Python calls them through the
-// bindings.
+// The layout of a slab. Host and device compute every offset with these functions; Python calls
+// them through the bindings.
 //
 //   slab       = | Header | ring half 0 ............ | ring half 1 ............ |
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
 //   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise an early writer of one
-// shape could overwrite what a late reader of another shape still reads.
+// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise an early
+// writer of one shape could overwrite what a late reader of another shape still reads.
 #ifndef MOE_A2A_LAYOUT_H_
 #define MOE_A2A_LAYOUT_H_
 
@@ -20,7 +20,8 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) sets fewer threads for a block, and so few flags that a few tokens already share them.
+// The emulator (tests/emulation) sets fewer threads for a block, and so few flags that a few tokens
+// already share them.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -36,9 +37,9 @@ constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split exchanges, which
-// may run at the same time. A multi-host topology has such a pair for each size of exchanges, because its workspaces do
-// not grow (jax_moe_a2a/_src/group/network.py).
+// Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split
+// exchanges, which may run at the same time. A multi-host topology has such a pair for each size of
+// exchanges, because its workspaces do not grow (jax_moe_a2a/_src/group/network.py).
 enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(WorkspaceKind kind) { return static_cast<int64_t>(kind) % 2 == 1; }
 
@@ -69,8 +70,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ce
 
 static_assert(kMaxRanks <= 64, "a set of ranks is a bit mask of 64 bits");
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
-// A team has a power of two of whole warps. A team of several warps has a named barrier. A block has 16 barriers, and
-// barrier 0 is for the whole block.
+// A team has a power of two of whole warps. A team of several warps has a named barrier. A block
+// has 16 barriers, and barrier 0 is for the whole block.
 static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
 static_assert(1 + kMaxTeams / 2 <= 16);
 static_assert(kZoneAlignment % kVectorBytes == 0);
@@ -100,8 +101,8 @@ struct Control {
 #endif
 };
 
-// The way to inter-node ranks: puts of NVSHMEM. A put copies from the rank's outgoing memory, in which
-// rows are laid out as in the destination's zone. All zero if no rank is inter-node.
+// The way to inter-node ranks: puts of NVSHMEM. A put copies from the rank's outgoing memory, in
+// which rows are laid out as in the destination's zone. All zero if no rank is inter-node.
 struct Network {
   uint64_t inter_node;    // bit r: rank r is inter-node
   char* outgoing;         // ring halves; each is | zone for rank 0 | zone for rank 1 | ... |
@@ -138,16 +139,16 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Slots that share a flag: one, if there are enough flags. Each flag costs its sender a fence. But with fewer slots per
-// flag, less work remains after the last flag.
+// Slots that share a flag: one, if there are enough flags. Each flag costs its sender a fence. But
+// with fewer slots per flag, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
-// Send items of a dispatch that quantizes. If every slot has a flag of its own, an item is a token, for all its ranks.
-// Otherwise it is a chunk of the slots at one rank; the own rank counts, too.
+// Send items of a dispatch that quantizes. If every slot has a flag of its own, an item is a token,
+// for all its ranks. Otherwise it is a chunk of the slots at one rank; the own rank counts, too.
 MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
   return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
 }

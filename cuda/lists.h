@@ -1,5 +1,5 @@
-// Lists of types and of values, and functions that find a run-time value in a list of compile-time values. A value that
-// is not in the list is an error; no list has a default.
+// Lists of types and of values, and functions that find a run-time value in a list of compile-time
+// values. A value that is not in the list is an error; no list has a default.
 #ifndef MOE_A2A_LISTS_H_
 #define MOE_A2A_LISTS_H_
 
@@ -42,8 +42,8 @@ constexpr bool contains(Constants<kValues...>, Value value) {
   return ((value == kValues) || ...);
 }
 
-// Ends the program because a value is not in its list. This cannot happen in a kernel: the host has chosen the kernel,
-// or the value, from the list.
+// Ends the program because a value is not in its list. This cannot happen in a kernel: the host has
+// chosen the kernel, or the value, from the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();

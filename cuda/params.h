@@ -13,7 +13,8 @@
 namespace moe_a2a {
 
 #ifdef MOE_A2A_TIMELINE
-// Moments of a launch, in their usual order. Each warp keeps the last time of each mark (device/timeline.cuh).
+// Moments of a launch, in their usual order. Each warp keeps the last time of each mark
+// (device/timeline.cuh).
 enum class Mark : int {
   kStart,     // the block starts
   kEntered,   // it knows the epoch
@@ -43,8 +44,8 @@ struct RankView {
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
-  // Id of the program's execution, equal on all ranks. 0 if the call was captured in a graph, or if the domain spans
-  // processes.
+  // Id of the program's execution, equal on all ranks. 0 if the call was captured in a graph, or if
+  // the domain spans processes.
   uint64_t run;
   uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
@@ -60,12 +61,12 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Lists of fields whose order is the same on host, on device and in Python. MOE_A2A_...(each) defines a list once; the
-// struct and the names follow from it.
+// Lists of fields whose order is the same on host, on device and in Python. MOE_A2A_...(each)
+// defines a list once; the struct and the names follow from it.
 #define MOE_A2A_NAME(name) #name,
 
-// Integer arrays of the routing that the exchanges read, in the order of a call's operands. The lowering in Python has
-// the same order (tests/test_layout.py compares).
+// Integer arrays of the routing that the exchanges read, in the order of a call's operands. The
+// lowering in Python has the same order (tests/test_layout.py compares).
 // clang-format off
 #define MOE_A2A_ROUTING_ARRAYS(each)                      \
   each(token_slot)   /* [num_tokens, num_ranks] */        \
@@ -85,12 +86,14 @@ struct RoutingView {
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// `row_slot` of a row without a token: padding within a group (for the alignment), or a row after the last group.
+// `row_slot` of a row without a token: padding within a group (for the alignment), or a row after
+// the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py (tests/test_layout.py
-// compares). plan_shapes() in that file has their shapes; here each has a leading batch axis.
+// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py
+// (tests/test_layout.py compares). plan_shapes() in that file has their shapes; here each has a
+// leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -124,20 +127,21 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  // The choice index whose rows are dropped last. The indices after it, modulo top_k, have falling priority. -1: no row
-  // can be dropped, because the capacity holds the worst case.
+  // The choice index whose rows are dropped last. The indices after it, modulo top_k, have falling
+  // priority. -1: no row can be dropped, because the capacity holds the worst case.
   int32_t first_choice;
   int32_t parts;  // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id that is no expert's
-  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last count is of the tokens for this rank.
+  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last count is of the tokens for
+  // this rank.
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices, beginning with
-  // `first_choice`. Otherwise one count covers all choices.
+  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices,
+  // beginning with `first_choice`. Otherwise one count covers all choices.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return first_choice < 0 ? 1 : top_k; }
 };
 
@@ -151,8 +155,8 @@ struct MovedArray {
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
-// A weighted dispatch moves one array. For each row it returns weight * row, the inner product of that row and the same
-// row of `rows`, or both.
+// A weighted dispatch moves one array. For each row it returns weight * row, the inner product of
+// that row and the same row of `rows`, or both.
 struct Weighting {
   ElementType type;
   const float* weights;  // [capacity]; null: no scaled rows
@@ -164,15 +168,16 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
-// The way the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales. `in` of the values is
-// the operand. If the destination decodes, their `out` has decoded rows.
+// The way the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then
+// scales. `in` of the values is the operand. If the destination decodes, their `out` has decoded
+// rows.
 struct Encoding {
   TokenFormat format;
   ElementType type;
   bool decode;
   int32_t num_leaves;
-  // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the scales of tokens
-  // travel as the last of the arrays.
+  // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the
+  // scales of tokens travel as the last of the arrays.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };
@@ -183,9 +188,9 @@ MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, in
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in `send_teams` teams each. Then
-// all blocks receive, in `receive_teams` teams each. If `late_blocks` is not 0, blocks that start after that many others
-// send first, too: they had no room before.
+// The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in
+// `send_teams` teams each. Then all blocks receive, in `receive_teams` teams each. If `late_blocks`
+// is not 0, blocks that start after that many others send first, too: they had no room before.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams, late_blocks;
 };
@@ -250,8 +255,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t slice_tiles(int64_t rows, int64_t columns)
   return ceil_div(rows, Tuning::kForward.m) * ceil_div(columns, Tuning::kForward.n);
 }
 
-// A grouped product that computes the rows to sum while the combine runs. The combine sums a slice of columns when the
-// product has counted all its tiles: docs/protocol_split.md.
+// A grouped product that computes the rows to sum while the combine runs. The combine sums a slice
+// of columns when the product has counted all its tiles: docs/protocol_split.md.
 struct SlicedRows {
   int32_t num;  // slices: a power of two; 0: the rows are complete before the launch
   int32_t num_groups;
@@ -279,7 +284,8 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and `wire` is kOfRows.
+  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and
+  // `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
   SlicedRows sliced;
@@ -295,8 +301,8 @@ MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p
 }
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
-// A kernel may have 4096 bytes of parameters. A launch for ranks that share a device passes two structs
-// (device/ranks.cuh); CUDA 12.1 and later allow that.
+// A kernel may have 4096 bytes of parameters. A launch for ranks that share a device passes two
+// structs (device/ranks.cuh); CUDA 12.1 and later allow that.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);

@@ -90,7 +90,8 @@ MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t el
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * scale_size(format);
 }
-// A slot of combine holds the values of a row and then its scales: the offset of the scales, and the bytes of both.
+// A slot of combine holds the values of a row and then its scales: the offset of the scales, and
+// the bytes of both.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

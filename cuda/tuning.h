@@ -1,10 +1,13 @@
-// All numbers that were found by measurement. Values that pass the static_asserts next to their uses change times, but
-// not results. One exception: the rounding of a weighted dispatch's inner products depends on the teams.
+// All numbers that were found by measurement. Values that pass the static_asserts next to their
+// uses change times, but not results. One exception: the rounding of a weighted dispatch's inner
+// products depends on the teams.
 //
-// To add an architecture, derive a struct from the closest one, redefine the numbers that differ, and choose the struct
-// as `Tuning` below. A build is for one architecture, because host and device must agree on the numbers.
+// To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
+// and choose the struct as `Tuning` below. A build is for one architecture, because host and device
+// must agree on the numbers.
 //
-// Names in quotation marks are headings or list entries in docs/history/speed.md, which has the measurements.
+// Names in quotation marks are headings or list entries in docs/history/speed.md, which has the
+// measurements.
 #ifndef MOE_A2A_TUNING_H_
 #define MOE_A2A_TUNING_H_
 
@@ -17,8 +20,8 @@ struct Sm90 {
   // Limit of a block's shared memory. It was not measured, but limits other numbers.
   static constexpr int kMaxSharedBytes = 227 << 10;
 
-  // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce them to the GPU's
-  // multiprocessors.
+  // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
+  // them to the GPU's multiprocessors.
 
   static constexpr int kDefaultSms = 64;  // "Versions 8 to 10": more are no faster at 4096 tokens
   // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
@@ -37,19 +40,22 @@ struct Sm90 {
 
   // ---- Roles of the blocks of a launch (kernels/grid.h).
 
-  // "Version 11", "Teams": a block's teams double while kTeamsPerItems * teams < kTeamItems * items; bytes of a row per
-  // team.
+  // "Version 11", "Teams": a block's teams double while kTeamsPerItems * teams < kTeamItems *
+  // items; bytes of a row per team.
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
   // The least teams of a block, for rows of at most kSmallRowBytes and for larger rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
-  // All blocks send first if a block has at most this number of send items; otherwise a share of the blocks does.
+  // All blocks send first if a block has at most this number of send items; otherwise a share of
+  // the blocks does.
   static constexpr int64_t kFewItems = 1;         // dispatch
   static constexpr int64_t kFewItemsCombine = 8;  // "Version 11"
-  // "Version 12", "Senders in dispatch": sending one row takes as long as writing this number of rows.
+  // "Version 12", "Senders in dispatch": sending one row takes as long as writing this number of
+  // rows.
   static constexpr double kRowsPerSent = 3;
-  // "Token formats": encoding one token for all its ranks takes as long as writing this number of rows.
+  // "Token formats": encoding one token for all its ranks takes as long as writing this number of
+  // rows.
   static constexpr double kRowsPerEncodedFp8 = 8, kRowsPerEncodedFp4 = 20;
   static constexpr double kCombineSenders = 2. / 3;         // "Version 11"
   static constexpr double kEncodedCombineSenders = 1. / 2;  // "Partial sums of combine"
@@ -64,18 +70,21 @@ struct Sm90 {
 
   // ---- Inside a kernel.
 
-  // "Version 12", "A bulk copy has a price of its own": the stages through which a warp copies (device/stream.cuh).
+  // "Version 12", "A bulk copy has a price of its own": the stages through which a warp copies
+  // (device/stream.cuh).
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
   static constexpr int kSegmentBytes = 3584;
-  // "Token formats": the most values in a segment that a warp encodes; a whole segment (device/encode.cuh).
+  // "Token formats": the most values in a segment that a warp encodes; a whole segment
+  // (device/encode.cuh).
   static constexpr int kEncodedValueBytes = 3584;
   static constexpr int kMadeBytes = 4096;
   // Loads that a thread keeps in flight.
   static constexpr int kLoadsOfVectors = 8, kLoadsOfWords = 4;  // device/copy.cuh
   static constexpr int kLoadsOfEncoded = 4;                     // rows in a format
   static constexpr int kLoadsOfPacks = 2;                       // the general sum
-  // "Versions 8 to 10": 16-byte words that a thread sums at a time, if rows are summed through a list.
+  // "Versions 8 to 10": 16-byte words that a thread sums at a time, if rows are summed through a
+  // list.
   static constexpr int kPartWords = 2;
   // Slots of a slice that share a flag in combine. (Not measured yet.)
   static constexpr int kSliceSlots = 8;
@@ -83,8 +92,8 @@ struct Sm90 {
   // "What was learned": polls of a warp without a pause; then the pause between polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
-  // Combine sums a row with several weights through the list if a weight covers at least this number of bytes. (Not in
-  // the notes.)
+  // Combine sums a row with several weights through the list if a weight covers at least this
+  // number of bytes. (Not in the notes.)
   static constexpr int64_t kLeastListedBytes = 1024;
 
   // ---- The grouped GEMM ("Grouped products").
@@ -97,11 +106,12 @@ struct Sm90 {
   static constexpr GemmTile kTransposed = {128, 256, 2, 4};
   static constexpr GemmTile kWeightGradient = {128, 256, 2, 4};
   static constexpr int kGemmBand = 8;
-  // Python chooses kForwardFew if groups have at most this number of rows on average. On H100, kForwardFew and kForward
-  // take 271 and 283 us for 32 groups of 32 rows, and 331 and 287 us for groups of 64 rows.
+  // Python chooses kForwardFew if groups have at most this number of rows on average. On H100,
+  // kForwardFew and kForward take 271 and 283 us for 32 groups of 32 rows, and 331 and 287 us for
+  // groups of 64 rows.
   static constexpr int kGemmFewRows = 32;
-  // The same for Fp8Product::kForwardFew. It takes 149 and 187 us for 32 groups of 64 and 128 rows, and a tile of 128
-  // rows by 256 columns takes 150 and 160 us ("FP8").
+  // The same for Fp8Product::kForwardFew. It takes 149 and 187 us for 32 groups of 64 and 128 rows,
+  // and a tile of 128 rows by 256 columns takes 150 and 160 us ("FP8").
   static constexpr int kFp8FewRows = 64;
 };
 

@@ -47,8 +47,8 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
-// Returns the bytes of a ring half: the zones of all sources. A single rank has only its own tokens,
-// which never enter a zone.
+// Returns the bytes of a ring half: the zones of all sources. A single rank has only its own
+// tokens, which never enter a zone.
 template <typename Call>
 int64_t HalfBytes(const typename Call::Params& params) {
   const int64_t num_ranks = view_of(params).num_ranks;

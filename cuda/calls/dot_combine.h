@@ -1,7 +1,8 @@
-// The call `dot_combine`: a grouped product in slices of columns, and the combine of its rows next to it. Operands: rows
-// [C, K], weights [L, K, H] (transposed: [L, H, K]), the table of groups [3 G] (ffi/grouped_gemm.cc), and the operands of the
-// combine (calls/combine.h) without its rows. Results: sums [T, H]; the products [C, H], which are scratch memory; counters;
-// choice arrays [T, K, ...].
+// The call `dot_combine`: a grouped product in slices of columns, and the combine of its rows next
+// to it. Operands: rows [C, K], weights [L, K, H] (transposed: [L, H, K]), the table of groups [3
+// G] (ffi/grouped_gemm.cc), and the operands of the combine (calls/combine.h) without its rows.
+// Results: sums [T, H]; the products [C, H], which are scratch memory; counters; choice arrays [T,
+// K, ...].
 #ifndef MOE_A2A_CALLS_DOT_COMBINE_H_
 #define MOE_A2A_CALLS_DOT_COMBINE_H_
 
@@ -32,7 +33,8 @@ struct DotCombineCall {
   // The places of operands before the routing, and of results.
   enum Operand { kRows, kWeights, kTable, kNumOperands };
   enum Result { kSums, kProducts, kCounters, kNumResults };
-  // Operands between the table and the routing: choice arrays, or the weights of rows; and an addend.
+  // Operands between the table and the routing: choice arrays, or the weights of rows; and an
+  // addend.
   static constexpr size_t kMaxOthers = kMaxArrays;
 
   template <typename Reader>
@@ -104,15 +106,17 @@ struct DotCombineCall {
              std::to_string(kWarpThreads);
     }
     Mix(params->view.signature, kNumSlices);
-    // Ranks that share a device also share the product, so the tiles of all their groups are counted together.
+    // Ranks that share a device also share the product, so the tiles of all their groups are
+    // counted together.
     const int64_t ranks_here = context.is_colocated ? context.view.num_ranks : 1;
     params->sliced = {kNumSlices, static_cast<int32_t>(ranks_here * groups), of_slice, nullptr,
                       nullptr};
     return {};
   }
 
-  // `finished` and `group_sizes` are those of the first rank of the device, also for its other ranks (ffi/dot_combine.h):
-  // ranks that share a device have one table [3, ranks, G], of which each rank has a part.
+  // `finished` and `group_sizes` are those of the first rank of the device, also for its other
+  // ranks (ffi/dot_combine.h): ranks that share a device have one table [3, ranks, G], of which
+  // each rank has a part.
   void Point(Addresses args, Addresses results, CombineParams* p) const {
     char *operands[1 + kMaxOthers + kNumRoutingArrays] = {results[kProducts]}, *sums[kMaxArrays];
     const Addresses others = args.from(kNumOperands), moved = results.from(kNumResults);
@@ -133,7 +137,8 @@ struct DotCombineCall {
   }
 
  private:
-  // Returns the call of the combine, whose partial sums travel in this type. Only Describe() needs the type.
+  // Returns the call of the combine, whose partial sums travel in this type. Only Describe() needs
+  // the type.
   CombineCall combine(std::string wire = {}) const {
     return {num_choice_arrays, num_pairs, num_addends, std::move(wire), 0};
   }

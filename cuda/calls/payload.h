@@ -21,8 +21,8 @@ struct DispatchOptions {
   void Describe(DispatchParams& p) const { p.leaves_tail = leaves_tail; }
 };
 
-// Describes one payload array for each result. The last `num_choice_arrays` arrays have an entry per
-// choice.
+// Describes one payload array for each result. The last `num_choice_arrays` arrays have an entry
+// per choice.
 inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
                                DispatchParams& p) {
   const RoutingView& routing = p.routing;

@@ -1,5 +1,6 @@
 // The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
-// and rows of the payload. If `format` is not empty, the payload is that of calls/encoded_payload.h.
+// and rows of the payload. If `format` is not empty, the payload is that of
+// calls/encoded_payload.h.
 #ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 #define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 

@@ -1,4 +1,5 @@
-// The reasons for which the kernels refuse a call. The lowering in Python asks before the call runs.
+// The reasons for which the kernels refuse a call. The lowering in Python asks before the call
+// runs.
 #ifndef MOE_A2A_CALLS_WHY_NOT_H_
 #define MOE_A2A_CALLS_WHY_NOT_H_
 

@@ -1,4 +1,5 @@
-// Moves rows as bytes: a team of warps copies or zeroes a row, with the widest accesses that its addresses allow.
+// Moves rows as bytes: a team of warps copies or zeroes a row, with the widest accesses that its
+// addresses allow.
 #ifndef MOE_A2A_DEVICE_COPY_CUH_
 #define MOE_A2A_DEVICE_COPY_CUH_
 
@@ -35,7 +36,8 @@ struct Word<1> {
   using Type = uint8_t;
 };
 
-// Loads a word of a row. Peers write landed rows while the kernel runs, so the load avoids the non-coherent cache.
+// Loads a word of a row. Peers write landed rows while the kernel runs, so the load avoids the
+// non-coherent cache.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
@@ -54,8 +56,8 @@ __device__ inline void with_width(int width, Body&& body) {
   }
 }
 
-// Reads a row, kUnroll words per thread at a time. After each round of loads it calls `deliver(write)`, which calls
-// `write(to)` for every destination row `to`.
+// Reads a row, kUnroll words per thread at a time. After each round of loads it calls
+// `deliver(write)`, which calls `write(to)` for every destination row `to`.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -90,7 +92,8 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row at `from` to several rows of `array.out`: `row` of each lane in the mask `choices`.
+// Copies the row at `from` to several rows of `array.out`: `row` of each lane in the mask
+// `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {

@@ -1,5 +1,6 @@
-// Conversions between each element type and float32, of single numbers and of the one or two numbers of a 32-bit word.
-// Functions pass whole words, so that the compiler keeps them in registers.
+// Conversions between each element type and float32, of single numbers and of the one or two
+// numbers of a 32-bit word. Functions pass whole words, so that the compiler keeps them in
+// registers.
 #ifndef MOE_A2A_DEVICE_ELEMENT_CUH_
 #define MOE_A2A_DEVICE_ELEMENT_CUH_
 

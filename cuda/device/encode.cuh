@@ -1,9 +1,9 @@
-// Rows in a token format. A team encodes a token and stores it into the token's slots, or decodes a landed row and
-// stores it to its rows.
+// Rows in a token format. A team encodes a token and stores it into the token's slots, or decodes a
+// landed row and stores it to its rows.
 //
-// A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The kernel chooses how
-// a segment leaves. With BulkSegments, bulk copies run while the warp makes the next segment. With PlainSegments, all
-// lanes execute ordinary stores, which are complete sooner.
+// A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The
+// kernel chooses how a segment leaves. With BulkSegments, bulk copies run while the warp makes the
+// next segment. With PlainSegments, all lanes execute ordinary stores, which are complete sooner.
 #ifndef MOE_A2A_DEVICE_ENCODE_CUH_
 #define MOE_A2A_DEVICE_ENCODE_CUH_
 
@@ -15,13 +15,15 @@ namespace moe_a2a {
 // Numbers of a round: kLaneElements for each lane.
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and then their scales, a
-// decoded one has numbers only. Segments are large, because every bulk copy has a fixed cost.
+// A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and
+// then their scales, a decoded one has numbers only. Segments are large, because every bulk copy
+// has a fixed cost.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// The places where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
+// The places where a warp stores its segments: zones with a slot in each, or rows, which have no
+// slots.
 struct Destinations {
   char* const* to;
   const int* slots;
@@ -31,7 +33,8 @@ struct Destinations {
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment, as whole vectors. In a zone, slot s has them at `offset` + s * `stride`.
+// The values or the scales of a segment, as whole vectors. In a zone, slot s has them at `offset` +
+// s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -42,8 +45,8 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp makes in turn in its shared memory, and that its first lane stores by bulk copies. They use the
-// stages of the warp's Stream, which must be idle meanwhile.
+// Segments that a warp makes in turn in its shared memory, and that its first lane stores by bulk
+// copies. They use the stages of the warp's Stream, which must be idle meanwhile.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -148,8 +151,9 @@ class PlainSegments {
   char* memory_;
 };
 
-// Iterates over the rounds of a row that one warp of a team handles. The warps take segments in turn. A segment has
-// `most` rounds, or fewer if the row would otherwise have too few segments for all warps.
+// Iterates over the rounds of a row that one warp of a team handles. The warps take segments in
+// turn. A segment has `most` rounds, or fewer if the row would otherwise have too few segments for
+// all warps.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -197,7 +201,8 @@ __device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t elemen
   return lane;
 }
 
-// Encodes one round: writes this lane's values and, if the lane is the first of a group, the group's scale.
+// Encodes one round: writes this lane's values and, if the lane is the first of a group, the
+// group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
@@ -235,7 +240,8 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return lane;
   };
   char* segment = nullptr;
-  // Encodes the round in `lane`, then loads a later round into it. Returns false after the last round.
+  // Encodes the round in `lane`, then loads a later round into it. Returns false after the last
+  // round.
   const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -306,7 +312,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
     return landed;
   };
   char* segment = nullptr;
-  // Decodes the round in `landed`, then loads a later round into it. Returns false after the last round.
+  // Decodes the round in `landed`, then loads a later round into it. Returns false after the last
+  // round.
   const auto decode_next = [&](Landed& landed) {
     const LaneNumbers<T> lane =
         decode_lane<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
@@ -329,8 +336,9 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
-// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows: `row` of each lane in
-// the mask `choices`. `list` is memory of this warp for the addresses of these rows.
+// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows:
+// `row` of each lane in the mask `choices`. `list` is memory of this warp for the addresses of
+// these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

@@ -1,9 +1,11 @@
-// The steps that all exchange kernels share: a block takes the epoch and its role, sends, and leaves.
+// The steps that all exchange kernels share: a block takes the epoch and its role, sends, and
+// leaves.
 //
-// The role of a block follows from the order in which blocks start. The teams of the first `send_blocks` blocks take
-// send items until none is left, and then receive like all other blocks. A sender waits only for credits, which earlier
-// launches post, so every item that was taken is sent. When a block receives, all send items have been taken, or blocks
-// that have started are still taking them. So one resident block is enough for a launch to end: docs/protocol.md,
+// The role of a block follows from the order in which blocks start. The teams of the first
+// `send_blocks` blocks take send items until none is left, and then receive like all other blocks.
+// A sender waits only for credits, which earlier launches post, so every item that was taken is
+// sent. When a block receives, all send items have been taken, or blocks that have started are
+// still taking them. So one resident block is enough for a launch to end: docs/protocol.md,
 // section 6.
 #ifndef MOE_A2A_DEVICE_EXCHANGE_CUH_
 #define MOE_A2A_DEVICE_EXCHANGE_CUH_
@@ -29,8 +31,8 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`. If `at_rank` is inter-node,
-// the address is in outgoing memory.
+// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`. If
+// `at_rank` is inter-node, the address is in outgoing memory.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
   const int half = ring_half(view, epoch);
@@ -38,18 +40,21 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
   return view.slab[at_rank] + half_offset(half, half_stride(view)) + source * zone_bytes;
 }
 
-// Takes the epoch and the block's number. Returns false if the domain has failed or another launch of this rank is
-// under way: the block must then go straight to leave(). All threads of the block call it.
+// Takes the epoch and the block's number. Returns false if the domain has failed or another launch
+// of this rank is under way: the block must then go straight to leave(). All threads of the block
+// call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   mark(view, Mark::kStart);
   if (threadIdx.x == 0) {
     Control& own = control(view);
     // The accesses do not depend on each other, so that together they cost one latency.
     const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
-    // The previous launch on the stream has advanced the epoch. The last block out of this launch advances it again.
+    // The previous launch on the stream has advanced the epoch. The last block out of this launch
+    // advances it again.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    // Every block checks the owner, because blocks of another launch would take work of this launch.
+    // Every block checks the owner, because blocks of another launch would take work of this
+    // launch.
     const uint64_t owner =
         atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
@@ -80,8 +85,8 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Requests the next work item from `counter`. Only the first thread gets its number, which broadcast() passes to the
-// team. All threads of the team call it.
+// Requests the next work item from `counter`. Only the first thread gets its number, which
+// broadcast() passes to the team. All threads of the team call it.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -90,21 +95,21 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the team's first send item before the block enters. Does so only if every block sends, because an item that
-// was taken must be sent.
+// Requests the team's first send item before the block enters. Does so only if every block sends,
+// because an item that was taken must be sent.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the last call of a sending team from the first call of a receiving team: teams share barriers and mailboxes
-// by number, and the two divisions may differ.
+// Separates the last call of a sending team from the first call of a receiving team: teams share
+// barriers and mailboxes by number, and the two divisions may differ.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read what this rank wrote when the ring half was last used. All threads of the team call
-// it, once per launch.
+// Waits until every peer has read what this rank wrote when the ring half was last used. All
+// threads of the team call it, once per launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -148,8 +153,8 @@ struct Slots {
   int first, count;
 };
 
-// Returns the slots of a chunk from the first to the last one in use. Slots between them may be empty, in a batch of
-// routings or in an exchange between hosts. One warp calls it.
+// Returns the slots of a chunk from the first to the last one in use. Slots between them may be
+// empty, in a batch of routings or in an exchange between hosts. One warp calls it.
 template <typename IsTaken>
 __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken) {
   const int per_chunk = static_cast<int>(slots_per_chunk(num_slots));
@@ -166,8 +171,9 @@ __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken
   return {first, max(0, last - first)};
 }
 
-// Puts a chunk from outgoing memory to an inter-node rank, and raises its flag there. One warp calls it.
-// `each_range(destination, chunk, add)` calls add(offset in the zone, bytes) for each range of bytes in the chunk.
+// Puts a chunk from outgoing memory to an inter-node rank, and raises its flag there. One warp
+// calls it. `each_range(destination, chunk, add)` calls add(offset in the zone, bytes) for each
+// range of bytes in the chunk.
 template <typename EachRange>
 __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
                                  int64_t zone_bytes, EachRange&& each_range) {
@@ -180,7 +186,8 @@ __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int desti
            make_flag(epoch, view.signature));
 }
 
-// Raises the flag of a chunk at a neighbour, after the threads of the team have written its rows. All of them call it.
+// Raises the flag of a chunk at a neighbour, after the threads of the team have written its rows.
+// All of them call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
@@ -228,8 +235,9 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
-// Waits for the credits of all peers. Returns false if the block is no sender, or if a wait failed. `asked` is the
-// result of ask_before_entering(), and becomes the request for the team's first item.
+// Waits for the credits of all peers. Returns false if the block is no sender, or if a wait failed.
+// `asked` is the result of ask_before_entering(), and becomes the request for the team's first
+// item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -239,9 +247,10 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends work items until none is left. The credits of all peers must have arrived. `send_item(item)` writes an item and
-// raises its flags; `asked` is the request for the team's first item. The heads follow when all items have been taken,
-// because receivers read heads only in long waits and at the end.
+// Sends work items until none is left. The credits of all peers must have arrived.
+// `send_item(item)` writes an item and raises its flags; `asked` is the request for the team's
+// first item. The heads follow when all items have been taken, because receivers read heads only in
+// long waits and at the end.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -258,8 +267,9 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   }
 }
 
-// Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)` writes the rows.
-// `each_range` is that of put_chunk(), and `asked` is the result of ask_before_entering().
+// Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)`
+// writes the rows. `each_range` is that of put_chunk(), and `asked` is the result of
+// ask_before_entering().
 template <typename SendChunk, typename EachRange>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
@@ -288,17 +298,18 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Ends every exchange kernel, on success and on failure. All threads of the block call it. The last block out posts the
-// credits of the ring half and advances the epoch. After a failure it overwrites the outputs, when no other block
-// writes them any more.
+// Ends every exchange kernel, on success and on failure. All threads of the block call it. The last
+// block out posts the credits of the ring half and advances the epoch. After a failure it
+// overwrites the outputs, when no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` counts the blocks of that launch, but not this block. Its own
-// launch may then have no last block out. So every block that sees a failure overwrites the outputs.
+// If another launch of this rank is under way, `arrived` counts the blocks of that launch, but not
+// this block. Its own launch may then have no last block out. So every block that sees a failure
+// overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest block
-  // waits for them, because it has the least work when work is scarce.
+  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest
+  // block waits for them, because it has the least work when work is scarce.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);

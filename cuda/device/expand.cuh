@@ -1,5 +1,5 @@
-// Writes the arrays of a dispatch at the destination, as bytes: copies landed rows to their rows, and zeroes rows
-// without a token.
+// Writes the arrays of a dispatch at the destination, as bytes: copies landed rows to their rows,
+// and zeroes rows without a token.
 #ifndef MOE_A2A_DEVICE_EXPAND_CUH_
 #define MOE_A2A_DEVICE_EXPAND_CUH_
 
@@ -13,8 +13,9 @@ __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds what belongs to choice k
-// of the i-th slot: in `row` its row, or < 0; in `from` the address of the landed row.
+// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds what
+// belongs to choice k of the i-th slot: in `row` its row, or < 0; in `from` the address of the
+// landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {
@@ -50,13 +51,15 @@ __device__ inline void expand_rows(const MovedArray& array, const Team& team, St
   }
 }
 
-// Returns whether a row must be zeroed: it has no token, and is not in a tail that the dispatch leaves as it is.
+// Returns whether a row must be zeroed: it has no token, and is not in a tail that the dispatch
+// leaves as it is.
 __device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
   const int slot = p.routing.row_slot[row];
   return p.leaves_tail ? slot == kPaddingRow : slot < 0;
 }
 
-// Zeroes row first + i of one array for each lane i with `is_empty`. `empty` is the mask of these lanes.
+// Zeroes row first + i of one array for each lane i with `is_empty`. `empty` is the mask of these
+// lanes.
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {
   if (array.choice_bytes > 0) {

@@ -1,12 +1,12 @@
-// Token formats: encodes numbers as narrow values with a scale for each group, and decodes them. The results equal the
-// definition in docs/formats.md bit for bit.
+// Token formats: encodes numbers as narrow values with a scale for each group, and decodes them.
+// The results equal the definition in docs/formats.md bit for bit.
 //
-// A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring lanes, which
-// exchange only its largest magnitude.
+// A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring
+// lanes, which exchange only its largest magnitude.
 //
-// Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds as the definition
-// does: the factor is a power of two, or the result is rounded once. No addition follows a multiplication, because the
-// compiler could fuse them.
+// Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
+// as the definition does: the factor is a power of two, or the result is rounded once. No addition
+// follows a multiplication, because the compiler could fuse them.
 #ifndef MOE_A2A_DEVICE_FORMAT_CUH_
 #define MOE_A2A_DEVICE_FORMAT_CUH_
 
@@ -176,8 +176,8 @@ struct GroupEncoding {
   }
 };
 
-// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values that y passes. A
-// tie goes to the even code.
+// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values
+// that y passes. A tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -254,8 +254,8 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
   }
 }
 
-// Decodes values of one group to numbers, saturated to the range of T. The values are finite, as encode_numbers() makes
-// them; the scale may be anything. Returns false if all numbers are NaN.
+// Decodes values of one group to numbers, saturated to the range of T. The values are finite, as
+// encode_numbers() makes them; the scale may be anything. Returns false if all numbers are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

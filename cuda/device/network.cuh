@@ -1,10 +1,11 @@
-// Puts of NVSHMEM, which reach inter-node ranks; stores reach all other ranks. Kernels are built twice. Without
-// MOE_A2A_NETWORK no rank is inter-node, and kernels contain no code of this file.
+// Puts of NVSHMEM, which reach inter-node ranks; stores reach all other ranks. Kernels are built
+// twice. Without MOE_A2A_NETWORK no rank is inter-node, and kernels contain no code of this file.
 //
-// All slabs have the same place in the symmetric memory of their processes. So view.slab[rank] of an inter-node rank is
-// the address of the own slab, which NVSHMEM translates to the peer's slab. Rows go into the own `outgoing` memory
-// first (zone() in device/exchange.cuh), and cross chunk by chunk, each before its flag. The credit for a ring half
-// says that the peer has read all that was put into it. So its part of `outgoing` is free too.
+// All slabs have the same place in the symmetric memory of their processes. So view.slab[rank] of
+// an inter-node rank is the address of the own slab, which NVSHMEM translates to the peer's slab.
+// Rows go into the own `outgoing` memory first (zone() in device/exchange.cuh), and cross chunk by
+// chunk, each before its flag. The credit for a ring half says that the peer has read all that was
+// put into it. So its part of `outgoing` is free too.
 #ifndef MOE_A2A_DEVICE_NETWORK_CUH_
 #define MOE_A2A_DEVICE_NETWORK_CUH_
 

@@ -21,8 +21,8 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice that is dropped, in the order that docs/protocol.md, section 19, defines. All choices before it are
-// kept.
+// The first choice that is dropped, in the order that docs/protocol.md, section 19, defines. All
+// choices before it are kept.
 struct Threshold {
   int number;  // of the choice index, counted from `first_choice`
   int token;
@@ -34,7 +34,8 @@ struct Threshold {
   }
 };
 
-// Convert between a choice index k and its number in the order, which begins at `first_choice` and wraps.
+// Convert between a choice index k and its number in the order, which begins at `first_choice` and
+// wraps.
 __device__ inline int number_of_choice(int k, int first_choice, int top_k) {
   return k - first_choice + (k < first_choice ? top_k : 0);
 }
@@ -43,8 +44,8 @@ __device__ inline int choice_of_number(int number, int first_choice, int top_k) 
   return k < top_k ? k : k - top_k;
 }
 
-// Returns the largest n below `high` for which fits(n) is true. It must be true for 0. All threads that fits() needs
-// call it.
+// Returns the largest n below `high` for which fits(n) is true. It must be true for 0. All threads
+// that fits() needs call it.
 template <typename Fits>
 __device__ int last_that_fits(int high, Fits&& fits) {
   int low = 0;
@@ -55,8 +56,9 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// Takes a row for the choice of each lane, in the order of lanes, and returns it. `next_row` is a table of this warp:
-// the next row of each expert. Returns -1 if the choice is not `here`. All lanes call it.
+// Takes a row for the choice of each lane, in the order of lanes, and returns it. `next_row` is a
+// table of this warp: the next row of each expert. Returns -1 if the choice is not `here`. All
+// lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));

@@ -1,7 +1,9 @@
-// The instructions that C++ cannot express, each as a function. The exchange kernels have no other inline assembly.
+// The instructions that C++ cannot express, each as a function. The exchange kernels have no other
+// inline assembly.
 //
-// There are two implementations: this one for GPUs, and one in tests/emulation, which runs the kernels on a CPU as
-// ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same in both.
+// There are two implementations: this one for GPUs, and one in tests/emulation, which runs the
+// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
+// in both.
 #ifndef MOE_A2A_DEVICE_PTX_CUH_
 #define MOE_A2A_DEVICE_PTX_CUH_
 
@@ -16,8 +18,9 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, to see whether the tests notice. A function that is a barrier has the
-// parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call is left out.
+// The emulator leaves out one barrier at a time, to see whether the tests notice. A function that
+// is a barrier has the parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call
+// is left out.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
@@ -47,8 +50,8 @@ __device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Increments a counter, which wraps to 0 after `last`, and returns its old value. Acquire and release: the block that
-// counts last sees the work of all others.
+// Increments a counter, which wraps to 0 after `last`, and returns its old value. Acquire and
+// release: the block that counts last sees the work of all others.
 __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -127,7 +130,8 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
   }
 }
 
-// Order this thread's ordinary accesses, and all that it has acquired, before its later bulk copies.
+// Order this thread's ordinary accesses, and all that it has acquired, before its later bulk
+// copies.
 __device__ inline void fence_global_for_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -6,8 +6,8 @@
 
 namespace moe_a2a {
 
-// Returns how many earlier threads of the block have `flag` set. `warp_sums` has a word of shared memory for each warp.
-// All threads call it.
+// Returns how many earlier threads of the block have `flag` set. `warp_sums` has a word of shared
+// memory for each warp. All threads call it.
 __device__ inline int count_before(bool flag, int* warp_sums) {
   const uint32_t set = __ballot_sync(kAllLanes, flag);
   const int warp = threadIdx.x / kWarpThreads;
@@ -20,7 +20,8 @@ __device__ inline int count_before(bool flag, int* warp_sums) {
   return before;
 }
 
-// Replaces `count` values in shared memory by their exclusive prefix sums. All threads of the block call it.
+// Replaces `count` values in shared memory by their exclusive prefix sums. All threads of the block
+// call it.
 template <int kBlockThreads>
 __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
   int carry = 0;

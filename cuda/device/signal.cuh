@@ -1,11 +1,14 @@
-// Flags between ranks: how they are written, and the only loops that wait for another rank or another kernel.
+// Flags between ranks: how they are written, and the only loops that wait for another rank or
+// another kernel.
 //
-// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow. So no flag is ever
-// reset, and no kernel argument changes from call to call. Flags are compared for equality. A flag of the same epoch
-// with another signature means that the ranks make different calls.
+// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow.
+// So no flag is ever reset, and no kernel argument changes from call to call. Flags are compared
+// for equality. A flag of the same epoch with another signature means that the ranks make different
+// calls.
 //
-// Ordering: the writing threads store rows and meet at a barrier. Then one of them executes a system-scope fence and
-// stores the flag. One reading thread acquires the flag. Then the reading threads meet at a barrier and load rows.
+// Ordering: the writing threads store rows and meet at a barrier. Then one of them executes a
+// system-scope fence and stores the flag. One reading thread acquires the flag. Then the reading
+// threads meet at a barrier and load rows.
 #ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
@@ -24,8 +27,8 @@ __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
 }
 
-// Stores a word of the header of `rank`, after all that this thread has read and written. Only fence_puts() orders it
-// after puts.
+// Stores a word of the header of `rank`, after all that this thread has read and written. Only
+// fence_puts() orders it after puts.
 __device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
                                   uint64_t value) {
   if (is_inter_node(view, rank)) {
@@ -37,7 +40,8 @@ __device__ inline void raise_word(const RankView& view, int rank, uint64_t* addr
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// Rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same names and numbers.
+// Rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same names
+// and numbers.
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
@@ -79,16 +83,18 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call here may still be
-// compiling its program. Only epoch 1 can meet such a peer, because every launch ends after the heads of all peers.
+// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call here
+// may still be compiling its program. Only epoch 1 can meet such a peer, because every launch ends
+// after the heads of all peers.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank and stops the whole domain, because every wait reads `poison`. It is never
-// inlined, like all functions for failures and long waits, so that kernels stay small.
+// Records the first failure of this rank and stops the whole domain, because every wait reads
+// `poison`. It is never inlined, like all functions for failures and long waits, so that kernels
+// stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
@@ -127,8 +133,8 @@ class Patience {
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns whether `timeout_ns` have passed since the first call with this bound. So a peer that appears after a long
-  // wait has its whole timeout from then on.
+  // Returns whether `timeout_ns` have passed since the first call with this bound. So a peer that
+  // appears after a long wait has its whole timeout from then on.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -141,7 +147,8 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Returns false, and reports a failure, if the head of `source` for this epoch has arrived and belongs to another call.
+// Returns false, and reports a failure, if the head of `source` for this epoch has arrived and
+// belongs to another call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
@@ -159,8 +166,8 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns whether to continue a wait for a flag of `awaited_rank`, whose value is `seen`. Reports failures that it
-// finds.
+// Returns whether to continue a wait for a flag of `awaited_rank`, whose value is `seen`. Reports
+// failures that it finds.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -183,8 +190,8 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   return false;
 }
 
-// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. One thread calls it, and a
-// barrier must follow.
+// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. One thread
+// calls it, and a barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -223,7 +230,8 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
          head_agrees(view, epoch, source);
 }
 
-// Returns whether to continue a wait for the credit of `destination`, whose value is `seen`. Reports a timeout.
+// Returns whether to continue a wait for the credit of `destination`, whose value is `seen`.
+// Reports a timeout.
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
@@ -234,8 +242,8 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read what this rank wrote when the ring half was last used, ring_depth() epochs ago.
-// One thread calls it.
+// Waits until `destination` has read what this rank wrote when the ring half was last used,
+// ring_depth() epochs ago. One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];
@@ -249,8 +257,8 @@ __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int
   }
 }
 
-// Waits until the product that runs on this device has finished `tiles` tiles of a slice. One thread calls it, and a
-// barrier must follow.
+// Waits until the product that runs on this device has finished `tiles` tiles of a slice. One
+// thread calls it, and a barrier must follow.
 static __device__ __noinline__ bool wait_for_tiles(const RankView& view, const uint32_t* finished,
                                                    uint32_t tiles, uint64_t epoch) {
   if (breaks(view, kIgnoreSlice)) return true;

@@ -1,10 +1,12 @@
-// Streams rows through shared memory by bulk copies, which keep many bytes in flight with few warps.
+// Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
+// warps.
 //
-// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and mbarriers say which
-// loads have landed. A stage can be stored to any number of destinations, so that a row is read once.
+// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and
+// mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
+// that a row is read once.
 //
-// Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit, before the next copy.
-// The stores must be complete before a flag says that their rows have landed.
+// Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit,
+// before the next copy. The stores must be complete before a flag says that their rows have landed.
 #ifndef MOE_A2A_DEVICE_STREAM_CUH_
 #define MOE_A2A_DEVICE_STREAM_CUH_
 
@@ -20,7 +22,8 @@ constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of 
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
 constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
-// Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20 - 1 bytes.
+// Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20
+// - 1 bytes.
 static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 
 // The dynamic shared memory of one warp.
@@ -34,7 +37,8 @@ struct StreamShared {
 };
 
 constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
-// In addition, a dispatch has a segment of zeros and less than 16 KiB of other static shared memory.
+// In addition, a dispatch has a segment of zeros and less than 16 KiB of other static shared
+// memory.
 static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
 
 __device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
@@ -57,7 +61,8 @@ struct Stream {
     bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
   }
 
-  // Waits for the next stage and returns its memory, which is valid until the stage is loaded again.
+  // Waits for the next stage and returns its memory, which is valid until the stage is loaded
+  // again.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];
@@ -84,8 +89,8 @@ struct Segments {
 
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead of the stores, also into the next row. Loads under way, and stores that may still read, use all
-  // stages together. So a stage is loaded only after its stores have read it.
+  // Loads run ahead of the stores, also into the next row. Loads under way, and stores that may
+  // still read, use all stages together. So a stage is loaded only after its stores have read it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
@@ -116,8 +121,9 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   }
 }
 
-// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call it after they have
-// written the list, and may rewrite the list afterwards. Stores may still be under way then.
+// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call
+// it after they have written the list, and may rewrite the list afterwards. Stores may still be
+// under way then.
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
@@ -127,7 +133,8 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row from `zeros`, kSegmentBytes of zeros in shared memory. The first lane of each warp works.
+// Zeroes a row from `zeros`, kSegmentBytes of zeros in shared memory. The first lane of each warp
+// works.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

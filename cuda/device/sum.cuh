@@ -30,10 +30,12 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// Packs that a thread holds at a time. Between two of them are the packs of the team's other threads.
+// Packs that a thread holds at a time. Between two of them are the packs of the team's other
+// threads.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The place in a row of the packs that a thread holds: pack u starts at element `first + u * stride`, if that exists.
+// The place in a row of the packs that a thread holds: pack u starts at element `first + u *
+// stride`, if that exists.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -46,8 +48,8 @@ struct PackOffsets {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(PackOffsets)` until the team has covered the row, equally often in all lanes of a warp, because `body`
-// may shuffle.
+// Calls `body(PackOffsets)` until the team has covered the row, equally often in all lanes of a
+// warp, because `body` may shuffle.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
@@ -127,8 +129,8 @@ __device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_
   return {p.pair_weights[pair] + row * (elements / p.elements_per_weight), p.elements_per_weight};
 }
 
-// Returns the sum of a token's rows on this rank, in the order of choices. Lane k of every warp holds the row of choice
-// k, or < 0. `choices` is the mask of lanes that hold a row.
+// Returns the sum of a token's rows on this rank, in the order of choices. Lane k of every warp
+// holds the row of choice k, or < 0. `choices` is the mask of lanes that hold a row.
 template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
@@ -139,7 +141,8 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // Several pairs are summed choice by choice. With one pair or none, two rows are loaded at a time.
+    // Several pairs are summed choice by choice. With one pair or none, two rows are loaded at a
+    // time.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -157,10 +160,11 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   return acc;
 }
 
-// ---- The fast path, which is the common case: at most one weight per row or row segment, one type, 16-byte words.
+// ---- The fast path, which is the common case: at most one weight per row or row segment, one
+// type, 16-byte words.
 
-// The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then landed rows in the
-// order of ranks, then the addend of Sum::kOutputPlusAddend.
+// The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then
+// landed rows in the order of ranks, then the addend of Sum::kOutputPlusAddend.
 struct SourceList {
   const char* rows[kWarpThreads];
   float factors[kWarpThreads];  // of this rank's rows; landed rows have none
@@ -175,8 +179,9 @@ struct SourceCounts {
 constexpr int kPartWords =
     Tuning::kPartWords;  // 16-byte words of a row that a thread holds at a time
 
-// The parts of a row that a warp handles. In a part each lane has kPartWords words, at a distance of `word_step` bytes.
-// The first part is at byte `first`, and the next ones follow every `step` bytes. So all lanes iterate equally often.
+// The parts of a row that a warp handles. In a part each lane has kPartWords words, at a distance
+// of `word_step` bytes. The first part is at byte `first`, and the next ones follow every `step`
+// bytes. So all lanes iterate equally often.
 struct RowParts {
   int64_t row_bytes, first, step, word_step;
 
@@ -186,7 +191,8 @@ struct RowParts {
         step(kPartWords * team.threads() * kVectorBytes),
         word_step(team.threads() * kVectorBytes) {}
 
-  // Calls body(index of the word, its byte in the row) for this lane's words of the part at `offset`.
+  // Calls body(index of the word, its byte in the row) for this lane's words of the part at
+  // `offset`.
   template <typename Body>
   __device__ __forceinline__ void each_word(int64_t offset, Body&& body) const {
 #pragma unroll
@@ -197,7 +203,8 @@ struct RowParts {
   }
 };
 
-// This lane's words of a part, as in memory. Words past the row's end hold garbage, which no result uses.
+// This lane's words of a part, as in memory. Words past the row's end hold garbage, which no result
+// uses.
 struct RowPart {
   uint4 words[kPartWords];
 
@@ -279,12 +286,13 @@ struct RoundedWire {
   }
 };
 
-// The result of a sum: a partial sum that travels, or the output row of a token, without an addend or with one.
+// The result of a sum: a partial sum that travels, or the output row of a token, without an addend
+// or with one.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
-// Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are always under way, also
-// into the next part. Rounding a second time changes nothing. So with RoundedWire a partial sum is computed like
-// the output row of a token without other partial sums.
+// Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are
+// always under way, also into the next part. Rounding a second time changes nothing. So with
+// RoundedWire a partial sum is computed like the output row of a token without other partial sums.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -353,10 +361,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   }
 }
 
-// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of higher ranks + addend,
-// added in this order. The own partial sum is the sum of factor * row, rounded or encoded like the landed ones. For
-// Sum::kPartial, out is the own partial sum as it travels. If nothing is listed, out is zero. All lanes call it after
-// they have written the list, and may rewrite the list afterwards.
+// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of
+// higher ranks + addend, added in this order. The own partial sum is the sum of factor * row,
+// rounded or encoded like the landed ones. For Sum::kPartial, out is the own partial sum as it
+// travels. If nothing is listed, out is zero. All lanes call it after they have written the list,
+// and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -384,8 +393,8 @@ constexpr int kBatchRows = 64;
 static_assert(kBatchRows >=
               2 * kWarpThreads);  // of two items whose rows a SourceList holds, or more
 
-// Sums that a warp computes one after the other, in its shared memory. The rows of an item are as in a SourceList, and
-// those of the next item follow.
+// Sums that a warp computes one after the other, in its shared memory. The rows of an item are as
+// in a SourceList, and those of the next item follow.
 struct SumBatch {
   struct Item {
     char* out;
@@ -438,9 +447,9 @@ class BatchPosition {
   int total_ = 0;
 };
 
-// Computes the items of a batch as sum_listed() does with RoundedWire: an item's result is the same. But the loads of the
-// next rows are under way across items. All lanes call it after they have written the batch, and may rewrite the batch
-// afterwards.
+// Computes the items of a batch as sum_listed() does with RoundedWire: an item's result is the
+// same. But the loads of the next rows are under way across items. All lanes call it after they
+// have written the batch, and may rewrite the batch afterwards.
 template <typename T>
 __device__ __forceinline__ void sum_batch(const Team& team, const SumBatch& batch, int num_items,
                                           int64_t row_bytes) {
@@ -488,8 +497,8 @@ __device__ __forceinline__ void sum_batch(const Team& team, const SumBatch& batc
   __syncwarp();
 }
 
-// Writes factor * row to `out`, unless `out` is null. Returns this lane's share of the inner product of `row` and
-// `other`, or 0 if `other` is null.
+// Writes factor * row to `out`, unless `out` is null. Returns this lane's share of the inner
+// product of `row` and `other`, or 0 if `other` is null.
 template <typename T>
 __device__ __forceinline__ float scale_row(const Team& team, const char* row, const char* other,
                                            int64_t row_bytes, float factor, char* out) {

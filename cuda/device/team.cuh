@@ -1,4 +1,5 @@
-// Teams: the threads that share a work item. A team is one warp, or several warps if there are few or large rows.
+// Teams: the threads that share a work item. A team is one warp, or several warps if there are few
+// or large rows.
 #ifndef MOE_A2A_DEVICE_TEAM_CUH_
 #define MOE_A2A_DEVICE_TEAM_CUH_
 
@@ -13,7 +14,8 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 __device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
 
-// A block is divided evenly into teams, each of whole warps. Teams work independently of each other.
+// A block is divided evenly into teams, each of whole warps. Teams work independently of each
+// other.
 class Team {
  public:
   // `mailboxes` has a word of shared memory for each team.
@@ -52,7 +54,8 @@ class Team {
     return *mailbox_;
   }
 
-  // Returns whether `ok` is true in all threads. Orders what any of them has acquired before the team's later accesses.
+  // Returns whether `ok` is true in all threads. Orders what any of them has acquired before the
+  // team's later accesses.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

@@ -1,6 +1,8 @@
-// Records when warps pass the marks of a launch. Only tools/driver/kernels.cu compiles with -DMOE_A2A_TIMELINE.
+// Records when warps pass the marks of a launch. Only tools/driver/kernels.cu compiles with
+// -DMOE_A2A_TIMELINE.
 //
-// Each warp's first lane stores the time of each mark. A mark replaces an earlier one of the same kind and warp.
+// Each warp's first lane stores the time of each mark. A mark replaces an earlier one of the same
+// kind and warp.
 #ifndef MOE_A2A_DEVICE_TIMELINE_CUH_
 #define MOE_A2A_DEVICE_TIMELINE_CUH_
 

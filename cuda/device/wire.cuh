@@ -1,7 +1,9 @@
-// Partial sums that travel in a token format, as sum_parts() in device/sum.cuh writes and reads them.
+// Partial sums that travel in a token format, as sum_parts() in device/sum.cuh writes and reads
+// them.
 //
-// A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The lane that holds a
-// 16-byte word of sums also holds the word's values. A group is the words of a few neighbouring lanes.
+// A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The
+// lane that holds a 16-byte word of sums also holds the word's values. A group is the words of a
+// few neighbouring lanes.
 #ifndef MOE_A2A_DEVICE_WIRE_CUH_
 #define MOE_A2A_DEVICE_WIRE_CUH_
 
@@ -39,7 +41,8 @@ class EncodedWire {
     return part;
   }
 
-  // Loads the values and scales of the part at byte `offset` of the sums. `row` is where the encoded row landed.
+  // Loads the values and scales of the part at byte `offset` of the sums. `row` is where the
+  // encoded row landed.
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -69,8 +72,9 @@ class EncodedWire {
     }
   }
 
-  // Stores an encoded part to `row`. Every store to a peer has a cost, so scales stay in registers until each lane
-  // has one, or until the next ones are not adjacent. All lanes call it, in the order of offsets.
+  // Stores an encoded part to `row`. Every store to a peer has a cost, so scales stay in registers
+  // until each lane has one, or until the next ones are not adjacent. All lanes call it, in the
+  // order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {

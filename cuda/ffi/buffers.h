@@ -14,11 +14,12 @@
 
 namespace moe_a2a {
 
-// The alignment of decoded arrays: 16 bytes, as in most executions, or that of the addresses of this execution.
+// The alignment of decoded arrays: 16 bytes, as in most executions, or that of the addresses of
+// this execution.
 enum class Alignment { kVector, kOfThisExecution };
 
-// Returns the operands or results of the first rank of a call. Ranks that share a device have common buffers, with a
-// leading axis of ranks.
+// Returns the operands or results of the first rank of a call. Ranks that share a device have
+// common buffers, with a leading axis of ranks.
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingArgs& buffers, int64_t ranks_of_device,
                                   Alignment alignment);
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingRets& buffers, int64_t ranks_of_device,

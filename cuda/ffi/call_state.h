@@ -1,12 +1,14 @@
 // The state of a call of a program. It holds what does not change between executions.
 //
-// XLA makes a state when it loads the program, keeps it as long as the program, and passes it to every later stage. All
-// devices of the process, and all threads that execute the program, share one state. So no published part of it
-// changes. The state has a DeviceState for each device. The first execution on a device makes its DeviceState, because
-// a call's arrays and device are not known earlier.
+// XLA makes a state when it loads the program, keeps it as long as the program, and passes it to
+// every later stage. All devices of the process, and all threads that execute the program, share
+// one state. So no published part of it changes. The state has a DeviceState for each device. The
+// first execution on a device makes its DeviceState, because a call's arrays and device are not
+// known earlier.
 //
-// A DeviceState stays valid when the workspace is closed and opened again, because a workspace keeps its addresses for
-// the life of the process (runtime/workspace.h). Every call checks whether the workspace is open.
+// A DeviceState stays valid when the workspace is closed and opened again, because a workspace
+// keeps its addresses for the life of the process (runtime/workspace.h). Every call checks whether
+// the workspace is open.
 #ifndef MOE_A2A_FFI_CALL_STATE_H_
 #define MOE_A2A_FFI_CALL_STATE_H_
 
@@ -58,16 +60,17 @@ class CallState {
 
   virtual ~CallState() = default;
 
-  // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If all ranks share a
-  // device, the device is known only when the program runs. Then Initialize() reserves.
+  // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If
+  // all ranks share a device, the device is known only when the program runs. Then Initialize()
+  // reserves.
   ffi::Error Load();
 
-  // Opens a closed workspace again, and reports a failure. XLA calls this before every execution, including executions
-  // that replay a CUDA graph and never call Execute().
+  // Opens a closed workspace again, and reports a failure. XLA calls this before every execution,
+  // including executions that replay a CUDA graph and never call Execute().
   ffi::Error Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins a split exchange. After the first execution on a device, it does not allocate and
-  // takes no process-wide lock.
+  // Launches the exchange, or joins a split exchange. After the first execution on a device, it
+  // does not allocate and takes no process-wide lock.
   ffi::Error Execute(const Execution& execution);
 
  protected:
@@ -83,20 +86,21 @@ class CallState {
   virtual ffi::Error Run(const Execution& execution, const DeviceState& state) const = 0;
 
   ffi::Error ExecuteAt(const Execution& execution, const DeviceState* state, SideStream** side);
-  // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`; otherwise the kernels
-  // run, and return NaN at once.
+  // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`;
+  // otherwise the kernels run, and return NaN at once.
   ffi::Error Prepare(Workspace& workspace) const;
 
   const CallAttributes attributes_;
   PerDevice<DeviceState> states_;
 };
 
-// Returns the view of the first rank of device `ordinal`. Its signature covers the attributes that all calls have.
+// Returns the view of the first rank of device `ordinal`. Its signature covers the attributes that
+// all calls have.
 ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
                               Operation operation, int32_t ordinal);
 
-// Returns how many blocks a launch may have for each rank of a device: as many as its multiprocessors allow, and of
-// these, as many as the call requests.
+// Returns how many blocks a launch may have for each rank of a device: as many as its
+// multiprocessors allow, and of these, as many as the call requests.
 ffi::ErrorOr<int64_t> MostBlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
                                        int32_t ordinal);
 ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,

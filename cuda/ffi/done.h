@@ -1,5 +1,5 @@
-// The done of a split exchange. Operands: the operands of its start, then the results of its start. The latter are also
-// the results of the done.
+// The done of a split exchange. Operands: the operands of its start, then the results of its start.
+// The latter are also the results of the done.
 #ifndef MOE_A2A_FFI_DONE_H_
 #define MOE_A2A_FFI_DONE_H_
 

@@ -1,5 +1,6 @@
-// The state of the call `dot_combine`. A whole call that forks and joins: the product runs on XLA's stream, and the combine
-// next to it on the side stream (docs/protocol_split.md, "Slices of a product").
+// The state of the call `dot_combine`. A whole call that forks and joins: the product runs on XLA's
+// stream, and the combine next to it on the side stream (docs/protocol_split.md, "Slices of a
+// product").
 #ifndef MOE_A2A_FFI_DOT_COMBINE_H_
 #define MOE_A2A_FFI_DOT_COMBINE_H_
 

@@ -1,5 +1,5 @@
-// The handlers of the kernel that plans placements (placement/fill_slots.h): operands experts and rows, int32
-// [B, R, L]; results experts and rows, int32 [B, R, L + S].
+// The handlers of the kernel that plans placements (placement/fill_slots.h): operands experts and
+// rows, int32 [B, R, L]; results experts and rows, int32 [B, R, L + S].
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

@@ -1,26 +1,30 @@
-// The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h,
-// gemm/fp8_gemm.h, gemm/act_encode.h, gemm/encode_squares.h).
+// The handlers of the grouped GEMM: they decode and check a call, and launch the kernel
+// (gemm/grouped_gemm.h, gemm/fp8_gemm.h, gemm/act_encode.h, gemm/encode_squares.h).
 //
-// moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter, int32 [1].
-// moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows, weights, table, biases
-// [L, P] or [0], router weights, float32 [C]; results activations [C, I], pre-activations [C, P] or [0], counter.
-// moe_a2a_act_dot_grad, the gradient of activations [C, I] times weights [L, I, N]: operands gradient [C, N], weights,
-// table, pre-activations [C, P], router weights; results gradient of the pre-activations [C, P], weighted activations
-// [C, I], partial dots, float32 [ceil(I / kDotColumns), C], counter.
-// moe_a2a_fp8_gemm: operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and
-// of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The kernel
-// reads the scales of rows where they are: a lane loads the scales of its own rows, so their order costs nothing.
-// moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or float32; the table
-// of B times L groups; router weights, float32 [B, C], or [0] to encode the product itself; results values [B, C, I],
-// float8_e4m3fn, and scales [B, C, I / 128], float32. It needs no counter.
-// moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or float32; results values
-// [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
+// moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
+// int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
+// rows, weights, table, biases [L, P] or [0], router weights, float32 [C]; results activations [C,
+// I], pre-activations [C, P] or [0], counter. moe_a2a_act_dot_grad, the gradient of activations [C,
+// I] times weights [L, I, N]: operands gradient [C, N], weights, table, pre-activations [C, P],
+// router weights; results gradient of the pre-activations [C, P], weighted activations [C, I],
+// partial dots, float32 [ceil(I / kDotColumns), C], counter. moe_a2a_fp8_gemm: operands rows [C, K]
+// and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and of weights [L,
+// ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The
+// kernel reads the scales of rows where they are: a lane loads the scales of its own rows, so their
+// order costs nothing. moe_a2a_act_encode, the pass between two products in FP8: operands product
+// [B, C, P], bfloat16 or float32; the table of B times L groups; router weights, float32 [B, C], or
+// [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I /
+// 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of weights: operand
+// weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the same values [L, K,
+// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
 //
-// Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or [S, N, K], which
-// follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N / 128, K / 128].
+// Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
+// [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
+// / 128, K / 128].
 //
-// The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
-// checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
+// The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
+// Its values are not checked. Groups must lie within the rows, and indices within the weights; the
+// lowering in Python ensures both.
 #include "ffi/grouped_gemm.h"
 
 #include <cuda_runtime_api.h>
@@ -149,7 +153,8 @@ ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
        ReadLaunch(call, gemm)});
 }
 
-// Sets the second array of weights, if the call has one; it may have `most` of them. `like` is the first.
+// Sets the second array of weights, if the call has one; it may have `most` of them. `like` is the
+// first.
 template <typename Gemm>
 ffi::Error ReadSpare(const ffi::RemainingArgs& spare, size_t most, const ffi::AnyBuffer& like,
                      Gemm* gemm) {
@@ -437,7 +442,8 @@ ffi::Error RunEncodeSquares(cudaStream_t stream, ffi::AnyBuffer weights,
 
 ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) { return LoadProducts(ordinal); }
 
-// What handlers have in common: the parameters that they begin with, an activation and the SMs after it, arrays.
+// What handlers have in common: the parameters that they begin with, an activation and the SMs
+// after it, arrays.
 auto OnDevice() {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
 }

@@ -9,8 +9,8 @@
 namespace moe_a2a {
 
 extern "C" {
-// XLA calls the first handler before each execution of a program. The others are the calls, which XLA may capture in a
-// CUDA graph.
+// XLA calls the first handler before each execution of a program. The others are the calls, which
+// XLA may capture in a CUDA graph.
 XLA_FFI_Error* moe_a2a_grouped_gemm_initialize(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_grouped_gemm(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_dot_act(XLA_FFI_CallFrame*);

@@ -1,11 +1,13 @@
-// The pass between two products in FP8: activates the first product, multiplies by router weights, rounds to the dtype
-// of the product, and encodes in BlockwiseFp8. Without router weights, it encodes rows as they are.
+// The pass between two products in FP8: activates the first product, multiplies by router weights,
+// rounds to the dtype of the product, and encodes in BlockwiseFp8. Without router weights, it
+// encodes rows as they are.
 //
 // Holds: the results of all rows of groups are written. Other rows are neither read nor written.
-// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
-// numbers of a lane are not neighbours: vector v of lane l starts at byte 16 (8 v + l) of the group.
-// Launch: one block on a multiprocessor. A thread loads 64 or 128 bytes at a time, and the 64 KiB or more of a block are
-// above the share of a multiprocessor of the memory's latency times bandwidth.
+// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous
+// bytes each, so the 16 numbers of a lane are not neighbours: vector v of lane l starts at byte 16
+// (8 v + l) of the group. Launch: one block on a multiprocessor. A thread loads 64 or 128 bytes at
+// a time, and the 64 KiB or more of a block are above the share of a multiprocessor of the memory's
+// latency times bandwidth.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -24,8 +26,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads the numbers of a lane. `from` is the lane's first vector. The product is read once, so that the cache keeps
-// what the next product reads.
+// Loads the numbers of a lane. `from` is the lane's first vector. The product is read once, so that
+// the cache keeps what the next product reads.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -94,7 +96,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
           };
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
-            __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill registers.
+            __syncwarp();  // With the numbers of two vectors at a time, erfc() would spill
+                           // registers.
             const uint4 a = gate.vectors[v], b = up.vectors[v];
             h.vectors[v] = {word(a.x, b.x), word(a.y, b.y), word(a.z, b.z), word(a.w, b.w)};
           }

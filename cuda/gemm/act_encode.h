@@ -12,11 +12,13 @@
 
 namespace moe_a2a {
 
-// Arrays of B batch elements with C rows each. P = I, or P = 2 I for a gated activation: gate, then up.
+// Arrays of B batch elements with C rows each. P = I, or P = 2 I for a gated activation: gate, then
+// up.
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
-  // [B, C]; the results of a row of weight 0 are zeros. Null to encode the product itself, without activation and weights.
+  // [B, C]; the results of a row of weight 0 are zeros. Null to encode the product itself, without
+  // activation and weights.
   const float* row_weights;
   const int32_t *starts,
       *sizes;  // [B, L] first row, and number of rows, of each group; adjacent within an element

@@ -6,7 +6,8 @@
 
 namespace moe_a2a::gemm {
 
-// Returns e to the x. Without a special case for subnormal numbers, which would cost four more instructions.
+// Returns e to the x. Without a special case for subnormal numbers, which would cost four more
+// instructions.
 __device__ inline float fast_exp(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -65,7 +66,8 @@ __device__ inline Gated activate_gated(float gate, float up, float alpha, float 
   }
 }
 
-// Calls body(std::integral_constant<Activation, A>) for the activation `a`. Code in the body need not branch again.
+// Calls body(std::integral_constant<Activation, A>) for the activation `a`. Code in the body need
+// not branch again.
 template <bool kIsGated, typename Body>
 __device__ inline void for_activation(Activation a, Body&& body) {
   switch (a) {

@@ -13,7 +13,8 @@ enum class Activation : int32_t {
   kGeluTanh,       // its approximation with tanh
   kRelu,           // max(x, 0)
   kSquaredRelu,    // max(x, 0)^2
-  kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit (GPT-OSS)
+  kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit
+                   // (GPT-OSS)
   kScaledBias,     // none: router weights multiply the bias instead of the result
 };
 

@@ -1,10 +1,11 @@
-// Quantizes weights to BlockwiseFp8: reads a square of 128 x 128 numbers once and writes it in both orientations.
+// Quantizes weights to BlockwiseFp8: reads a square of 128 x 128 numbers once and writes it in both
+// orientations.
 //
-// Layout: a thread holds 16 bytes of each of several neighbouring rows, so that it transposes its values by blocks of
-// 4 x 4 bytes. Shared memory then has the transposed square in rows of 128 bytes. A unit, the bytes that a thread
-// stores at once, is at its place xor the number of the 16-byte column, so that neither stores nor loads have bank
-// conflicts.
-// Launch: one block for each square. Several blocks share a multiprocessor, and one loads while others wait.
+// Layout: a thread holds 16 bytes of each of several neighbouring rows, so that it transposes its
+// values by blocks of 4 x 4 bytes. Shared memory then has the transposed square in rows of 128
+// bytes. A unit, the bytes that a thread stores at once, is at its place xor the number of the
+// 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one block for each
+// square. Several blocks share a multiprocessor, and one loads while others wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"

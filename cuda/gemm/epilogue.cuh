@@ -1,7 +1,9 @@
-// What a warp does with the results of a tile: it may apply an activation or its derivative, rounds and stores.
+// What a warp does with the results of a tile: it may apply an activation or its derivative, rounds
+// and stores.
 //
-// A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes has, for every 8 of
-// n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the row 8 below:
+// A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes
+// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the
+// row 8 below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #ifndef MOE_A2A_GEMM_EPILOGUE_CUH_
@@ -104,8 +106,8 @@ struct RowWeights {
   __device__ float at(int i) const { return F::kIsTurned ? of[i / 4 * 2 + i % 2] : of[i / 2 % 2]; }
 };
 
-// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have none. `scale(i)`
-// multiplies the bias of d[i].
+// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have
+// none. `scale(i)` multiplies the bias of d[i].
 template <typename T, typename F, int kSize, typename Scale>
 __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float (&d)[kSize],
                                 int begin, int count, Scale&& scale) {
@@ -154,7 +156,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// Applies biases, activation and router weights, and stores activations; also pre-activations, if they are kept.
+// Applies biases, activation and router weights, and stores activations; also pre-activations, if
+// they are kept.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writer,
                                          const Work& work, const Tile<F>& tile, const Plane& plane,
@@ -162,7 +165,8 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
                                          float (&d)[kProducts][kSize]) {
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
-  // A gated tile that is turned has gate and up in two products; another has them in the halves of one.
+  // A gated tile that is turned has gate and up in two products; another has them in the halves of
+  // one.
   constexpr int kColumns = F::kIsTurned ? 16 : F::kResultN;
   constexpr int kResults = F::kIsTurned ? kSize : kColumns / 2;
   static_assert(F::kIsTurned ? kProducts == 2 : kProducts == 1);
@@ -240,12 +244,14 @@ struct Operands {
   char *a, *b;
 };
 
-// Turns gradients of weighted activations, d, into gradients of pre-activations, and stores these and the weighted
-// activations. Adds up the partial dots of the gradients with the unweighted activations.
+// Turns gradients of weighted activations, d, into gradients of pre-activations, and stores these
+// and the weighted activations. Adds up the partial dots of the gradients with the unweighted
+// activations.
 //
-// Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or the columns of an
-// activation that is not gated, in place of operand a, and up in place of operand b. So the loader brings them while
-// the last products run. A warp overwrites the rows that it reads with their gradients, and stores these from there.
+// Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or
+// the columns of an activation that is not gated, in place of operand a, and up in place of operand
+// b. So the loader brings them while the last products run. A warp overwrites the rows that it
+// reads with their gradients, and stores these from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -271,8 +277,8 @@ class Derivative {
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage and returns its Operands. `give()` releases it after the last group of stores has read
-  // it.
+  // `take()` waits for the next stage and returns its Operands. `give()` releases it after the last
+  // group of stores has read it.
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {
@@ -306,7 +312,8 @@ class Derivative {
   }
 
  private:
-  // Computes 32 of the 64 columns in shared memory, from column `column`, with d[first], d[first + 1], ...
+  // Computes 32 of the 64 columns in shared memory, from column `column`, with d[first], d[first +
+  // 1], ...
   template <Activation kFunction, int kSize>
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {

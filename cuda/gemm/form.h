@@ -63,8 +63,8 @@ struct Form {
   static_assert(!kIsSliced || (kRows == Axis::kM && kEpilogue == Epilogue::kStore));
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
 
-  // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as many results has
-  // the gate columns, and the up columns that belong to them.
+  // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as
+  // many results has the gate columns, and the up columns that belong to them.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
@@ -129,8 +129,8 @@ constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
 static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
-// The activation of an epilogue, and the arrays that only an epilogue uses. Pre-activations are [C, P], with P = I, or
-// P = 2 I for a gated activation.
+// The activation of an epilogue, and the arrays that only an epilogue uses. Pre-activations are [C,
+// P], with P = I, or P = 2 I for a gated activation.
 struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
@@ -142,7 +142,8 @@ struct ActivationParams {
   int64_t num_rows;          // C
 };
 
-// The order of tiles by slices of columns: all tiles of a slice, of all groups, come before those of the next.
+// The order of tiles by slices of columns: all tiles of a slice, of all groups, come before those
+// of the next.
 struct SliceParams {
   int32_t num_slices;
   int32_t tiles;       // of a slice along n; the last slice may have fewer
@@ -152,8 +153,8 @@ struct SliceParams {
 // The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
-  // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their gradient. If the
-  // activation is not gated, the first map has all columns.
+  // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
+  // gradient. If the activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
   CUtensorMap read_pre[2];  // the pre-activations that kDerive reads
   CUtensorMap spare;        // the weights whose indices are at least first_spare

@@ -1,24 +1,28 @@
 // A grouped GEMM of FP8 numbers (E4M3) with blockwise scales.
 //
-// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i], where t is the sum of
-// the products of the 128 values of a block, and s is the rounded product of the two scales. The hardware sums t with
-// fewer bits than float32 has; the sum over blocks is in float32 in the order of k. d is rounded once. Otherwise like
-// gemm/grouped_gemm.cuh, whose loader, schedule, roles and waits these are.
+// Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i],
+// where t is the sum of the products of the 128 values of a block, and s is the rounded product of
+// the two scales. The hardware sums t with fewer bits than float32 has; the sum over blocks is in
+// float32 in the order of k. d is rounded once. Otherwise like gemm/grouped_gemm.cuh, whose loader,
+// schedule, roles and waits these are.
 //
-// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a block of k for one part into
-// temporary registers, and adds these times their scales to the part's results. The compiler lets no products run across
-// a wait for others whose results are read, so a part starts after the wait for the part before. Meanwhile the other warp
-// group's products keep the hardware busy.
+// Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
+// block of k for one part into temporary registers, and adds these times their scales to the part's
+// results. The compiler lets no products run across a wait for others whose results are read, so a
+// part starts after the wait for the part before. Meanwhile the other warp group's products keep
+// the hardware busy.
 //
-// Rows along m: one part and one temporary. The groups' products run at the same time and end together, so the time from their end to
-// the start of the next ones counts. It is shortest if tiles have whole turns of kStages steps (kWholeTurns): then places of
-// stages are constants, their descriptors are in uniform registers, and a wait begins while the step before is added.
+// Rows along m: one part and one temporary. The groups' products run at the same time and end
+// together, so the time from their end to the start of the next ones counts. It is shortest if
+// tiles have whole turns of kStages steps (kWholeTurns): then places of stages are constants, their
+// descriptors are in uniform registers, and a wait begins while the step before is added.
 //
-// Rows along n: two parts and two temporaries, and a part is added while the next one is multiplied.
+// Rows along n: two parts and two temporaries, and a part is added while the next one is
+// multiplied.
 //
-// Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the scales that other lanes of
-// its warp have read from shared memory (rows along m) or by shuffles (rows along n). No copy of the scales is needed, so
-// they may lie in any order.
+// Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the
+// scales that other lanes of its warp have read from shared memory (rows along m) or by shuffles
+// (rows along n). No copy of the scales is needed, so they may lie in any order.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_FP8_GEMM_CUH_
@@ -29,8 +33,8 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and Form's numbers of
-// bytes hold.
+// A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and
+// Form's numbers of bytes hold.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -54,9 +58,9 @@ struct Fp8Params : GemmParams {
   uint32_t row_stride, block_stride;
 };
 
-// The scales of a lane's results, for rows along m. Each lane of a quad (four lanes, which have the same rows) reads
-// those of another step, and leaves them for the others in shared memory. Rows and columns beyond the last have any scales:
-// their results are not stored.
+// The scales of a lane's results, for rows along m. Each lane of a quad (four lanes, which have the
+// same rows) reads those of another step, and leaves them for the others in shared memory. Rows and
+// columns beyond the last have any scales: their results are not stored.
 template <typename F>
 class ScalesAlongM {
  public:
@@ -84,7 +88,8 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of step `first + next`; index() says whose. Steps come in order, and `first` is a multiple of kLanes.
+  // Returns the scales of step `first + next`; index() says whose. Steps come in order, and `first`
+  // is a multiple of kLanes.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
       __syncwarp();
@@ -95,7 +100,8 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // The block that a half of 64 columns is in is its number / 2, or (its number + 1) / 2 if the tile begins within one.
+    // The block that a half of 64 columns is in is its number / 2, or (its number + 1) / 2 if the
+    // tile begins within one.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {

@@ -13,21 +13,25 @@
 // cluster takes the next tile from a counter and tells the other block. So a block that starts late
 // only takes fewer tiles, and any number of blocks completes the work.
 //
-// An epilogue with a derivative also reads pre-activations: after a tile's operands, they come through kPreStages more
-// stages, in both blocks of a cluster, whether or not the tile has all these columns.
+// An epilogue with a derivative also reads pre-activations: after a tile's operands, they come
+// through kPreStages more stages, in both blocks of a cluster, whether or not the tile has all
+// these columns.
 //
-// A form that is sliced (Form::kIsSliced) computes all tiles of a slice of columns before those of the next, and counts
-// the tiles whose results are in global memory. A kernel that runs next to this one acquires the count of a slice, and
-// reads the slice when the count is the number of tiles. A tile's stores end while the block computes its next tile, so
-// consumers report them then. Another warp of the last warp group increments the count, because the release waits for
-// all that the block has stored, for as long as a step of products takes.
+// A form that is sliced (Form::kIsSliced) computes all tiles of a slice of columns before those of
+// the next, and counts the tiles whose results are in global memory. A kernel that runs next to
+// this one acquires the count of a slice, and reads the slice when the count is the number of
+// tiles. A tile's stores end while the block computes its next tile, so consumers report them then.
+// Another warp of the last warp group increments the count, because the release waits for all that
+// the block has stored, for as long as a step of products takes.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both. Consumers wait for the loads, and release a stage of pre-activations when the stores of
-// their gradients have read it. The counting warp waits for the consumers' reports, and reads an entry of work until then:
-// so a report is of the tile that the entry describes. Nothing waits for another cluster.
+// its loads may be for both. Consumers wait for the loads, and release a stage of pre-activations
+// when the stores of their gradients have read it. The counting warp waits for the consumers'
+// reports, and reads an entry of work until then: so a report is of the tile that the entry
+// describes. Nothing waits for another cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` and the counts of slices 0.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` and the counts of slices
+// 0.
 #ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 #define MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 
@@ -38,7 +42,8 @@
 namespace moe_a2a::gemm {
 
 constexpr int kWorkEntries = 2;
-// The step of products during which consumers report the stores of the tile before. The stores have ended by then.
+// The step of products during which consumers report the stores of the tile before. The stores have
+// ended by then.
 constexpr int kReportStep = 2;
 static_assert(sizeof(Work) == sizeof(int4), "an entry of work is sent in one store");
 
@@ -48,8 +53,8 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: the consumers of this block have read the entry, and the counting warp has; in the first block of a
-  // cluster, those of the other block have, too.
+  // work_read: the consumers of this block have read the entry, and the counting warp has; in the
+  // first block of a cluster, those of the other block have, too.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
   uint64_t stored;  // the results of a tile are in global memory; its first phase has no tile
@@ -74,8 +79,9 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
   return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
 }
 
-// Returns the first column of weights in a box of a gated tile, whose results begin at column `first` of I. Operand b
-// has two boxes of gate columns, then two of up. Operand a has one of each for each warp group.
+// Returns the first column of weights in a box of a gated tile, whose results begin at column
+// `first` of I. Operand b has two boxes of gate columns, then two of up. Operand a has one of each
+// for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
@@ -158,7 +164,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = step * F::kStepK;
         expect_bytes(loaded, kBytes);
-        // Branches, because an address that is chosen at run time needs registers that the loader does not have.
+        // Branches, because an address that is chosen at run time needs registers that the loader
+        // does not have.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {

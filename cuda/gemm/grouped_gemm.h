@@ -21,11 +21,11 @@ enum class GroupedProduct : int32_t {
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
 
-// What an activated product computes besides: P is I, or 2 I for a gated activation, whose gate columns come first.
-// kForward and kForwardFew: d [C, I] = row_weights * function(a b + bias), with weights [L, K, P].
-// kTransposed, with weights [L, I, N] and g = a b^T: d [C, I] = row_weights * function(pre), d_pre [C, P] is the
-// gradient of pre, and partial_dots [ceil(I / kDotColumns), C] are the dots of g with function(pre) for each
-// kDotColumns of I.
+// What an activated product computes besides: P is I, or 2 I for a gated activation, whose gate
+// columns come first. kForward and kForwardFew: d [C, I] = row_weights * function(a b + bias), with
+// weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T: d [C, I] = row_weights *
+// function(pre), d_pre [C, P] is the gradient of pre, and partial_dots [ceil(I / kDotColumns), C]
+// are the dots of g with function(pre) for each kDotColumns of I.
 struct ActivatedProduct {
   bool is_gated;
   Activation function;
@@ -38,8 +38,9 @@ struct ActivatedProduct {
 };
 constexpr int kDotColumns = Tuning::kTransposed.n;
 
-// kForward or kTransposed in slices of columns, one after the other. `finished` counts the tiles of each slice that are complete; it is
-// device memory, and zero before the launch. A slice is complete when its count is slice_tiles(), of all groups together.
+// kForward or kTransposed in slices of columns, one after the other. `finished` counts the tiles of
+// each slice that are complete; it is device memory, and zero before the launch. A slice is
+// complete when its count is slice_tiles(), of all groups together.
 struct ColumnSlices {
   int num;
   uint32_t* finished;
@@ -58,7 +59,8 @@ struct GroupedGemm {
   int32_t* counter;  // device memory; the launch sets it to zero
   int num_sms;       // the most blocks to launch
   const ActivatedProduct* activated = nullptr;
-  // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for kWeightGradient.
+  // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for
+  // kWeightGradient.
   const void* spare = nullptr;
   int64_t num_spare = 0;
   const ColumnSlices* slices = nullptr;  // or null; only without an activation
@@ -76,8 +78,9 @@ Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_g
 // Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
 
-// Launches a kernel of one thread that ends when each cluster of a product in slices could have taken a tile, or after
-// `timeout_ns`. The product has been launched on another stream, and has rows and groups.
+// Launches a kernel of one thread that ends when each cluster of a product in slices could have
+// taken a tile, or after `timeout_ns`. The product has been launched on another stream, and has
+// rows and groups.
 Problem LaunchWaitForStart(const GroupedGemm& gemm, int64_t timeout_ns, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -108,7 +108,8 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   __syncwarp();
 }
 
-// Waits until this lane sees the phase. Use it only before products, because products wait for all lanes of the warp.
+// Waits until this lane sees the phase. Use it only before products, because products wait for all
+// lanes of the warp.
 __device__ inline void wait_for_lane(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<false>(barrier, parity)) {
   }
@@ -272,8 +273,8 @@ __device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool 
                : outputs                                                                       \
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)))
 
-// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Both operands are K-major; of their
-// descriptors, `a` and `b` are the lower words, because the others are equal.
+// Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Both operands are
+// K-major; of their descriptors, `a` and `b` are the lower words, because the others are equal.
 template <int kSize>
 __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr uint64_t kHigh = kSwizzle128 | kEightRows;

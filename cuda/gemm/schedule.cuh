@@ -42,7 +42,8 @@ struct Tile {
     if constexpr (F::kIsSliced)
       end_n = min(end_n, (slice_of(p, work) + 1) * p.slices.tiles * F::kResultN);
   }
-  // A slice of both blocks of a cluster. If they share a, the second one may have no tile of the slice.
+  // A slice of both blocks of a cluster. If they share a, the second one may have no tile of the
+  // slice.
   static __device__ int slice_of(const GemmParams& p, const Work& work) {
     return ((work.tile & 0xFFFF) >> 1) / p.slices.tiles;
   }
@@ -51,8 +52,8 @@ struct Tile {
   __device__ int steps() const { return (end_k + F::kStepK - 1) / F::kStepK; }
 };
 
-// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase. If the form is sliced,
-// each slice has all groups once more.
+// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase. If
+// the form is sliced, each slice has all groups once more.
 template <typename F>
 class Walk {
  public:

@@ -20,13 +20,15 @@
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
 //
-// Slices: if a product computes the rows while this kernel runs (SlicedRows), all tokens are sent and summed slice by
-// slice of columns. Each team waits until its device's product has counted all tiles of a slice. Then a flag covers
-// this slice of a chunk of slots. Rows of a slice are short, so a warp takes several slots or tokens at a time, because
-// each item, each load of the routing and each flag costs a latency.
+// Slices: if a product computes the rows while this kernel runs (SlicedRows), all tokens are sent
+// and summed slice by slice of columns. Each team waits until its device's product has counted all
+// tiles of a slice. Then a flag covers this slice of a chunk of slots. Rows of a slice are short,
+// so a warp takes several slots or tokens at a time, because each item, each load of the routing
+// and each flag costs a latency.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first. With slices, the product has been launched
-// before, and the blocks leave it room; late blocks take the room that the product leaves at its end.
+// Launch: any number of blocks; the first `send_blocks` to start send first. With slices, the
+// product has been launched before, and the blocks leave it room; late blocks take the room that
+// the product leaves at its end.
 #include <type_traits>
 
 #include "device/exchange.cuh"
@@ -129,7 +131,8 @@ struct WireRow<Encoded<F>> {
   static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
 };
 
-// The form in which a row segment of type T travels, and the byte of the slot's row at which it begins.
+// The form in which a row segment of type T travels, and the byte of the slot's row at which it
+// begins.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -172,7 +175,8 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
   return __popc(all);
 }
 
-// Writes the choice arrays of choice k of a slot into the zone at the source rank. One thread calls it.
+// Writes the choice arrays of choice k of a slot into the zone at the source rank. One thread calls
+// it.
 __device__ inline void send_choice(const CombineParams& p, char* to_zone, int slot, int k,
                                    int row) {
   for (int a = 0; a < p.num_moved; ++a) {
@@ -261,8 +265,9 @@ __device__ void each_range(const CombineParams& p, int source_rank, int chunk, A
   }
 }
 
-// Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have landed. `slots` are
-// the token's slots [num_ranks], and `own_row` is the row of the choice if that is on this rank.
+// Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have
+// landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if that
+// is on this rank.
 __device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, int token, int k,
                                       int own_row, const int* slots) {
   const RankView& view = p.view;
@@ -318,7 +323,8 @@ __device__ const char* landed_at(const CombineParams& p, const SourceToken& toke
          token.slots[rank] * row_stride(row_bytes);
 }
 
-// Adds the partial sums of one token in rank order, and then the addend. Two partial sums are loaded at a time.
+// Adds the partial sums of one token in rank order, and then the addend. Two partial sums are
+// loaded at a time.
 template <typename T, typename Wire, bool kAdds, int kCount>
 __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedArray& array,
                                           const Team& team, const SourceToken& token,
@@ -490,7 +496,8 @@ class SliceWait {
   int num_complete_ = 0;
 };
 
-// Returns the bits of the i-th slot or token in a mask of choices, as lanes hold them in WarpChoices.
+// Returns the bits of the i-th slot or token in a mask of choices, as lanes hold them in
+// WarpChoices.
 __device__ inline uint32_t choices_of(uint32_t mask, int i, int top_k) {
   return i * top_k < kWarpThreads ? mask >> (i * top_k) & (kAllLanes >> (kWarpThreads - top_k)) : 0;
 }
@@ -545,8 +552,9 @@ __device__ __forceinline__ void send_slice(const CombineParams& p, const Team& t
   }
 }
 
-// Waits until a slice of all partial sums of `count` tokens has landed. `slots` has their slots, [count, num_ranks]. Each
-// warp of a team waits for itself. A vote orders no memory: sum_batch() orders loads after every lane's acquire.
+// Waits until a slice of all partial sums of `count` tokens has landed. `slots` has their slots,
+// [count, num_ranks]. Each warp of a team waits for itself. A vote orders no memory: sum_batch()
+// orders loads after every lane's acquire.
 __device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, int count,
                                       uint64_t epoch, int slice) {
   const RankView& view = p.view;
@@ -568,8 +576,8 @@ __device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, 
   return __all_sync(kAllLanes, landed);
 }
 
-// Lists the rows of `count` tokens: own ones in the order of choices, landed ones in the order of ranks, and the addend,
-// which counts as a landed row.
+// Lists the rows of `count` tokens: own ones in the order of choices, landed ones in the order of
+// ranks, and the addend, which counts as a landed row.
 template <typename T>
 __device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& batch,
                                             const int* slots, int first, int count,
@@ -724,8 +732,8 @@ struct CombineKernels {
   }
 
  private:
-  // Lists the kernels that need no product, for sums with addends or without. Addends are a form of their own, because
-  // they need registers.
+  // Lists the kernels that need no product, for sums with addends or without. Addends are a form of
+  // their own, because they need registers.
   template <typename T, bool kAdds, typename Add>
   static void list_forms(Add&& add) {
     constexpr ElementType kType = Element<T>::kType;

@@ -20,8 +20,9 @@
 // Why bulk stores: a warp encodes its next segment while the stores of the segment before are in
 // flight.
 //
-// Why not one source with dispatch.cu: as a template of the form of rows, with 7 lines fewer in all, formats took 4 to 8 %
-// longer with 8 and 128 tokens (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
+// Why not one source with dispatch.cu: as a template of the form of rows, with 7 lines fewer in
+// all, formats took 4 to 8 % longer with 8 and 128 tokens
+// (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"

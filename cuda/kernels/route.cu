@@ -275,8 +275,8 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
 }
 
 // Finds the threshold if the capacity is too small, and reduces `rows` to the rows that are kept.
-// `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch element finds the
-// same threshold.
+// `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch element finds
+// the same threshold.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s,
                                                         int32_t* landed_experts, int& padded_rows) {
@@ -627,8 +627,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Meanwhile a peer may have failed, or a launch that overlaps this one. Other blocks may then have
-  // written an empty routing.
+  // Meanwhile a peer may have failed, or a launch that overlaps this one. Other blocks may then
+  // have written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {

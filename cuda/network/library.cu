@@ -1,4 +1,5 @@
-// The library for inter-node ranks. It exports the kernels that are built with NVSHMEM, and functions of NVSHMEM.
+// The library for inter-node ranks. It exports the kernels that are built with NVSHMEM, and
+// functions of NVSHMEM.
 #include <cstring>
 
 #include "kernels/launch.h"

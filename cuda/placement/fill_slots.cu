@@ -1,9 +1,10 @@
-// fill_slots: fills the spare slots of ranks with replicas of popular experts. The results are equal to those of
-// `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
+// fill_slots: fills the spare slots of ranks with replicas of popular experts. The results are
+// equal to those of `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
 //
-// Layout: a warp makes a plan. A step has a chain of four reductions, so it is bound by their latency, and more warps
-// would only add barriers. Lane l holds the rows of ranks l and l + 32 in registers. The slots of a rank's own experts
-// are in shared memory, and in the loop only lane l accesses slots l, l + 32, ... of a rank.
+// Layout: a warp makes a plan. A step has a chain of four reductions, so it is bound by their
+// latency, and more warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in
+// registers. The slots of a rank's own experts are in shared memory, and in the loop only lane l
+// accesses slots l, l + 32, ... of a rank.
 //
 // Launch: a block of one warp for each plan.
 #include "placement/fill_slots.h"

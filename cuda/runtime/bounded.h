@@ -1,4 +1,5 @@
-// Bounds a wait for a call of CUDA or NVSHMEM that may block forever. The call runs in a thread of its own.
+// Bounds a wait for a call of CUDA or NVSHMEM that may block forever. The call runs in a thread of
+// its own.
 #ifndef MOE_A2A_RUNTIME_BOUNDED_H_
 #define MOE_A2A_RUNTIME_BOUNDED_H_
 
@@ -11,8 +12,8 @@
 
 namespace moe_a2a {
 
-// Runs `work` in a thread. Returns false if `work` has not ended after `time`. The thread then continues, so `work`
-// must own everything that it uses.
+// Runs `work` in a thread. Returns false if `work` has not ended after `time`. The thread then
+// continues, so `work` must own everything that it uses.
 inline bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
   const auto deadline = std::chrono::steady_clock::now() + time;
   auto has_ended = std::make_shared<std::atomic<bool>>(false);

@@ -10,7 +10,8 @@
 namespace moe_a2a {
 namespace {
 
-// The open descriptors. Never destroyed, because the thread that answers other processes runs until the process ends.
+// The open descriptors. Never destroyed, because the thread that answers other processes runs until
+// the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
@@ -19,10 +20,11 @@ struct Registry {
 // Set before the handlers of fork() are registered, so that they need no initialization.
 Registry* all = nullptr;
 
-// fork() calls these functions before and after it forks, in the thread that forks. That thread holds the mutex during
-// the fork, so the child finds a complete list. A child of a process with several threads may only make calls that are
-// safe in a signal handler: close() is safe, and clear() of a vector of ints frees nothing. The list lacks a descriptor
-// that another thread has received and not registered yet; the child keeps it open.
+// fork() calls these functions before and after it forks, in the thread that forks. That thread
+// holds the mutex during the fork, so the child finds a complete list. A child of a process with
+// several threads may only make calls that are safe in a signal handler: close() is safe, and
+// clear() of a vector of ints frees nothing. The list lacks a descriptor that another thread has
+// received and not registered yet; the child keeps it open.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {
@@ -50,7 +52,8 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // The lock is held: otherwise a child could close another descriptor that has received the same number.
+  // The lock is held: otherwise a child could close another descriptor that has received the same
+  // number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

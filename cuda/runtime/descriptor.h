@@ -1,5 +1,6 @@
-// A file descriptor that its destructor closes, and that is also closed in a child that this process forks. Otherwise
-// the child would keep a socket open on which it never answers, and memory of other processes, until it ends.
+// A file descriptor that its destructor closes, and that is also closed in a child that this
+// process forks. Otherwise the child would keep a socket open on which it never answers, and memory
+// of other processes, until it ends.
 #ifndef MOE_A2A_RUNTIME_DESCRIPTOR_H_
 #define MOE_A2A_RUNTIME_DESCRIPTOR_H_
 

@@ -1,4 +1,5 @@
-// A registry of the devices of all processes, by the ids that JAX assigns, and of the process that holds each device.
+// A registry of the devices of all processes, by the ids that JAX assigns, and of the process that
+// holds each device.
 #ifndef MOE_A2A_RUNTIME_DEVICES_H_
 #define MOE_A2A_RUNTIME_DEVICES_H_
 
@@ -15,8 +16,8 @@ struct DevicePlace {
   int ordinal = kElsewhere;  // of the CUDA runtime; kElsewhere if another process holds the device
 };
 
-// Python registers every device of a mesh before it lowers a program with that mesh, and every process before this
-// process requests memory from it.
+// Python registers every device of a mesh before it lowers a program with that mesh, and every
+// process before this process requests memory from it.
 void AddDevice(int64_t id, DevicePlace place);
 void AddProcess(int process, Endpoint endpoint);
 
@@ -25,8 +26,9 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that did not exist any more when this process sent it a request. It may have been started
-// again, with another socket. So Python calls HasEnded(), reads the process's notice again, and calls AddProcess().
+// SetEnded() marks a process that did not exist any more when this process sent it a request. It
+// may have been started again, with another socket. So Python calls HasEnded(), reads the process's
+// notice again, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -1,5 +1,5 @@
-// The functions of the CUDA driver that this package calls. They are found at run time, so that the package loads on a
-// machine without a driver.
+// The functions of the CUDA driver that this package calls. They are found at run time, so that the
+// package loads on a machine without a driver.
 #ifndef MOE_A2A_RUNTIME_DRIVER_H_
 #define MOE_A2A_RUNTIME_DRIVER_H_
 
@@ -23,11 +23,13 @@ struct Driver {
   decltype(&cuGetErrorString) error_string = nullptr;
 };
 
-// Returns the functions, or null if there is no driver or if it lacks one of them. Creates no context.
+// Returns the functions, or null if there is no driver or if it lacks one of them. Creates no
+// context.
 const Driver* GetDriver();
 
-// Restores the thread's current context at the end of the scope, or sets none if the thread had none.
-// Saving cudaGetDevice() and restoring it would create a context on device 0 in a thread that had none.
+// Restores the thread's current context at the end of the scope, or sets none if the thread had
+// none. Saving cudaGetDevice() and restoring it would create a context on device 0 in a thread that
+// had none.
 class DeviceScope {
  public:
   DeviceScope() {

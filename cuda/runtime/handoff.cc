@@ -49,8 +49,9 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket that may last until the deadline. Repeats a call that a signal has interrupted, because the
-// system never restarts a call with a time limit. After the deadline it fails with EAGAIN, like a call that timed out.
+// Makes a call on a socket that may last until the deadline. Repeats a call that a signal has
+// interrupted, because the system never restarts a call with a time limit. After the deadline it
+// fails with EAGAIN, like a call that timed out.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;
@@ -87,7 +88,8 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte that carries a descriptor. It has pointers to its own members, so it cannot be copied.
+// A message of one byte that carries a descriptor. It has pointers to its own members, so it cannot
+// be copied.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -138,8 +140,9 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected process, or empty. The operating system
-// knows which process has connected or has begun to listen. `pid` 0: any process of this user.
+// Returns why the process at the other end of a connection is not the expected process, or empty.
+// The operating system knows which process has connected or has begun to listen. `pid` 0: any
+// process of this user.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -247,8 +250,9 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() for a unix socket may be repeated after a signal: it has joined the server's queue, or it has failed.
-  // (For TCP the attempt would continue, and the caller would have to wait for its end.)
+  // connect() for a unix socket may be repeated after a signal: it has joined the server's queue,
+  // or it has failed. (For TCP the attempt would continue, and the caller would have to wait for
+  // its end.)
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -257,8 +261,8 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // A connection also breaks if the process ends, or if its forked child closes the last copy of its socket. A second
-  // connection distinguishes the cases: it is refused if the socket is closed.
+  // A connection also breaks if the process ends, or if its forked child closes the last copy of
+  // its socket. A second connection distinguishes the cases: it is refused if the socket is closed.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();
@@ -270,7 +274,8 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // The check comes before the secret is sent: another process may have taken the name of an ended process.
+  // The check comes before the secret is sent: another process may have taken the name of an ended
+  // process.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;

@@ -1,5 +1,5 @@
-// Lets processes of one host and user share memory. Requests and answers go over a unix socket, allocations as file
-// descriptors. This file does not use CUDA.
+// Lets processes of one host and user share memory. Requests and answers go over a unix socket,
+// allocations as file descriptors. This file does not use CUDA.
 #ifndef MOE_A2A_RUNTIME_HANDOFF_H_
 #define MOE_A2A_RUNTIME_HANDOFF_H_
 
@@ -16,9 +16,10 @@ namespace moe_a2a {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// The address at which a process answers requests. The socket's name is abstract: no file has it, and it disappears
-// when the process ends. Then any other process may take the name. So each side checks that the other side has the same
-// user, and the process that asks checks the process id before it sends the secret.
+// The address at which a process answers requests. The socket's name is abstract: no file has it,
+// and it disappears when the process ends. Then any other process may take the name. So each side
+// checks that the other side has the same user, and the process that asks checks the process id
+// before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;  // of kSecretBytes
@@ -50,8 +51,8 @@ struct Answer {
 
 using Request = std::vector<int64_t>;
 
-// Starts a thread that answers the requests of other processes, one after the other, until this process ends. Called
-// once.
+// Starts a thread that answers the requests of other processes, one after the other, until this
+// process ends. Called once.
 Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
 
 // Sends a request to a process and waits for its answer until the deadline.

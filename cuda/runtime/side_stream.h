@@ -1,5 +1,5 @@
-// A second stream of a device, for split exchanges and for a combine next to its product, and a table of the split
-// exchanges that were started on it.
+// A second stream of a device, for split exchanges and for a combine next to its product, and a
+// table of the split exchanges that were started on it.
 #ifndef MOE_A2A_RUNTIME_SIDE_STREAM_H_
 #define MOE_A2A_RUNTIME_SIDE_STREAM_H_
 
@@ -14,23 +14,24 @@
 
 namespace moe_a2a {
 
-// A start forks: the side stream waits for the work that XLA's stream already has, and then runs the exchange. A done
-// joins: XLA's stream waits for that exchange. Entries of the table and their events are reused, so their number is the
-// largest number of exchanges in flight.
+// A start forks: the side stream waits for the work that XLA's stream already has, and then runs
+// the exchange. A done joins: XLA's stream waits for that exchange. Entries of the table and their
+// events are reused, so their number is the largest number of exchanges in flight.
 class SideStream {
  public:
   // The caller makes the device current.
   Problem Open();
 
-  // Makes the side stream wait for `stream`. Returns the side stream, for the launch of an exchange of the execution
-  // `run`.
+  // Makes the side stream wait for `stream`. Returns the side stream, for the launch of an exchange
+  // of the execution `run`.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // Enters a launched exchange into the table, with the arrays that it reads and writes. The last array identifies it.
+  // Enters a launched exchange into the table, with the arrays that it reads and writes. The last
+  // array identifies it.
   Problem Started(int64_t run, Addresses read, Addresses written);
 
-  // Makes `stream` wait for the exchange that the same execution has started on these arrays (those that it reads, then
-  // those that it writes), and removes it from the table.
+  // Makes `stream` wait for the exchange that the same execution has started on these arrays (those
+  // that it reads, then those that it writes), and removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all work of the side stream.

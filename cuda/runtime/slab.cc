@@ -1,6 +1,6 @@
-// Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, a slab can grow at
-// fixed addresses. If the owner of a slab ends, other processes' mappings stay valid: writes to the memory of a dead
-// peer have no effect and do not fault.
+// Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC
+// handles, a slab can grow at fixed addresses. If the owner of a slab ends, other processes'
+// mappings stay valid: writes to the memory of a dead peer have no effect and do not fault.
 #include "runtime/slab.h"
 
 #include <cuda_runtime_api.h>
@@ -83,7 +83,8 @@ class Addresses {
   };
   const std::vector<Mapped>& mapped() const { return mapped_; }
 
-  // Returns how many bytes of the range of `most` bytes at `offset` are mapped before the first gap.
+  // Returns how many bytes of the range of `most` bytes at `offset` are mapped before the first
+  // gap.
   int64_t mapped_from(int64_t offset, int64_t most) const {
     int64_t end = offset, before;
     do {
@@ -165,8 +166,8 @@ class DriverOwnSlab : public OwnSlab {
   Problem Release() override { return addresses_.Unmap(); }
 
  private:
-  // Allocates memory for the first `wanted` bytes of a range. If it fails, nothing has changed, so a smaller shape may
-  // succeed.
+  // Allocates memory for the first `wanted` bytes of a range. If it fails, nothing has changed, so
+  // a smaller shape may succeed.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
     const int64_t backed = addresses_.mapped_from(offset, range);
     if (wanted <= backed) return {};

@@ -1,5 +1,6 @@
-// The slab of a device: an address range that never moves, with as much memory as shapes need. All devices of a process
-// see a slab at the same addresses. Another process maps the same memory at its own addresses.
+// The slab of a device: an address range that never moves, with as much memory as shapes need. All
+// devices of a process see a slab at the same addresses. Another process maps the same memory at
+// its own addresses.
 #ifndef MOE_A2A_RUNTIME_SLAB_H_
 #define MOE_A2A_RUNTIME_SLAB_H_
 
@@ -12,7 +13,8 @@
 
 namespace moe_a2a {
 
-// `readers` below are the ordinals of this process's devices that may load from and store to a slab.
+// `readers` below are the ordinals of this process's devices that may load from and store to a
+// slab.
 class Slab {
  public:
   virtual ~Slab() = default;
@@ -24,11 +26,13 @@ class Slab {
 // The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
-  // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or unmaps anything.
+  // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or
+  // unmaps anything.
   virtual Problem Grow(int64_t half_bytes) = 0;
   // Returns the bytes of allocated memory, in whole pages of the driver.
   virtual int64_t mapped_bytes() const = 0;
-  // Adds the slab's allocations from index `first` on, for another process. The slab must be shared.
+  // Adds the slab's allocations from index `first` on, for another process. The slab must be
+  // shared.
   virtual Problem Share(size_t first, std::vector<Allocation>* allocations) = 0;
 };
 

@@ -23,8 +23,8 @@ Problem Check(cudaError_t error, const char* doing) {
           error == cudaErrorMemoryAllocation};
 }
 
-// Calls work(stream) with a new stream, and waits for that stream. XLA's streams would not wait for the legacy
-// stream, and a device must not be synchronized while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for that stream. XLA's streams would not wait for
+// the legacy stream, and a device must not be synchronized while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -152,8 +152,9 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // If the workspace was closed, no kernel and no other process uses this memory yet. Memory by which an open
-    // workspace has grown stays until Close(), because unmapping may wait for running kernels.
+    // If the workspace was closed, no kernel and no other process uses this memory yet. Memory by
+    // which an open workspace has grown stays until Close(), because unmapping may wait for running
+    // kernels.
     if (!own_is_open_) ReleaseOwn();
     return p;
   }
@@ -201,7 +202,8 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     if (Problem p = ReserveOwn(half_bytes); !p.empty()) return p;
     generation = generation_;
   }
-  // half_bytes, not own_half_bytes_: the latter may be larger, for a shape that did not fit in another process.
+  // half_bytes, not own_half_bytes_: the latter may be larger, for a shape that did not fit in
+  // another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -400,7 +402,8 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
       return p;
     }
-    // Even if another device has used up the time, this device has enough time to show that it is idle.
+    // Even if another device has used up the time, this device has enough time to show that it is
+    // idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -484,8 +487,9 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
     if (Problem p = workspaces[i]->LockWithin(&timeout_ns, &locks[i]); !p.empty()) return p;
   }
   DeviceScope scope;
-  // No slab is unmapped while a peer of this process may still write to it. Mappings in other processes stay. The wait
-  // does not hold own_mutex_, because the one thread that answers other processes for all workspaces takes that mutex.
+  // No slab is unmapped while a peer of this process may still write to it. Mappings in other
+  // processes stay. The wait does not hold own_mutex_, because the one thread that answers other
+  // processes for all workspaces takes that mutex.
   for (Workspace* workspace : workspaces) {
     if (Problem p = workspace->WaitUntilIdle(timeout_ns); !p.empty()) return p;
   }
@@ -589,7 +593,8 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that saw an error knows more than a rank whose wait timed out. A rank that was stopped knows least.
+    // A rank that saw an error knows more than a rank whose wait timed out. A rank that was stopped
+    // knows least.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -672,7 +677,8 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](char* slab) {
     auto* header = reinterpret_cast<Header*>(slab);
-    // As if all earlier exchanges had run. Existing flags are cleared, because no flag may be ahead of its epoch.
+    // As if all earlier exchanges had run. Existing flags are cleared, because no flag may be ahead
+    // of its epoch.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));

@@ -1,5 +1,5 @@
-// The memory for one workspace kind of a topology: a slab per device, opened at the first use. Each process allocates
-// the slabs of its own devices, and maps the slabs of other processes.
+// The memory for one workspace kind of a topology: a slab per device, opened at the first use. Each
+// process allocates the slabs of its own devices, and maps the slabs of other processes.
 #ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
 #define MOE_A2A_RUNTIME_WORKSPACE_H_
 
@@ -23,7 +23,8 @@
 namespace moe_a2a {
 
 struct Topology {
-  // Ids, domain after domain, in the order of ranks. If ranks share a device, its id appears once for each rank.
+  // Ids, domain after domain, in the order of ranks. If ranks share a device, its id appears once
+  // for each rank.
   std::vector<int64_t> devices;
   int num_ranks;
   int p2p_world_size;  // consecutive ranks that share memory; NVSHMEM reaches the other ranks
@@ -40,7 +41,8 @@ struct Topology {
 
 class Workspace {
  public:
-  // Returns the workspace of a topology and a kind. A new workspace is closed. None is ever destroyed.
+  // Returns the workspace of a topology and a kind. A new workspace is closed. None is ever
+  // destroyed.
   static Workspace& Get(const Topology& topology, WorkspaceKind kind);
 
   Workspace(Topology topology, WorkspaceKind kind);
@@ -48,61 +50,69 @@ class Workspace {
   // Returns why the devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`. Addresses never move. If
-  // it opens after Close(), it reserves again what was reserved before.
+  // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`.
+  // Addresses never move. If it opens after Close(), it reserves again what was reserved before.
   //
-  // Other processes need not make the same call: they allocate the missing memory of their devices when this process
-  // requests it, and have `timeout_ns` to answer.
+  // Other processes need not make the same call: they allocate the missing memory of their devices
+  // when this process requests it, and have `timeout_ns` to answer.
   //
-  // If a device has too little memory, less can still be reserved. If the workspace was closed, its memory in this
-  // process is freed. Memory by which an open workspace has grown, and memory that other processes have allocated,
-  // stays until Close().
+  // If a device has too little memory, less can still be reserved. If the workspace was closed, its
+  // memory in this process is freed. Memory by which an open workspace has grown, and memory that
+  // other processes have allocated, stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
-  // Does the steps of OpenMultiHost() that can fail in a single process. A process that failed in OpenMultiHost()
-  // before it allocates would leave the others waiting in NVSHMEM, without a bound.
+  // Does the steps of OpenMultiHost() that can fail in a single process. A process that failed in
+  // OpenMultiHost() before it allocates would leave the others waiting in NVSHMEM, without a bound.
   Problem PrepareMultiHost();
 
-  // Opens the workspace of a multi-host topology, or opens it again after Close(). PrepareMultiHost() precedes it. All
-  // processes make the first call together, after all have prepared, and launch nothing before all have returned. The
-  // first call allocates the memory. This memory never grows and is never freed, because captured graphs keep its
-  // addresses; its ring halves are adjacent.
+  // Opens the workspace of a multi-host topology, or opens it again after Close().
+  // PrepareMultiHost() precedes it. All processes make the first call together, after all have
+  // prepared, and launch nothing before all have returned. The first call allocates the memory.
+  // This memory never grows and is never freed, because captured graphs keep its addresses; its
+  // ring halves are adjacent.
   Problem OpenMultiHost(int64_t half_bytes);
 
-  // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`, returns a problem
-  // that says what runs on a device.
+  // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
+  // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other processes, and
-  // clears a failure. The next use opens the workspace again, after the other processes have closed it too. If the wait
-  // times out, nothing has changed. The caller launches nothing of the topology during this call.
+  // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other
+  // processes, and clears a failure. The next use opens the workspace again, after the other
+  // processes have closed it too. If the wait times out, nothing has changed. The caller launches
+  // nothing of the topology during this call.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces or, if a wait times out, none: processes that have not closed each workspace equally
-  // often could never open it again. Every caller lists them in the same order.
+  // Closes all of these workspaces or, if a wait times out, none: processes that have not closed
+  // each workspace equally often could never open it again. Every caller lists them in the same
+  // order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
   // Returns the kernels for this topology.
   const Kernels& kernels() const;
 
-  // Returns the parameters of a launch on `ordinal` for the first rank of that device. The caller adds operation,
-  // signature and timeouts. The error records of ranks that share a device are adjacent.
+  // Returns the parameters of a launch on `ordinal` for the first rank of that device. The caller
+  // adds operation, signature and timeouts. The error records of ranks that share a device are
+  // adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // Returns the side stream of `ordinal`, which all its ranks share. Null if the workspace was never opened.
+  // Returns the side stream of `ordinal`, which all its ranks share. Null if the workspace was
+  // never opened.
   SideStream* Side(int ordinal);
 
-  // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads only host memory.
+  // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads
+  // only host memory.
   std::string Failure() const;
 
-  // Like Failure(). Without a record, reads the poison of this process's ranks: another rank may have poisoned a rank
-  // that has launched nothing since.
+  // Like Failure(). Without a record, reads the poison of this process's ranks: another rank may
+  // have poisoned a rank that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
-  // Returns the bytes that each device of this process has mapped, in the order of the topology; 0 while closed.
+  // Returns the bytes that each device of this process has mapped, in the order of the topology; 0
+  // while closed.
   std::vector<int64_t> MappedBytes();
 
-  // Copies the counters of each device of this process; none while closed. The devices must be idle.
+  // Copies the counters of each device of this process; none while closed. The devices must be
+  // idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -110,7 +120,8 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // Sets the hooks of the rank with that index in the topology, or (-1) of all ranks of this process.
+  // Sets the hooks of the rank with that index in the topology, or (-1) of all ranks of this
+  // process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   // Sets the next epoch of the rank, as if all earlier exchanges had run. `index`: as above.
@@ -159,8 +170,8 @@ class Workspace {
   Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
   void ReleaseOwn();
-  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_ while it waits for
-  // the memory of another process, for longer than the timeout.
+  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
+  // while it waits for the memory of another process, for longer than the timeout.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
   // The caller holds mutex_. The body of Wait(), and its problem after a timeout.
   Problem WaitUntilIdle(int64_t timeout_ns);
@@ -168,7 +179,8 @@ class Workspace {
   // The second half of Close(). The caller holds mutex_, and the devices are idle.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record, side stream.
+  // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record,
+  // side stream.
   Problem OpenRest(Device& device);
   Problem AllocateMultiHost(Device& own, int64_t half_bytes);
   // The caller holds mutex_. Maps a slab of another process.
@@ -182,8 +194,8 @@ class Workspace {
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
   Network network_ = {};         // for a multi-host topology
-  // Two mutexes, because another process may request memory while this process waits for that process's memory. mutex_
-  // is locked first.
+  // Two mutexes, because another process may request memory while this process waits for that
+  // process's memory. mutex_ is locked first.
   std::mutex mutex_;
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;

@@ -1,5 +1,6 @@
-// Compiled without instrumentation: fibers share the state of their block, and a GPU would impose no order on these
-// accesses, so ThreadSanitizer must not see them. publish() and observe() mark the order that it must see.
+// Compiled without instrumentation: fibers share the state of their block, and a GPU would impose
+// no order on these accesses, so ThreadSanitizer must not see them. publish() and observe() mark
+// the order that it must see.
 #include "block.h"
 
 #include <link.h>
@@ -140,8 +141,9 @@ void run_thread() {
   die("a thread runs on after its end");
 }
 
-// Fills the block's static shared memory with garbage, because it is not initialized on a GPU either. This memory is
-// the program's thread-local storage, in which the emulator keeps nothing at this time.
+// Fills the block's static shared memory with garbage, because it is not initialized on a GPU
+// either. This memory is the program's thread-local storage, in which the emulator keeps nothing at
+// this time.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
@@ -151,8 +153,9 @@ int fill_shared(dl_phdr_info* info, size_t, void*) {
   return 1;  // the first entry is the program itself
 }
 
-// The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers of the n-th block of
-// its rank's previous launch. That launch has ended, so ThreadSanitizer's records of those fibers precede this launch.
+// The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers
+// of the n-th block of its rank's previous launch. That launch has ended, so ThreadSanitizer's
+// records of those fibers precede this launch.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -173,7 +176,8 @@ class FibersOfBlock {
     constexpr int kMaxRanks = 64, kMaxBlocks = 64;
     static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
     if (rank < kMaxRanks && start_order < kMaxBlocks) {
-      // A block removes the fibers while it uses them. If launches of a rank overlap, the second launch makes new ones.
+      // A block removes the fibers while it uses them. If launches of a rank overlap, the second
+      // launch makes new ones.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }

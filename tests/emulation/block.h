@@ -1,8 +1,9 @@
-// A block of a kernel is a thread of the operating system. Its CUDA threads are fibers, which run in turns in random
-// order.
+// A block of a kernel is a thread of the operating system. Its CUDA threads are fibers, which run
+// in turns in random order.
 //
-// Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at named barriers. As on a
-// GPU, barriers order memory, and shuffles, votes and other collectives do not.
+// Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at
+// named barriers. As on a GPU, barriers order memory, and shuffles, votes and other collectives do
+// not.
 #pragma once
 
 #include <cstddef>
@@ -35,15 +36,18 @@ void sync_named(int index, unsigned num_threads);
 // Joins the votes of all threads of the block. Orders memory only if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
-// Lets other threads of the block run, always or sometimes. Called where a thread reads what another thread may change.
+// Lets other threads of the block run, always or sometimes. Called where a thread reads what
+// another thread may change.
 void yield();
 void yield_sometimes();
-// Sometimes lets other threads of the block run, and sometimes stops the block while other blocks run. Called before
-// and after a store that other ranks read, so that they see memory as it is between two stores.
+// Sometimes lets other threads of the block run, and sometimes stops the block while other blocks
+// run. Called before and after a store that other ranks read, so that they see memory as it is
+// between two stores.
 void pause_sometimes();
 void pause_often();  // stops the block
 
-// A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does not support fences.
+// A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does
+// not support fences.
 void note_fence();
 bool take_fence();
 
@@ -76,10 +80,12 @@ int rank_of_block();
 // Orders everything before the launch before the caller's next accesses.
 void observe_start();
 
-// Returns the word through which fences of the block order shared memory before bulk copies (publish() in fiber.h).
+// Returns the word through which fences of the block order shared memory before bulk copies
+// (publish() in fiber.h).
 char* shared_fence_of_block();
 
-// The copies that bulk.cc keeps for the running thread, and a check that the thread has finished them.
+// The copies that bulk.cc keeps for the running thread, and a check that the thread has finished
+// them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

@@ -35,7 +35,8 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 struct BulkCopies {
   std::vector<Copy> loads, stores;
   int open_group = 0;  // the group of the next stores
-  // Each side of a copy has its own proxy, because a fence for shared memory does not order global memory.
+  // Each side of a copy has its own proxy, because a fence for shared memory does not order global
+  // memory.
   Proxy shared, global;
   // The words of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
@@ -60,7 +61,8 @@ void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads the source of a copy. The callers ensure that a copy comes after the fences that precede its issue.
+// Reads the source of a copy. The callers ensure that a copy comes after the fences that precede
+// its issue.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });
@@ -148,7 +150,8 @@ void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
   if (bulk_copies() == nullptr) {
     make_copies();
-    // A thread that only stores has no mbarrier, so its earlier fences were not seen. All of them are assumed.
+    // A thread that only stores has no mbarrier, so its earlier fences were not seen. All of them
+    // are assumed.
     publish(&bulk_copies()->global_fence);
   }
   BulkCopies& own = own_copies();

@@ -10,7 +10,8 @@ namespace emulation {
 
 class Domain {
  public:
-  // `half_bytes`: the largest ring half of any exchange. `p2p`: the number of consecutive ranks that share memory.
+  // `half_bytes`: the largest ring half of any exchange. `p2p`: the number of consecutive ranks
+  // that share memory.
   Domain(int num_ranks, int64_t half_bytes, int p2p);
 
   int num_ranks() const { return num_ranks_; }

@@ -40,8 +40,8 @@ class JointLaunch {
  public:
   explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
-  // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0 and 1. Returns the
-  // result of launch() on every rank.
+  // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0
+  // and 1. Returns the result of launch() on every rank.
   template <typename Params, typename Launch>
   cudaError_t join(int rank, const Params& params, Launch&& launch) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -228,7 +228,8 @@ struct Routing {
   void move_to_threshold(Random& random, int max_tokens);
 };
 
-// The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many are corrupted.
+// The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many
+// are corrupted.
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);

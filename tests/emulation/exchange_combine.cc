@@ -1,5 +1,5 @@
-// combine: sums of rows, with and without weights and addends, in every wire dtype and format, and choice arrays; also of
-// rows that a product computes in slices of columns meanwhile.
+// combine: sums of rows, with and without weights and addends, in every wire dtype and format, and
+// choice arrays; also of rows that a product computes in slices of columns meanwhile.
 #include <atomic>
 #include <thread>
 
@@ -55,7 +55,8 @@ class Combine : public Exchange {
     const int device = on.joint != nullptr ? kAllRanks : on.rank;
     std::vector<std::thread> product;
     for (int i = 0; i < 2 && form_ == Form::kSliced; ++i) {
-      // The combine is launched after a block of the product has room, like after LaunchWaitForStart().
+      // The combine is launched after a block of the product has room, like after
+      // LaunchWaitForStart().
       const bool has_room = i == 0 && !making_.combine_first;
       if (has_room) take_room(device);
       product.emplace_back([&, i, has_room] {
@@ -101,7 +102,8 @@ class Combine : public Exchange {
   }
 
  private:
-  // The operands and the wire dtype or format of partial sums. kWeighted: one pair of rows and weights; kPairs: two.
+  // The operands and the wire dtype or format of partial sums. kWeighted: one pair of rows and
+  // weights; kPairs: two.
   enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4, kSliced };
 
   struct Rank {
@@ -156,8 +158,8 @@ class Combine : public Exchange {
         // NaN in a row without a token shows whether a kernel uses that row.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
-        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two. So no sum of four
-        // numbers may be 15.
+        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two.
+        // So no sum of four numbers may be 15.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
@@ -200,7 +202,8 @@ class Combine : public Exchange {
     return made;
   }
 
-  // Stores tiles of the rows like a block of the grouped GEMM (gemm/grouped_gemm.cuh), until none is left.
+  // Stores tiles of the rows like a block of the grouped GEMM (gemm/grouped_gemm.cuh), until none
+  // is left.
   void multiply(const RankView& view, const Rank& rank, std::atomic<int>& next_tile,
                 Random random) const {
     const Control& control = header(view, view.rank)->control;

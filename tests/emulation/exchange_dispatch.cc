@@ -1,4 +1,5 @@
-// The four forms of dispatch: plain, weighted, with a token format, and routed (with or without a format).
+// The four forms of dispatch: plain, weighted, with a token format, and routed (with or without a
+// format).
 #include <algorithm>
 #include <string>
 
@@ -38,7 +39,8 @@ class Payload : public Exchange {
 
   const Shape& shape() const { return routing_.shape; }
 
-  // Adds arrays of all access widths: whole rows, and choice arrays. Some do not begin at a multiple of 16 bytes.
+  // Adds arrays of all access widths: whole rows, and choice arrays. Some do not begin at a
+  // multiple of 16 bytes.
   void add_moved(Random& random, int most) {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
     for (int count = 1 + random.below(most); count > 0; --count) {
@@ -349,7 +351,8 @@ class RoutedDispatch : public Payload {
 
 #endif
 
-// A weighted dispatch: one array, whose rows are scaled, or multiplied with other rows, at their destination.
+// A weighted dispatch: one array, whose rows are scaled, or multiplied with other rows, at their
+// destination.
 class WeightedDispatch : public Exchange {
  public:
   WeightedDispatch(const Making& making, Random& random)

@@ -1,7 +1,8 @@
-// A fiber has a stack of its own, on which a thread of the operating system runs until it switches back.
+// A fiber has a stack of its own, on which a thread of the operating system runs until it switches
+// back.
 //
-// For ThreadSanitizer every fiber is a separate thread. A switch orders no memory: only operations that order memory on
-// a GPU call publish() and observe().
+// For ThreadSanitizer every fiber is a separate thread. A switch orders no memory: only operations
+// that order memory on a GPU call publish() and observe().
 #pragma once
 
 #include <cstddef>
@@ -15,8 +16,8 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber();
 
-  // Prepares to run entry() on `stack`, for the first time or again. `entry` must not return: it ends with
-  // switch_back().
+  // Prepares to run entry() on `stack`, for the first time or again. `entry` must not return: it
+  // ends with switch_back().
   void start(char* stack, size_t stack_bytes, void (*entry)());
 
   // Continues the fiber until it calls switch_back().
@@ -31,7 +32,8 @@ class Fiber {
   void* caller_sanitizer_ = nullptr;
 };
 
-// Accesses memory for a thread, but not in the thread's order; bulk copies do so. ThreadSanitizer sees another thread.
+// Accesses memory for a thread, but not in the thread's order; bulk copies do so. ThreadSanitizer
+// sees another thread.
 class Proxy {
  public:
   Proxy();
@@ -53,8 +55,8 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// All accesses of a thread before publish() are ordered before the accesses of another thread after observe() of the
-// same word.
+// All accesses of a thread before publish() are ordered before the accesses of another thread after
+// observe() of the same word.
 void publish(void* word);
 void observe(void* word);
 

@@ -1,6 +1,6 @@
-// Arrays with a page after them that no code may access, and bytes before them that no code may change. The arrays of a
-// rank lie in a range of addresses of its own. So the same arrays of all ranks have a constant distance, as on a
-// device that the ranks share.
+// Arrays with a page after them that no code may access, and bytes before them that no code may
+// change. The arrays of a rank lie in a range of addresses of its own. So the same arrays of all
+// ranks have a constant distance, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,8 +16,8 @@
 
 namespace emulation {
 
-// While an object of this class exists, the thread makes arrays in the memory of a rank. All ranks must make the same
-// arrays in the same order.
+// While an object of this class exists, the thread makes arrays in the memory of a rank. All ranks
+// must make the same arrays in the same order.
 class InMemoryOf {
  public:
   explicit InMemoryOf(int rank) : previous_(current()) { current() = rank; }
@@ -80,7 +80,8 @@ class GuardedArray {
     }
     return true;
   }
-  // Returns true if the bytes before the array, and between the array and the page, have their initial value.
+  // Returns true if the bytes before the array, and between the array and the page, have their
+  // initial value.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

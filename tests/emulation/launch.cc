@@ -31,8 +31,8 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Returns how many blocks run on the device of a rank. It is changed in relaxed order and without a mutex, because
-// ThreadSanitizer would take anything else for an order between blocks.
+// Returns how many blocks run on the device of a rank. It is changed in relaxed order and without a
+// mutex, because ThreadSanitizer would take anything else for an order between blocks.
 std::atomic<int>& running_on(int rank) {
   constexpr int kMaxRanks = 64;
   static std::atomic<int> running[1 + kMaxRanks];

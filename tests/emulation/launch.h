@@ -7,19 +7,21 @@
 
 namespace emulation {
 
-// Returns the stream of a rank. The launches of a rank run one after the other, unless several threads make them.
-// kAllRanks: of launches for all ranks, which share a device; then blockIdx.x is the rank.
+// Returns the stream of a rank. The launches of a rank run one after the other, unless several
+// threads make them. kAllRanks: of launches for all ranks, which share a device; then blockIdx.x is
+// the rank.
 constexpr int kAllRanks = -1;
 inline cudaStream_t stream_of(int rank) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
 }
 
-// Sets how many blocks run at a time on a rank's device, or on the device that all ranks share: what foreign kernels
-// leave. When a block ends, another one starts: in random order, but those with a smaller blockIdx.y first.
+// Sets how many blocks run at a time on a rank's device, or on the device that all ranks share:
+// what foreign kernels leave. When a block ends, another one starts: in random order, but those
+// with a smaller blockIdx.y first.
 void set_residency(int blocks);
 
-// Waits for room for one block on the device of a rank (kAllRanks: that all ranks share), and takes it. Launches do so for
-// their blocks; a product that runs next to a launch does so for its own.
+// Waits for room for one block on the device of a rank (kAllRanks: that all ranks share), and takes
+// it. Launches do so for their blocks; a product that runs next to a launch does so for its own.
 void take_room(int rank);
 void give_room_back(int rank);
 

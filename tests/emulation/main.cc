@@ -1,7 +1,7 @@
 // Runs a random sequence of exchanges on emulated ranks, and compares every result with the oracle.
 //
-// Prints one line for each error, then a summary. Exit status: 0 without errors, 1 with errors, 2 if an option is
-// wrong.
+// Prints one line for each error, then a summary. Exit status: 0 without errors, 1 with errors, 2
+// if an option is wrong.
 #include <unistd.h>
 
 #include <atomic>
@@ -222,7 +222,8 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the records while the ranks run, like a host. A record must be complete when it has a kind.
+  // Reads the records while the ranks run, like a host. A record must be complete when it has a
+  // kind.
   void watch_records(const std::atomic<bool>& is_over) {
 #ifndef MOE_A2A_EMULATION_TSAN        // which would report the kernels' volatile store as a race
     std::map<int, std::string> seen;  // by rank

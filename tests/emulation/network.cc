@@ -1,5 +1,5 @@
-// Compiled without instrumentation, like block.cc, because a put orders no memory for its caller. The mutex of a queue
-// orders the putting thread's accesses before the put, as NVSHMEM does.
+// Compiled without instrumentation, like block.cc, because a put orders no memory for its caller.
+// The mutex of a queue orders the putting thread's accesses before the put, as NVSHMEM does.
 #include "network.h"
 
 #include <unistd.h>

@@ -41,9 +41,10 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
-// Returns which choices for the experts of a rank are kept, by source and choice. Choices are considered in the order
-// of choice index, token and source. A group of experts takes `alignment` rows of the capacity at a time. The first
-// choice that does not fit, and all after it, are dropped.
+// Returns which choices for the experts of a rank are kept, by source and choice. Choices are
+// considered in the order of choice index, token and source. A group of experts takes `alignment`
+// rows of the capacity at a time. The first choice that does not fit, and all after it, are
+// dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
@@ -68,7 +69,8 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// Assigns the rows of one rank, by expert, source, token and choice. assign_slots() precedes it for all ranks.
+// Assigns the rows of one rank, by expert, source, token and choice. assign_slots() precedes it for
+// all ranks.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
   const auto kept = kept_choices(s, ids, rank);

@@ -1,4 +1,5 @@
-// Computes the results of route with plain loops: the slots and rows of all ranks, from the ids of all ranks.
+// Computes the results of route with plain loops: the slots and rows of all ranks, from the ids of
+// all ranks.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if the capacity of a rank holds the choices with some index of a token for some sources, but not for all
-// of them.
+// Returns true if the capacity of a rank holds the choices with some index of a token for some
+// sources, but not for all of them.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

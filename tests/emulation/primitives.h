@@ -1,7 +1,7 @@
 // The emulator's implementation of cuda/device/ptx.cuh.
 //
-// A place that orders memory or waits can be left out (site.h): a release or an acquire becomes relaxed; a fence or a
-// wait does nothing.
+// A place that orders memory or waits can be left out (site.h): a release or an acquire becomes
+// relaxed; a fence or a wait does nothing.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,5 @@
-// Places in the device code that order memory or wait. A run can leave one of them out; the tests must notice that.
+// Places in the device code that order memory or wait. A run can leave one of them out; the tests
+// must notice that.
 #pragma once
 
 namespace emulation {
@@ -19,7 +20,8 @@ bool is_left_out(const Site& site);
 // Leaves out the place `file:line`; the file has no folder.
 void leave_out(const char* place);
 
-// Returns true if the run swaps the stores of this place (swaps.py), and swaps the stores of the place `file:line`.
+// Returns true if the run swaps the stores of this place (swaps.py), and swaps the stores of the
+// place `file:line`.
 bool are_swapped(const Site& site);
 void swap(const char* place);
 

@@ -9,8 +9,8 @@
 
 namespace moe_a2a {
 
-// Adds the number of wrong samples to `wrong`. The groups are adjacent, and group i uses weights i. `rows`: the sum of
-// their sizes.
+// Adds the number of wrong samples to `wrong`. The groups are adjacent, and group i uses weights i.
+// `rows`: the sum of their sizes.
 static __global__ void CompareProduct(GroupedGemm g, int64_t rows, int64_t samples,
                                       unsigned long long* wrong) {
   const auto *a = static_cast<const __nv_bfloat16*>(g.a),
@@ -48,8 +48,8 @@ static __global__ void CompareProduct(GroupedGemm g, int64_t rows, int64_t sampl
   }
 }
 
-// The same for a product with SwiGLU, and for its gradient: compares samples of activations, pre-activations and their
-// gradients, and for a few rows the dots of all columns.
+// The same for a product with SwiGLU, and for its gradient: compares samples of activations,
+// pre-activations and their gradients, and for a few rows the dots of all columns.
 static __global__ void CompareActivated(GroupedGemm g, ActivatedProduct x, int64_t rows,
                                         int64_t samples, unsigned long long* wrong) {
   const auto read = [](const void* array, int64_t i) {

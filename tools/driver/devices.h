@@ -1,4 +1,5 @@
-// Helpers of the drivers that run on all GPUs: a thread and a timed stream for each, and the summary of samples.
+// Helpers of the drivers that run on all GPUs: a thread and a timed stream for each, and the
+// summary of samples.
 #ifndef MOE_A2A_TOOLS_DEVICES_H_
 #define MOE_A2A_TOOLS_DEVICES_H_
 
@@ -10,8 +11,8 @@
 
 namespace moe_a2a {
 
-// Calls body(gpu) in a thread of its own for each of the first GPUs, with that GPU current: calls for one GPU may wait for
-// the others.
+// Calls body(gpu) in a thread of its own for each of the first GPUs, with that GPU current: calls
+// for one GPU may wait for the others.
 template <typename Body>
 void ForEachGpu(int num_gpus, const Body& body) {
   std::vector<std::thread> threads;

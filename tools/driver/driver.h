@@ -1,4 +1,5 @@
-// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints of arrays.
+// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints
+// of arrays.
 #ifndef MOE_A2A_TOOLS_DRIVER_H_
 #define MOE_A2A_TOOLS_DRIVER_H_
 
@@ -28,8 +29,8 @@ inline Problem ProblemOf(cudaError_t error) {
 inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
-// Ends the process from any thread, because other threads may be waiting for a device. The variable has a name that no
-// `call` contains, because it would otherwise be initialized with itself.
+// Ends the process from any thread, because other threads may be waiting for a device. The variable
+// has a name that no `call` contains, because it would otherwise be initialized with itself.
 #define CHECK(call)                                                                      \
   do {                                                                                   \
     const Problem check_problem = ProblemOf(call);                                       \

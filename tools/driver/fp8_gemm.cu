@@ -1,8 +1,10 @@
-// Checks the FP8 grouped GEMM against plain sums, and times it in turns with the bf16 kernel, without XLA. Build and run:
+// Checks the FP8 grouped GEMM against plain sums, and times it in turns with the bf16 kernel,
+// without XLA. Build and run:
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o fp8_gemm \
 //     tools/driver/fp8_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
 //   fp8_gemm [--check] [--quick] [--time] [--rounds 15]
-// --quick times one shape, --time also the others and groups of few rows. A kernel that hangs ends the program.
+// --quick times one shape, --time also the others and groups of few rows. A kernel that hangs ends
+// the program.
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
@@ -16,7 +18,8 @@
 #include <string>
 #include <vector>
 
-// Included and not linked, because two files with the same kernels would set attributes of different copies.
+// Included and not linked, because two files with the same kernels would set attributes of
+// different copies.
 #include "driver.h"
 #include "gemm/fp8_gemm.cu"
 #include "gemm/grouped_gemm.cu"
@@ -301,7 +304,8 @@ void Check(const std::string& title, Arrays& arrays, const std::vector<Group>& g
       title + ", " + v.name + (v.type == ElementType::kFloat32 ? ", float32" : ", bf16");
   const int* of_row = arrays.Keep(Upload(GroupOfRow(groups, arrays.num_rows)));
   const Fp8Gemm gemm = arrays.Gemm(groups, v.type);
-  // Rows of no group are NaN, so that nothing depends on them. Arrays that are only sampled are used again.
+  // Rows of no group are NaN, so that nothing depends on them. Arrays that are only sampled are
+  // used again.
   if (samples == 0)
     SpoilRows<<<arrays.num_rows, 128>>>(arrays.rows, arrays.row_scales, of_row, arrays.num_rows,
                                         arrays.k, arrays.row_stride, arrays.block_stride);
@@ -413,8 +417,8 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Times contenders in turns, in another random order in each round. The ratio is the median of the rounds' ratios to the
-// first contender.
+// Times contenders in turns, in another random order in each round. The ratio is the median of the
+// rounds' ratios to the first contender.
 void Time(const std::string& title, std::vector<Contender> contenders, int rounds, int times) {
   static std::mt19937 random(5);
   static cudaEvent_t start = nullptr, end = nullptr;

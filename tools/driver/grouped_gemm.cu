@@ -1,5 +1,5 @@
-// Times each form of the grouped GEMM's kernels without XLA. It compares samples of each result with plain sums;
-// tests/test_grouped_dot.py compares the results of the package. Build and run:
+// Times each form of the grouped GEMM's kernels without XLA. It compares samples of each result
+// with plain sums; tests/test_grouped_dot.py compares the results of the package. Build and run:
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o grouped_gemm \
 //     tools/driver/grouped_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
 //   ./grouped_gemm
@@ -14,7 +14,8 @@
 #include <string>
 #include <vector>
 
-// Included and not linked, because two files with the same kernels would set attributes of different copies.
+// Included and not linked, because two files with the same kernels would set attributes of
+// different copies.
 #include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.cu"
@@ -119,7 +120,8 @@ double TimeOf(const std::function<Problem()>& launch, double target_ms) {
 struct Arrays {
   int num_weights, num_rows, k, n;
   T *rows, *ct, *w, *out, *d_rows, *d_w;
-  // For SwiGLU: n is the columns of gate and up in a forward product, and k those of the activations in a gradient.
+  // For SwiGLU: n is the columns of gate and up in a forward product, and k those of the
+  // activations in a gradient.
   T *pre, *d_pre, *bias;
   float *row_weights, *partial_dots;
   int32_t* counter;

@@ -1,5 +1,6 @@
-// Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process, or with all ranks on
-// one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the tests compare results with an oracle.
+// Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process,
+// or with all ranks on one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the
+// tests compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
@@ -15,11 +16,11 @@
 //                 [--format BlockwiseFp8|MxFp8|NvFp4] [--decode] [--bare]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
-// Prints one line per operation and combination of the lists. A time is that of the slowest device, in microseconds per
-// launch (route: per pair of launches). `wire` is the number of bytes in the busiest direction of a rank's links, where
-// a token counts once per remote rank. The kernels of route make the plan of all other operations. If it is compiled
-// with -DMOE_A2A_TIMELINE, the driver also prints when the last launch of rank 0 first and last passed each mark
-// (params.h).
+// Prints one line per operation and combination of the lists. A time is that of the slowest device,
+// in microseconds per launch (route: per pair of launches). `wire` is the number of bytes in the
+// busiest direction of a rank's links, where a token counts once per remote rank. The kernels of
+// route make the plan of all other operations. If it is compiled with -DMOE_A2A_TIMELINE, the
+// driver also prints when the last launch of rank 0 first and last passed each mark (params.h).
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. A launch is for all
@@ -69,7 +70,8 @@
 namespace moe_a2a {
 namespace {
 
-// Launches before the timed launches. Devices begin at different times; these launches synchronize them.
+// Launches before the timed launches. Devices begin at different times; these launches synchronize
+// them.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
 
@@ -107,8 +109,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// Reduces the numbers of blocks to what the handlers allow, if ranks share a GPU. Removes numbers that are equal to the
-// previous number afterwards.
+// Reduces the numbers of blocks to what the handlers allow, if ranks share a GPU. Removes numbers
+// that are equal to the previous number afterwards.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -214,7 +216,8 @@ std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
   return ids;
 }
 
-// Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all rows.
+// Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all
+// rows.
 void CountRows(bool is_worst, Workload* w) {
   std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
   for (int source = 0; source < w->num_ranks; ++source) {
@@ -275,9 +278,10 @@ class DeviceBuffer {
   int64_t bytes_;
 };
 
-// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take arrays of the same
-// sizes in the same order. An allocation holds an array of all ranks, rank after rank, because kernels for ranks that
-// share a GPU need a constant distance between the arrays of two ranks (device/ranks.cuh).
+// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take
+// arrays of the same sizes in the same order. An allocation holds an array of all ranks, rank after
+// rank, because kernels for ranks that share a GPU need a constant distance between the arrays of
+// two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
@@ -378,7 +382,8 @@ struct RankData {
 
 // ---- Launches, with the parameters that cuda/calls builds for the handlers
 
-// The operations that --ops names. For the protocol (Operation), the last four are dispatches and combines.
+// The operations that --ops names. For the protocol (Operation), the last four are dispatches and
+// combines.
 enum class Op {
   kDispatch,
   kCombine,
@@ -426,8 +431,8 @@ struct Call {
   Tuning tuning;
 };
 
-// The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if ranks share the GPU.
-// From these two, the kernel computes the parameters of all ranks.
+// The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if
+// ranks share the GPU. From these two, the kernel computes the parameters of all ranks.
 using Calls = std::vector<Call>;
 
 // Operands or results of a call.
@@ -435,8 +440,9 @@ struct Bound {
   Arrays arrays;
   std::vector<char*> addresses;
 
-  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns only the buffers of the
-  // first rank: if ranks share a GPU, each rank's buffer directly follows the buffer of the previous rank.
+  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns only
+  // the buffers of the first rank: if ranks share a GPU, each rank's buffer directly follows the
+  // buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer,
            int64_t offset = 0) {
     int64_t bytes = type.bytes;
@@ -474,8 +480,8 @@ void AddPlan(const Call& call, Bound* results) {
   }
 }
 
-// Tokens and their router weights, as they are or in a format. Without --decode, the values of all rows come first, and
-// then the scales of all rows.
+// Tokens and their router weights, as they are or in a format. Without --decode, the values of all
+// rows come first, and then the scales of all rows.
 void AddPayload(const Call& call, bool has_format, Arguments* a) {
   const Workload& w = call.workload;
   const DeviceBuffer& dispatched = call.data.dispatched;
@@ -704,8 +710,8 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int un
   return graphs;
 }
 
-// Runs the graphs of all GPUs at once; returns the longest time in microseconds. The untimed launches of a GPU wait for
-// the GPUs that start later.
+// Runs the graphs of all GPUs at once; returns the longest time in microseconds. The untimed
+// launches of a GPU wait for the GPUs that start later.
 double RunGraphs(const Ranks& ranks, Graphs& graphs) {
   std::vector<double> us(graphs.size());
   ForEachGpu(ranks.workload.num_gpus, [&](int gpu) { us[gpu] = graphs[gpu]->Microseconds(); });
@@ -715,7 +721,8 @@ double RunGraphs(const Ranks& ranks, Graphs& graphs) {
 
 // ---- Checking
 
-// Returns the results of an operation on a rank that do not depend on the numbers of blocks and teams.
+// Returns the results of an operation on a rank that do not depend on the numbers of blocks and
+// teams.
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
   if (operation == Op::kCombine || operation == Op::kFormatCombine) return {data.combined};
@@ -790,7 +797,8 @@ void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
   std::fflush(stdout);
 }
 
-// Prints when the last launch of rank 0 passed each mark, first and last, in ns since its first block began.
+// Prints when the last launch of rank 0 passed each mark, first and last, in ns since its first
+// block began.
 void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
 #ifdef MOE_A2A_TIMELINE
   constexpr const char* kNames[kNumMarks] = {"start",  "entered",  "planned", "credit", "written",

@@ -1,10 +1,12 @@
-// Measures the link limit: in a plain kernel, every GPU stores to all its peers at the same time. Also measures the
-// time that a flag takes from one GPU to another, and the rate of a GPU's own memory.
+// Measures the link limit: in a plain kernel, every GPU stores to all its peers at the same time.
+// Also measures the time that a flag takes from one GPU to another, and the rate of a GPU's own
+// memory.
 //
 //   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers. Prints JSON.
 //
-// benchmarks/wire.py builds and runs it. A launch sends the bytes many times, so that neither the launch nor the latency
-// of the last store counts. The result is the throughput of the links; no exchange of these bytes can take less time.
+// benchmarks/wire.py builds and runs it. A launch sends the bytes many times, so that neither the
+// launch nor the latency of the last store counts. The result is the throughput of the links; no
+// exchange of these bytes can take less time.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -38,7 +40,8 @@ struct Peers {
   uint4* zone[kMaxPeers];  // where each peer receives this GPU's words
 };
 
-// Stores `count` words to each peer, `rounds` times. Every peer receives a different segment of `from`.
+// Stores `count` words to each peer, `rounds` times. Every peer receives a different segment of
+// `from`.
 __global__ void __launch_bounds__(kThreads)
     StoreToPeers(const __grid_constant__ Peers peers, const uint4* from, int64_t count,
                  int rounds) {
@@ -76,7 +79,8 @@ __device__ void Release(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Two GPUs send a counter to each other in turn. `done` receives the number of messages that have arrived.
+// Two GPUs send a counter to each other in turn. `done` receives the number of messages that have
+// arrived.
 __global__ void Ping(uint32_t* mine, uint32_t* theirs, bool serves, uint32_t* done) {
   const uint64_t deadline = NowNs() + kPatienceNs;
   for (uint32_t i = 1; i <= kPings; ++i) {
@@ -181,7 +185,8 @@ class Machine {
     CHECK(cudaDeviceSynchronize());
   }
 
-  // Calls launch(g, gpu) for some GPUs at once; returns the longest time on any of them, in microseconds.
+  // Calls launch(g, gpu) for some GPUs at once; returns the longest time on any of them, in
+  // microseconds.
   template <typename Launch>
   double Time(int num_gpus, const Launch& launch) {
     std::vector<double> us(num_gpus);
@@ -204,7 +209,8 @@ class Machine {
     return Summary(us);
   }
 
-  // Where the words of GPU g land at a peer: parts lie in the order of ranks, without the peer's own.
+  // Where the words of GPU g land at a peer: parts lie in the order of ranks, without the peer's
+  // own.
   uint4* ZoneOf(int g, int peer) const {
     return gpus_[peer]->zone + (g < peer ? g : g - 1) * most_;
   }

@@ -1,4 +1,5 @@
-// Checks of the host code (cuda/runtime) over a fake driver, for runs under sanitizers: checks NAME [SECONDS].
+// Checks of the host code (cuda/runtime) over a fake driver, for runs under sanitizers: checks NAME
+// [SECONDS].
 //
 //   threads      threads of one process reserve, close, send requests and read, at the same time
 //   processes    two processes reserve, grow and close, and map each other's memory; then one is killed
@@ -378,7 +379,8 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // The first device has enough memory, the second has not. Then the first device's memory is freed.
+  // The first device has enough memory, the second has not. Then the first device's memory is
+  // freed.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -389,7 +391,8 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Every call fails in turn. Each time there is an error, no memory is left, and the next attempt succeeds.
+  // Every call fails in turn. Each time there is an error, no memory is left, and the next attempt
+  // succeeds.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -569,7 +572,8 @@ void check_multi_host(int) {
   Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, WorkspaceKind::kSplit);
   require(!workspace.PrepareMultiHost().empty(), "prepared without NVSHMEM");
   require_no(LoadNetwork(""));
-  // Every call fails in turn. A call before the allocation must fail in PrepareMultiHost(), which allocates nothing.
+  // Every call fails in turn. A call before the allocation must fail in PrepareMultiHost(), which
+  // allocates nothing.
   const auto fail_each = [&](auto&& open) {
     for (int failing = 0;; ++failing) {
       fake_driver::calls_until_failure = failing;

@@ -1,5 +1,5 @@
-// A fake CUDA driver and runtime for the host code. Device memory is files in memory, mapped at the addresses that the
-// code reserves. Work on a stream runs at once.
+// A fake CUDA driver and runtime for the host code. Device memory is files in memory, mapped at the
+// addresses that the code reserves. Work on a stream runs at once.
 #pragma once
 
 #include <atomic>
@@ -21,11 +21,12 @@ extern std::atomic<bool> are_busy;
 // The number of launches of exchanges.
 extern std::atomic<long> launches;
 
-// The number of loads of the kernels for ranks with a device each. Loads of other kernels do not count.
+// The number of loads of the kernels for ranks with a device each. Loads of other kernels do not
+// count.
 extern std::atomic<long> direct_loads;
 
-// The number of calls of the driver or the runtime until one fails; negative: none fails. All calls that can fail
-// count.
+// The number of calls of the driver or the runtime until one fails; negative: none fails. All calls
+// that can fail count.
 extern std::atomic<long> calls_until_failure;
 
 }  // namespace fake_driver

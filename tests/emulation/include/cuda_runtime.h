@@ -1,5 +1,5 @@
-// CUDA's language on a CPU: the names that nvcc knows without an #include. Every source of the emulator is compiled
-// with `-include cuda_runtime.h`.
+// CUDA's language on a CPU: the names that nvcc knows without an #include. Every source of the
+// emulator is compiled with `-include cuda_runtime.h`.
 #pragma once
 
 #include <algorithm>

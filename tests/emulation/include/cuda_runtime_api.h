@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that the sources use. launch.cc implements it for kernels, and host/fake_driver.cc for
-// the host code.
+// The part of the CUDA runtime that the sources use. launch.cc implements it for kernels, and
+// host/fake_driver.cc for the host code.
 #pragma once
 
 #include <cstddef>
@@ -58,7 +58,8 @@ constexpr size_t kStaticLimit = 48 << 10;  // dynamic shared memory that needs n
 
 }  // namespace emulation
 
-// The emulator learns the parameters of a kernel when it is loaded. So a kernel that was not loaded cannot be launched.
+// The emulator learns the parameters of a kernel when it is loaded. So a kernel that was not loaded
+// cannot be launched.
 template <typename... Params>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute, int bytes) {
   emulation::load_kernel(kernel, static_cast<size_t>(bytes));

@@ -1,5 +1,6 @@
-// Checks the order of the grouped GEMM's tiles (gemm/schedule.cuh) with random groups: all tiles of a slice of columns come
-// before those of the next, and each tile comes once. Prints a line for each error. Exit status: 0 without errors.
+// Checks the order of the grouped GEMM's tiles (gemm/schedule.cuh) with random groups: all tiles of
+// a slice of columns come before those of the next, and each tile comes once. Prints a line for
+// each error. Exit status: 0 without errors.
 //   walk --seed N
 #include <cstdio>
 #include <cstdlib>
