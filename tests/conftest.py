@@ -3,8 +3,7 @@ MOE_A2A_TEST_GPU=1.
 
 If GPUs are requested, their absence is an error. Other environment variables are
 MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
-(`p2p_world_size` of every group), MOE_A2A_TEST_NEXT_TO_PRODUCTS (1: combines of any size run next
-to their products, unless a group says otherwise) and HYPOTHESIS_PROFILE (`fast` or `thorough`).
+(`p2p_world_size` of every group) and HYPOTHESIS_PROFILE (`fast` or `thorough`).
 `python -m tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
@@ -55,7 +54,7 @@ import jax
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import budgets, call_placement
+from jax_moe_a2a._src.exchange.lowering import call_placement
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
@@ -78,9 +77,6 @@ if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # These groups need implementation="cuda", with which a call that the kernels refuse is an
     # error. Here it takes the portable path, and the test expects no exchange.
     call_placement.check_may_refuse = lambda *args: None
-
-if os.environ.get("MOE_A2A_TEST_NEXT_TO_PRODUCTS") == "1":
-    budgets.DOT_COMBINE_RANKS = budgets.DOT_COMBINE_TOKENS = 1
 
 if P2P_WORLD_SIZE:
     ma.Group.__init__ = divide_into_hosts(ma.Group.__init__)

@@ -48,7 +48,7 @@ def test_sequences_are_right(name):
     assert len(wrong) <= (len(seeds) // 2 if kind.must_show else 0), wrong
 
 
-def test_tiles_of_a_product_come_in_slices():
+def test_each_tile_of_a_product_comes_once():
     runs.build("plain/walk")
     first = 1 + _commit() % 100_000
     for seed in range(first, first + 10):

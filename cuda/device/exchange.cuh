@@ -75,10 +75,8 @@ __device__ inline bool is_sender(const RankView& view, const BlockState& block,
                                  const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
   const int blocks = static_cast<int>(num_blocks());
-  return breaks(view, kReceiversFirst)
-             ? admission >= blocks - roles.send_blocks
-             : admission < roles.send_blocks ||
-                   (roles.late_blocks > 0 && admission >= roles.late_blocks);
+  return breaks(view, kReceiversFirst) ? admission >= blocks - roles.send_blocks
+                                       : admission < roles.send_blocks;
 }
 
 __device__ inline bool all_send(const Roles& roles) {

@@ -1,5 +1,4 @@
-// Flags between ranks: how they are written, and the only loops that wait for another rank or
-// another kernel.
+// Flags between ranks: how they are written, and the only loops that wait for another rank.
 //
 // A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow.
 // So no flag is ever reset, and no kernel argument changes from call to call. Flags are compared
@@ -52,9 +51,7 @@ enum Mutation : uint32_t {
   kOtherCall = 7,           // ranks on one GPU: make a different call than the other ranks
   kIgnoreChunk = 8,         // read rows without waiting for their flag
   kIgnoreHead = 9,          // end a launch without waiting for the heads
-  kIgnoreIds = 10,          // read ids without waiting for them
-  kIgnoreSlice = 11,        // sum a slice of columns without waiting for the product
-  kCountBeforeTile = 12     // the product (in the emulator) counts a tile before it stores the tile
+  kIgnoreIds = 10           // read ids without waiting for them
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -254,23 +251,6 @@ __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int
     if (patience.is_long() && !may_wait_for_credit(view, patience, epoch, destination, seen)) {
       return false;
     }
-  }
-}
-
-// Waits until the product that runs on this device has finished `tiles` tiles of a slice. One
-// thread calls it, and a barrier must follow.
-static __device__ __noinline__ bool wait_for_tiles(const RankView& view, const uint32_t* finished,
-                                                   uint32_t tiles, uint64_t epoch) {
-  if (breaks(view, kIgnoreSlice)) return true;
-  Patience patience;
-  while (true) {
-    const uint32_t seen = load_acquire_gpu(finished);
-    if (seen == tiles) return true;
-    if (!patience.is_long()) continue;
-    if (is_poisoned(view)) return false;
-    if (!patience.is_over(timeout_of(view, epoch, view.rank))) continue;
-    fail(view, ErrorKind::kTimeout, Phase::kSlice, view.rank, epoch, tiles, seen);
-    return false;
   }
 }
 

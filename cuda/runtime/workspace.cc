@@ -139,7 +139,7 @@ Problem Workspace::OpenRest(Device& device) {
     for (size_t i = 0; i < own.size(); ++i) own[i]->error = &errors_[i];
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
-  if (rank(device) == 0 || !topology_.is_colocated()) {
+  if (is_split(kind_) && (rank(device) == 0 || !topology_.is_colocated())) {
     if (!device.side) device.side = std::make_unique<SideStream>();
     if (Problem p = device.side->Open(); !p.empty()) return p;
   }

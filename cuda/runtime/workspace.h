@@ -95,8 +95,8 @@ class Workspace {
   // adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // Returns the side stream of `ordinal`, which all its ranks share. Null if the workspace was
-  // never opened.
+  // Returns the side stream of `ordinal`, which all its ranks share. Null in a workspace for
+  // whole exchanges, or if the workspace was never opened.
   SideStream* Side(int ordinal);
 
   // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads

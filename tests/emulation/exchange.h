@@ -30,9 +30,7 @@ struct Making {
   int max_groups = 12;  // groups of 128 numbers in a row with a format
   bool at_threshold =
       false;  // the first row that is dropped is that of a token that several sources have
-  bool sliced = false;         // a product computes the rows of each combine in slices
-  bool combine_first = false;  // a combine does not wait until its product has room
-  int corrupt_one_in = 0;      // one in this number of the routing's indices is corrupted; 0: none
+  int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
 // The launches that the ranks of a device make together.

@@ -48,19 +48,17 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --steps N       exchanges in the sequence (4)
   --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
   --sms N         blocks of a launch, at most; varies from launch to launch (3)
-  --resident N    blocks that run at a time on a device, a product's included (all)
+  --resident N    blocks that run at a time on a device (all)
   --depth N       ring halves in use (2)
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
-  --sliced 1      in a combine, a product computes the rows in slices of columns meanwhile; only for c
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
   --swap F:L      swap the store that begins in this line and the next one; only in the variant `swaps`
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
-  --combine-first 1  a combine does not wait until its product has room; only with --sliced
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
   --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
@@ -313,8 +311,6 @@ int main(int argc, char** argv) {
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
-  making.sliced = options.has("sliced");
-  making.combine_first = options.has("combine-first");
   making.corrupt_one_in = options.whole("corrupt", 0);
   if (variant_kernels().load() != cudaSuccess) return 2;
 #ifdef MOE_A2A_NETWORK

@@ -15,7 +15,7 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
 # Calls that order memory or wait. device/ptx.cuh defines most of them.
 _CALL = re.compile(
-    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_(?:sys|gpu)|store_release_sys|arrive"
+    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
 # The beginning of a function of the device code.
@@ -44,14 +44,12 @@ _LETTERS_OF_FUNCTION = {
     "raise_chunk": "dc",
     "raise_heads": "rdc",
     "weigh_rows": "w",
-    "wait_for_tiles": "c",
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
 NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
-    **dict.fromkeys(("wait_for_tiles", "receive_slices", "sum_batch"), ["--sliced", 1]),
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
@@ -156,8 +154,6 @@ RULES = [
     Rule("kIgnoreChunk", 8, "rdfxc"),
     Rule("kIgnoreHead", 9, "dfc", "plain", _OTHER_HEADS),
     Rule("kIgnoreIds", 10, "x"),
-    Rule("kIgnoreSlice", 11, "c", more=("--sliced", 1)),
-    Rule("kCountBeforeTile", 12, "c", more=("--sliced", 1)),
 ]
 
 _FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"

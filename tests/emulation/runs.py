@@ -171,42 +171,6 @@ KINDS = {
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
                    "--timeout", 0.2, "--first-timeout", 60],
     ),
-    "sums of a product's slices": Kind(
-        "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--ops", "c", "--sliced", 1]
-    ),
-    "races of a product's slices": Kind(
-        "tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--ops", "c", "--sliced", 1]
-    ),
-    # As if a kernel that waits for a peer held the rest of each device.
-    "slices of a product, limited residency": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--sms", 8,
-                   "--resident", _sometimes(s, 1, 2)],
-    ),
-    "slices of a product on one GPU, limited residency": Kind(
-        "colocated",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--sms", 8,
-                   "--resident", _sometimes(s, 3, 4)],
-    ),
-    "a combine that takes the room of its product": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--steps", 1, "--ops", "c", "--sliced", 1, "--combine-first", 1,
-                   "--resident", 1, "--timeout", 1],
-        must_show="failure",
-    ),
-    "slices of a product on one GPU": Kind(
-        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 4), "--ops", "c", "--sliced", 1]
-    ),
-    "a late product": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--stall", s % 3, "--phase", 6,
-                   "--delay", 0.1, "--timeout", 60],
-    ),
-    "a product that stalls": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--stall", s % 3, "--phase", 6,
-                   "--delay", 0.6, "--timeout", 0.2],
-    ),
     "mismatched calls": Kind(
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]
     ),

@@ -25,8 +25,6 @@ class Mutation(enum.IntEnum):
     IGNORE_CHUNK = 8
     IGNORE_HEAD = 9
     IGNORE_IDS = 10
-    IGNORE_SLICE = 11
-    COUNT_BEFORE_TILE = 12
 
 
 class Phase(enum.IntEnum):
@@ -38,7 +36,6 @@ class Phase(enum.IntEnum):
     SEND = 3
     RECEIVE_HEAD = 4
     RECEIVE_CHUNK = 5
-    SLICE = 6
 
 
 # The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
@@ -51,7 +48,6 @@ PHASE_TEXT = {
     Phase.SEND: "sending rows",
     Phase.RECEIVE_HEAD: "waiting for the call to begin",
     Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
-    Phase.SLICE: "waiting for a slice of columns",
 }
 
 

@@ -37,9 +37,6 @@ class Group(GroupValue):
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. For None, and for an operation
         that the mapping lacks, the package chooses, and split exchanges use fewer SMs. A launch
         never uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
-        ``"dot_combine"`` is a combine that runs next to the grouped product of its rows, which has
-        the other SMs. Only a mapping changes when this happens: a positive number means always, and
-        0 means that the combine runs after the product (``docs/overlap.md``).
       p2p_world_size: None, the default, runs the kernels only between ranks of one host. A number
         lets the kernels reach ranks of other hosts through NVSHMEM, which is experimental and needs
         one process per GPU. It is the number of neighbouring ranks that reach each other's memory

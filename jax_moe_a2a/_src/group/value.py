@@ -23,7 +23,7 @@ from ..plan.capacity import MAX_TOP_K
 MOST_SECONDS = 1e9  # of a timeout: 31 years
 IMPLEMENTATIONS = (None, "portable", "cuda")
 ON_FAILURE = ("raise", "nan")
-OPERATIONS = ("route", "dispatch", "combine", "dot_combine")
+OPERATIONS = ("route", "dispatch", "combine")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -129,12 +129,11 @@ class GroupValue:
         """Return the SMs of an operation, or None if the package chooses.
 
         Args:
-          operation: ``"route"``, ``"dispatch"``, ``"combine"`` or ``"dot_combine"``.
+          operation: ``"route"``, ``"dispatch"`` or ``"combine"``.
         """
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
-        # One number limits exchanges. It does not say that a combine runs next to its product.
-        return None if operation == "dot_combine" else self.num_sms
+        return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
         """Return the group with the devices of ``mesh``. Return the group itself if it already has
@@ -269,11 +268,10 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     for operation, number in budgets.items():
         if operation not in OPERATIONS:
             raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
-        least = 0 if operation == "dot_combine" else 1
-        if num_sms is not None and (not _is_int(number) or number < least):
+        if num_sms is not None and (not _is_int(number) or number < 1):
             raise ValueError(
-                "num_sms must be a positive int, a mapping of operations to positive ints (0 for "
-                f'"dot_combine" means one after the other), or None; got {num_sms!r}'
+                "num_sms must be a positive int, a mapping of operations to positive ints, or "
+                f"None; got {num_sms!r}"
             )
     return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
 

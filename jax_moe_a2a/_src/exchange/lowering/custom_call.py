@@ -54,7 +54,6 @@ def custom_call(
     num_sms: int,
     half_bytes: int,
     is_split: bool = False,
-    may_be_captured: bool = True,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
     """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
@@ -70,8 +69,7 @@ def custom_call(
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
         graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
-        in_graph = graphs and may_be_captured
-        rule = jax.ffi.ffi_lowering(target + "_in_graph" if in_graph else target)
+        rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
     results = rule(
         ctx,
         *operands,
