@@ -30,7 +30,7 @@ struct Verdict {
 // describes.
 template <typename Reader>
 Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
-               const Arrays& results, int num_ranks, bool is_multi_host, bool is_colocated) {
+               const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
   for_each(ExchangeCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;
@@ -43,9 +43,8 @@ Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
     typename Call::Params params = {};
     RankView view = {};
     view.num_ranks = num_ranks;
-    verdict.why =
-        call.Describe({view, is_multi_host, is_colocated, /*num_sms=*/1},
-                      {args.data(), args.size()}, {results.data(), results.size()}, &params);
+    verdict.why = call.Describe({view, is_colocated, /*num_sms=*/1}, {args.data(), args.size()},
+                                {results.data(), results.size()}, &params);
     if (verdict.why.empty()) verdict.half_bytes = HalfBytes<Call>(params);
   });
   return verdict;

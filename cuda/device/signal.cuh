@@ -11,7 +11,6 @@
 #ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
-#include "device/network.cuh"
 #include "device/ptx.cuh"
 #include "layout.h"
 #include "params.h"
@@ -24,18 +23,6 @@ __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
 
 __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
-}
-
-// Stores a word of the header of `rank`, after all that this thread has read and written. Only
-// fence_puts() orders it after puts.
-__device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
-                                  uint64_t value) {
-  if (is_inter_node(view, rank)) {
-    fence_acq_rel_sys();
-    put_word(view, rank, address, value);
-  } else {
-    store_release_sys(address, value);
-  }
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -110,14 +97,10 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     __threadfence_system();
   }
   if (kind == ErrorKind::kStopped) return;  // The rank that failed first poisons the domain.
-  // Neighbours come first, so that the network cannot delay their poison.
-  for (const bool inter_node : {false, true}) {
 #pragma unroll 1
-    for (int rank = 0; rank < view.num_ranks; ++rank) {
-      if (is_inter_node(view, rank) != inter_node) continue;
-      raise_word(view, rank, &header(view, rank)->control.poison,
-                 make_poison(view.rank, kind, phase, awaited_rank));
-    }
+  for (int rank = 0; rank < view.num_ranks; ++rank) {
+    store_release_sys(&header(view, rank)->control.poison,
+                      make_poison(view.rank, kind, phase, awaited_rank));
   }
 }
 

@@ -90,7 +90,6 @@ ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceStat
   uint64_t& signature = view.signature;
   Mix(signature, kProtocolVersion);
   for (int64_t device : state.topology.devices) Mix(signature, device);
-  Mix(signature, state.topology.p2p_world_size);
   Mix(signature, static_cast<uint64_t>(attributes.workspace_kind));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes.half_bytes);

@@ -83,11 +83,10 @@ class CallStateOf final : public CallState {
                               [](const Array& array) { return array.bytes > 0; }) -
                  results->begin();
     Params& params = made->params;
-    const bool is_multi_host = state.topology.is_multi_host();
     const bool is_colocated = state.ranks_of_device > 1;
-    if (const Problem p = call_.Describe({*view, is_multi_host, is_colocated, *num_sms},
-                                         {args->data(), args->size()},
-                                         {results->data(), results->size()}, &params);
+    if (const Problem p =
+            call_.Describe({*view, is_colocated, *num_sms}, {args->data(), args->size()},
+                           {results->data(), results->size()}, &params);
         !p.empty()) {
       return ffi::Unexpected(Invalid(p));
     }

@@ -235,28 +235,6 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
-// put_chunk().
-template <typename Wire, typename Add>
-__device__ void each_range(const CombineParams& p, int source_rank, int chunk, Add&& add) {
-  const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
-  const int32_t* rows = p.routing.slot_rows + int64_t{source_rank} * num_slots * top_k;
-  const Slots slots = taken_slots(num_slots, chunk, [&](int slot) {
-    bool is_taken = false;
-    for (int k = 0; k < top_k; ++k) is_taken = is_taken || rows[slot * top_k + k] != kNoChoice;
-    return is_taken;
-  });
-  const auto add_array = [&](int64_t zone_offset, int64_t stride) {
-    add(zone_offset + slots.first * stride, slots.count * stride);
-  };
-  for (int a = 0; a < p.num_summed; ++a) {
-    add_array(p.summed[a].zone_offset, row_stride(WireRow<Wire>::bytes(p.summed[a].elements)));
-  }
-  for (int a = 0; a < p.num_moved; ++a) {
-    add_array(p.moved[a].zone_offset, row_stride(p.moved[a].row_bytes));
-  }
-}
-
 // Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have
 // landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if that
 // is on this rank.
@@ -446,14 +424,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
-    send_chunks(
-        p.view, block, p.roles, senders, num_chunks_of(p.routing.num_tokens), p.zone_bytes, asked,
-        [&](int source_rank, int chunk) {
-          send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank, chunk);
-        },
-        [&](int source_rank, int chunk, auto&& add) {
-          each_range<Wire>(p, source_rank, chunk, add);
-        });
+    send_chunks(p.view, block, p.roles, senders, num_chunks_of(p.routing.num_tokens), asked,
+                [&](int source_rank, int chunk) {
+                  send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank,
+                                             chunk);
+                });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums, kAdds>(p, receivers, lists[warp], slots[warp], block.epoch);

@@ -175,14 +175,9 @@ template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
   typename Call::Params p = {};
-#ifdef MOE_A2A_NETWORK
-  constexpr bool kIsMultiHost = true;
-#else
-  constexpr bool kIsMultiHost = false;
-#endif
-  const moe_a2a::Problem problem = call.Describe(
-      {view, kIsMultiHost, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
-      {a.results.arrays.data(), a.results.arrays.size()}, &p);
+  const moe_a2a::Problem problem =
+      call.Describe({view, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
+                    {a.results.arrays.data(), a.results.arrays.size()}, &p);
   if (!problem.empty()) {
     std::fprintf(stderr, "EMULATOR: %s\n", problem.c_str());
     std::abort();

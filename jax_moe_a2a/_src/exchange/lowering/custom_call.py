@@ -13,7 +13,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from ... import compat
-from ...group import native, network
+from ...group import native
 from .. import reference
 from .call_placement import CallPlacement, Refused, barrier
 
@@ -63,8 +63,6 @@ def custom_call(
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
     logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     kind = native.SPLIT if is_split else native.WHOLE
-    if topology.is_multi_host:  # Handlers open other workspaces later.
-        kind = network.open_workspace(topology, half_bytes, group.patience, kind)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
@@ -75,7 +73,6 @@ def custom_call(
         *operands,
         devices=np.array(topology.devices, np.int64),
         num_ranks=np.int64(topology.num_ranks),
-        p2p_world_size=np.int64(topology.p2p_world_size),
         workspace_kind=np.int64(kind),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
