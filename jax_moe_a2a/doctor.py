@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._src import api, compat
-from ._src.group import extension, meetings, native, network
+from ._src.group import extension, meetings, native
 from ._src.group.group import Group
 from ._src.plan.memory import memory_estimate, readable
 
@@ -41,7 +41,6 @@ MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
-NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
@@ -125,7 +124,6 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
         if len(devices) > 1:
             yield _peer_access(driver, devices, wanted)
             yield _links(driver, devices)
-    yield _nvshmem()
     group = _group(devices, flags.portable)
     yield _path(group)
     if group.path == "cuda":
@@ -355,13 +353,6 @@ def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
 def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
     ordinals = [device.local_hardware_id for device in devices]
     return [(a, b) for a in ordinals for b in ordinals if a != b]
-
-
-def _nvshmem() -> Finding:
-    found = [f"{name} {version}" for name in NVSHMEM if (version := extension.version_of(name))]
-    said = ", ".join(found) or f"not installed ({network.INSTALL})"
-    built = "built" if native.network_library().exists() else "not built"
-    return Finding("NVSHMEM", f"{said}; kernels for several hosts {built}", ok=None)
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:

@@ -333,9 +333,8 @@ def test_round_trips_in_two_processes_have_a_record(tmp_path):
 
 
 def test_layouts_of_processes_share_the_devices_in_every_way():
-    layouts = list(map(str, processes.all_layouts(4, True)))
-    assert layouts == ["1:0:1", "2:0:1", "4:0:1", "4:2:1", "4:1:1", "1:0:2", "4:2:2"]
-    assert all(layout.p2p_world_size == 0 for layout in processes.all_layouts(8, False))
+    layouts = list(map(str, processes.all_layouts(4)))
+    assert layouts == ["1:1", "2:1", "4:1", "1:2"]
     with pytest.raises(RuntimeError, match="4 devices are not to be shared by 3"):
         processes.run_layout(processes.parse([]), processes.layout_of("3"), 4, True)
 
@@ -472,7 +471,7 @@ def test_an_older_record_is_read_with_the_entries_of_newer_ones(tmp_path):
 
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     out = tmp_path / "layer.json"
-    options = "--only training --ranks 2 --next-to-products 0 16 --out"
+    options = "--only training --ranks 2 --out"
     run_module("benchmarks.layer", *options.split(), str(out), XLA_FLAGS="")
     found = json.loads(out.read_text())
     rows = found["rows"]
@@ -483,8 +482,7 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     }
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
     ops = ("forward", "forward_and_gradients")
-    next_to_products = [layer.NEXT_TO_PRODUCTS.format(n) for n in (0, 16)]
-    methods = *layer.OURS, *next_to_products, "all_gather", "dense"
+    methods = *layer.OURS, "all_gather", "dense"
     expected = {(m, op) for m in methods for op in ops}
     assert measured == expected - {(layer.OF_FP8, "forward_and_gradients")}
     assert (tmp_path / "layer.png").stat().st_size > 0

@@ -33,10 +33,9 @@ namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;       // its signature has what does not depend on the call's arrays
-  bool is_multi_host;  // some ranks do not share memory with this one
-  bool is_colocated;   // all ranks share the device and the launch
-  int64_t num_sms;     // blocks that a launch may have for each rank
+  RankView view;      // its signature has what does not depend on the call's arrays
+  bool is_colocated;  // all ranks share the device and the launch
+  int64_t num_sms;    // blocks that a launch may have for each rank
 };
 
 // Mixes a value into a hash (the finalizer of splitmix64, by Steele, Lea and Flood).

@@ -39,7 +39,6 @@ struct RoutedDispatchCall {
         results[4].dimensions.empty()) {
       return "routed dispatch needs ids and rank, and returns a plan";
     }
-    if (context.is_multi_host) return "routed dispatch must not span hosts";
     const Array& ids = args[0];
     if (ids.dimensions.size() != 2 || ids.type != kInt32) {
       return "ids must be S32[num_tokens, top_k]; got " + ToString(ids);

@@ -10,7 +10,6 @@
 #include "calls/call.h"
 #include "calls/combine.h"
 #include "calls/dispatch.h"
-#include "calls/dot_combine.h"
 #include "calls/format_dispatch.h"
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
@@ -31,9 +30,9 @@ struct Verdict {
 // describes.
 template <typename Reader>
 Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
-               const Arrays& results, int num_ranks, bool is_multi_host, bool is_colocated) {
+               const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
-  const auto ask = [&](auto of) {
+  for_each(ExchangeCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;
     if (target != Call::kTarget) return;
     Call call = {};
@@ -44,13 +43,10 @@ Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
     typename Call::Params params = {};
     RankView view = {};
     view.num_ranks = num_ranks;
-    verdict.why =
-        call.Describe({view, is_multi_host, is_colocated, /*num_sms=*/1},
-                      {args.data(), args.size()}, {results.data(), results.size()}, &params);
+    verdict.why = call.Describe({view, is_colocated, /*num_sms=*/1}, {args.data(), args.size()},
+                                {results.data(), results.size()}, &params);
     if (verdict.why.empty()) verdict.half_bytes = HalfBytes<Call>(params);
-  };
-  for_each(ExchangeCalls{}, ask);
-  ask(Type<DotCombineCall>{});
+  });
   return verdict;
 }
 

@@ -440,8 +440,6 @@ ffi::Error RunEncodeSquares(cudaStream_t stream, ffi::AnyBuffer weights,
   return problem.empty() ? ffi::Error::Success() : Internal(problem);
 }
 
-ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) { return LoadProducts(ordinal); }
-
 // What handlers have in common: the parameters that they begin with, an activation and the SMs
 // after it, arrays.
 auto OnDevice() {
@@ -473,10 +471,8 @@ auto WithResults(Binding binding) {
   }
 }
 
-}  // namespace
-
-// Once for each device, because they cannot be loaded while a graph is captured.
-ffi::Error LoadProducts(int32_t ordinal) {
+// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
+ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
   static std::atomic<uint64_t> loaded{0};
   const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
   if ((loaded & device) != 0) return ffi::Error::Success();
@@ -500,6 +496,8 @@ ffi::Error LoadProducts(int32_t ordinal) {
   if (error == cudaSuccess) loaded |= device;
   return ToError(error);
 }
+
+}  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm_initialize, Initialize,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());

@@ -2,9 +2,8 @@
 #ifndef MOE_A2A_FFI_GROUPED_GEMM_H_
 #define MOE_A2A_FFI_GROUPED_GEMM_H_
 
-#include <cstdint>
-
-#include "xla/ffi/api/ffi.h"
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
 
 namespace moe_a2a {
 
@@ -19,9 +18,6 @@ XLA_FFI_Error* moe_a2a_fp8_gemm(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_act_encode(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_encode_squares(XLA_FFI_CallFrame*);
 }
-
-// Loads all kernels of this folder's products on a device, once.
-xla::ffi::Error LoadProducts(int32_t ordinal);
 
 }  // namespace moe_a2a
 

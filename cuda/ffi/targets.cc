@@ -16,7 +16,6 @@
 #include "ffi/done.h"
 #include "ffi/errors.h"
 #ifdef MOE_A2A_GROUPED_GEMM
-#include "ffi/dot_combine.h"
 #include "ffi/grouped_gemm.h"
 #endif
 #include "xla/ffi/api/ffi.h"
@@ -40,12 +39,12 @@ ffi::ErrorOr<std::unique_ptr<CallState>> Load(const ffi::Dictionary& attributes,
   return state;
 }
 
-template <typename Call, typename State = CallStateOf<Call>>
+template <typename Call>
 ffi::ErrorOr<std::unique_ptr<CallState>> LoadCall(ffi::Dictionary attributes) {
   return Load(attributes, [&](CallAttributes common) -> std::unique_ptr<CallState> {
     Call call = {};
     if (!call.Read(AttributeReader(attributes))) return nullptr;
-    return std::make_unique<State>(std::move(common), std::move(call));
+    return std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
   });
 }
 
@@ -70,20 +69,6 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
                                    .release();
   return handler->Call(frame);
 }
-
-#ifdef MOE_A2A_GROUPED_GEMM
-XLA_FFI_Error* InitializeWithProductHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInitialize()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::State<CallState>>()
-                                   .To([](int32_t ordinal, CallState* state) {
-                                     ffi::Error error = LoadProducts(ordinal);
-                                     return error.failure() ? error : state->Initialize(ordinal);
-                                   })
-                                   .release();
-  return handler->Call(frame);
-}
-#endif
 
 template <bool kMayBeCaptured>
 ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CallState* state,
@@ -143,10 +128,6 @@ std::vector<Target> MakeTargets() {
                                       {"moe_a2a_encode_squares", moe_a2a_encode_squares}}) {
     targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
   }
-  // Never captured: nodes of a graph have no order in which the product would come first.
-  targets.push_back({DotCombineCall::kTarget,
-                     InstantiateHandler<LoadCall<DotCombineCall, DotCombineState>>,
-                     InitializeWithProductHandler, ExecuteHandler});
 #endif
   return targets;
 }

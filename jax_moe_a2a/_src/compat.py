@@ -276,11 +276,6 @@ def coordination_list(folder: str) -> dict[str, str]:
     return {key.removeprefix(f"{folder}/"): value for key, value in entries}
 
 
-def coordination_delete(key: str) -> None:
-    """Delete a published value, if it exists."""
-    _coordination().key_value_delete(key)
-
-
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
     """Return a function that calls ``make`` once in a job of ``jax.distributed`` and keeps the
     result.

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..exchange.lowering.products import FORWARD, FORWARD_FEW
 from ..grouped import lowering as grouped
-from ..grouped.lowering import call, flat, sizes_of, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 

@@ -34,34 +34,21 @@ class Topology(NamedTuple):
     share."""
     num_ranks: int
     """Number of ranks of a domain."""
-    p2p_world_size: int
-    """Number of neighbouring ranks that share memory. NVSHMEM reaches all other ranks."""
-
-    @property
-    def is_multi_host(self) -> bool:
-        """Return True if some ranks of a domain cannot reach each other's memory by loads and
-        stores."""
-        return self.p2p_world_size < self.num_ranks
 
 
 def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
     """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
     if device_id is None:
-        return Topology((), num_ranks, num_ranks)
+        return Topology((), num_ranks)
     introduce_devices()
-    return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
+    return Topology((device_id,) * num_ranks, num_ranks)
 
 
 # A topology has two workspaces (``WorkspaceKind`` in ``cuda/layout.h``): for whole exchanges, and
-# for split exchanges. A topology that spans hosts has such a pair for each size of a ring half.
+# for split exchanges.
 WHOLE: int = 0
 SPLIT: int = 1
 WORKSPACE_KINDS = (WHOLE, SPLIT)
-
-
-def is_split(kind: int) -> bool:
-    """Return True if a workspace of this kind serves split exchanges."""
-    return kind % len(WORKSPACE_KINDS) == SPLIT
 
 
 def has_kernels() -> bool:
@@ -186,9 +173,7 @@ def why_not(
     call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
     """
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
-    return _native.why_not(
-        target, dict(attributes), *arrays, topology.num_ranks, topology.is_multi_host, is_colocated
-    )
+    return _native.why_not(target, dict(attributes), *arrays, topology.num_ranks, is_colocated)
 
 
 def array_bytes(num_slots: int, row_bytes: int) -> int:
@@ -242,11 +227,11 @@ def why_no_gpus() -> str:
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
-    unreachable = why_unreachable(Topology(own, len(own), len(own)))
+    unreachable = why_unreachable(Topology(own, len(own)))
     return f"says that {unreachable}" if unreachable else ""
 
 
-def failure(topology: Topology, kinds: Sequence[int] = WORKSPACE_KINDS) -> str:
+def failure(topology: Topology) -> str:
     """Return the first failure of this topology, or ''.
 
     Either a kernel of this process recorded the failure, or another rank reported it to a rank of
@@ -257,7 +242,7 @@ def failure(topology: Topology, kinds: Sequence[int] = WORKSPACE_KINDS) -> str:
     """
     if not has_kernels():
         return ""
-    for kind in kinds:
+    for kind in WORKSPACE_KINDS:
         problem, failure = _native.failure(*topology, kind)
         _raise(problem)
         if failure:
@@ -297,54 +282,6 @@ def listen() -> tuple[str, str]:
     return socket, secret
 
 
-def network_library() -> pathlib.Path:
-    """Return the path of the library of multi-host kernels. It exists only if they were built."""
-    folder = pathlib.Path(_native.__file__).parent if _native else extension.FOLDER
-    return folder / "libmoe_a2a_network.so"
-
-
-def load_network() -> None:
-    """Load the library of multi-host kernels. Load NVSHMEM's host library first."""
-    _raise(_native.load_network(str(network_library())))
-
-
-def network_id() -> bytes:
-    """Return a new id for NVSHMEM. One process makes the id for all processes."""
-    status, unique_id = _native.network_id()
-    if status:
-        raise RuntimeError(f"jax_moe_a2a: NVSHMEM could not make an id (status {status})")
-    return unique_id
-
-
-def prepare_network() -> None:
-    """Prepare ``start_network`` with all steps that can fail in this process alone."""
-    _raise(_native.prepare_network(_only_gpu()))
-
-
-def start_network(unique_id: bytes) -> None:
-    """Start NVSHMEM on this process's GPU, together with all other processes."""
-    index, count = jax.process_index(), jax.process_count()
-    _raise(_native.start_network(_only_gpu(), unique_id, index, count))
-
-
-def _only_gpu() -> int:
-    """Return the ordinal of this process's GPU."""
-    (device,) = jax.local_devices(backend="gpu")
-    return device.local_hardware_id
-
-
-def prepare_multi_host(topology: Topology, kind: int) -> None:
-    """Prepare ``open_multi_host`` with all steps that can fail in this process alone."""
-    introduce_devices()
-    _raise(_native.prepare_multi_host(*topology, kind))
-
-
-def open_multi_host(topology: Topology, kind: int, half_bytes: int) -> None:
-    """Open a multi-host workspace after ``prepare_multi_host``. All processes must make the first
-    call together."""
-    _raise(_native.open_multi_host(*topology, kind, half_bytes))
-
-
 def reserved_bytes(topology: Topology, kind: int = WHOLE) -> int:
     """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
     return _native.reserved_bytes(*topology, kind)
@@ -377,7 +314,7 @@ def counters(topology: Topology, kind: int = WHOLE) -> list[tuple]:
     return values
 
 
-def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
+def wait(topology: Topology, timeout: float) -> None:
     """Wait until the devices of this process have finished all of their work, if the workspace is
     open.
 
@@ -386,11 +323,11 @@ def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KI
         what they still run. Also if the CUDA runtime fails.
     """
     if has_kernels():
-        for kind in kinds:
+        for kind in WORKSPACE_KINDS:
             _raise(_native.wait(*topology, kind, int(timeout * 1e9)))
 
 
-def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
+def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
     again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between.
 
@@ -398,7 +335,7 @@ def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_K
       RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
-        _raise(_native.close(*topology, sorted(kinds), int(timeout * 1e9)))
+        _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 
 
 def _raise(problem: tuple[str, bool]) -> None:

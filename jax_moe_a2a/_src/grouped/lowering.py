@@ -22,12 +22,13 @@ import numpy as np
 from jax import lax
 
 from .. import compat
-from ..exchange.lowering.products import FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT
-from ..exchange.lowering.products import GROUPED_GEMM as TARGET
 from ..group import native
 from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
+TARGET = "moe_a2a_grouped_gemm"
+# GroupedProduct in cuda/gemm/grouped_gemm.h, int64 as the attributes of the kernels.
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = np.arange(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"
