@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from jax.extend.mlir import ir
 
 GROUPED_GEMM = "moe_a2a_grouped_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h, int64 as the attributes of the kernels.
-FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = np.arange(4)
+# GroupedProduct in cuda/gemm/grouped_gemm.h.
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # These operations may be between a product and a combine. They keep the elements in their order.
 PASSING = ("stablehlo.optimization_barrier", "stablehlo.reshape")
 
