@@ -16,8 +16,7 @@
 #include "runtime/workspace.h"
 #include "tuning.h"
 #ifdef MOE_A2A_GROUPED_GEMM
-#include "gemm/fp8_gemm.h"
-#include "gemm/grouped_gemm.h"
+#include "calls/products.h"
 #endif
 
 namespace nb = nanobind;
@@ -42,7 +41,8 @@ class AttributeReader {
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
-    return attributes_.contains(name) && nb::try_cast(attributes_[name], *value);
+    // Without conversions, because handlers read the type that the lowering emits.
+    return attributes_.contains(name) && nb::try_cast(attributes_[name], *value, false);
   }
 
  private:
@@ -64,6 +64,16 @@ moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated) {
   return arrays;
 }
 
+#ifdef MOE_A2A_GROUPED_GEMM
+std::vector<moe_a2a::ProductArray> ToProductArrays(const std::vector<Type>& types) {
+  std::vector<moe_a2a::ProductArray> arrays;
+  for (const auto& [name, axes] : types) {
+    arrays.push_back({moe_a2a::NumberTypeNamed(name), {axes.data(), axes.size()}, nullptr});
+  }
+  return arrays;
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -79,6 +89,9 @@ NB_MODULE(_native, m) {
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
   m.attr("TAIL_ROW") = moe_a2a::kTailRow;
+  using Kind = moe_a2a::WorkspaceKind;
+  m.attr("WORKSPACE_KINDS") =
+      nb::make_tuple(static_cast<int64_t>(Kind::kWhole), static_cast<int64_t>(Kind::kSplit));
   const auto names = [](const auto& list) {
     nb::list all;
     for (const char* name : list) all.append(name);
@@ -97,14 +110,14 @@ NB_MODULE(_native, m) {
   nb::dict tuning;
   for (const auto& [name, value] : moe_a2a::kLoweringTuning) tuning[name] = value;
   m.attr("tuning") = tuning;
-  m.def("why_not",
-        [](const std::string& target, nb::dict attributes, const std::vector<Type>& operands,
-           const std::vector<Type>& results, int num_ranks, bool is_colocated) {
-          const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
-              target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
-              ToArrays(results, is_colocated), num_ranks, is_colocated);
-          return nb::make_tuple(std::string(verdict.why), verdict.half_bytes);
-        });
+  m.def("why_not", [](const std::string& target, nb::dict attributes,
+                      const std::vector<Type>& operands, const std::vector<Type>& results,
+                      int num_ranks, bool is_colocated) {
+    const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
+        target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
+        ToArrays(results, is_colocated), num_ranks, is_colocated);
+    return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
+  });
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
   m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
     nb::list regions;
@@ -126,6 +139,45 @@ NB_MODULE(_native, m) {
   m.attr("has_grouped_gemm") = true;
   m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
   m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
+  m.def("why_not_product", [](const std::string& target, nb::dict attributes,
+                              const std::vector<Type>& operands, const std::vector<Type>& results) {
+    const AttributeReader read(std::move(attributes));
+    const auto args = ToProductArrays(operands), outs = ToProductArrays(results);
+    std::string why = "no kernel has the target '" + target + "'";
+    moe_a2a::for_each(moe_a2a::ProductCalls{}, [&](auto of) {
+      using Call = typename decltype(of)::type;
+      if (target != Call::kTarget) return;
+      typename Call::Params params = {};
+      int64_t num_sms = 0;
+      why = moe_a2a::DescribeProduct<Call>(read, {args.data(), args.size()},
+                                           {outs.data(), outs.size()}, &params, &num_sms);
+    });
+    return why;
+  });
+  m.attr("GEMM_CAPABILITY") = moe_a2a::kGemmCapability;
+  m.attr("DOT_COLUMNS") = moe_a2a::kDotColumns;
+  m.attr("FP8_BLOCK") = moe_a2a::kFp8Block;
+  using Product = moe_a2a::GroupedProduct;
+  nb::dict products;
+  for (const auto& [name, product] : {std::pair{"FORWARD", Product::kForward},
+                                      {"FORWARD_FEW", Product::kForwardFew},
+                                      {"TRANSPOSED", Product::kTransposed},
+                                      {"WEIGHT_GRADIENT", Product::kWeightGradient}}) {
+    products[name] = static_cast<int>(product);
+  }
+  m.attr("PRODUCTS") = products;
+  using moe_a2a::Activation;
+  nb::dict activations;
+  for (const auto& [name, activation] : {std::pair{"silu", Activation::kSilu},
+                                         {"gelu", Activation::kGelu},
+                                         {"gelu_tanh", Activation::kGeluTanh},
+                                         {"relu", Activation::kRelu},
+                                         {"squared_relu", Activation::kSquaredRelu},
+                                         {"clamped_swiglu", Activation::kClampedSwiglu},
+                                         {"scaled_bias", Activation::kScaledBias}}) {
+    activations[name] = static_cast<int>(activation);
+  }
+  m.attr("ACTIVATIONS") = activations;
 #else
   m.attr("has_grouped_gemm") = false;
 #endif

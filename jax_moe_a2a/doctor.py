@@ -217,7 +217,7 @@ def _can_run_kernels(device: Any) -> bool:
     """Return True if the device is a Hopper or newer GPU. Other vendors' capabilities are no
     numbers."""
     capability = str(getattr(device, "compute_capability", ""))
-    return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
+    return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
 
 
 def _kernels(driver: _Driver | None, wanted: bool) -> Finding:

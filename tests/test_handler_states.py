@@ -77,7 +77,7 @@ CALLS = dict(
     weighted_dispatch=(
         [TOKEN_ROWS, ROWS, WEIGHTS, *ROUTING.values()],
         [ROWS, WEIGHTS],
-        dict(scaled=True, dotted=True),
+        dict(num_rows=np.int64(1), num_weights=np.int64(1)),
     ),
     combine=(
         [ROWS, WEIGHTS, *ROUTING.values()],

@@ -637,8 +637,9 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{rows}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
-    assert attribute(text, "weighted_dispatch", "scaled") == str("rows" in of).lower()
-    assert attribute(text, "weighted_dispatch", "dotted") == str("weights" in of).lower()
+    # The gradient of the weights is a dot with the rows.
+    assert attribute(text, "weighted_dispatch", "num_rows") == f"{int('weights' in of)} : i64"
+    assert attribute(text, "weighted_dispatch", "num_weights") == f"{int('rows' in of)} : i64"
     zone = native.array_bytes(TOKENS, 2 * HIDDEN)
     assert attribute(text, "weighted_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
 

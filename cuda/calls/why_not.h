@@ -1,9 +1,11 @@
 // The reasons for which the kernels refuse a call. The lowering in Python asks before the call
-// runs.
+// runs. It takes another path if the kernels do not support the call, and raises an error if the
+// call is malformed.
 #ifndef MOE_A2A_CALLS_WHY_NOT_H_
 #define MOE_A2A_CALLS_WHY_NOT_H_
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "calls/array.h"
@@ -22,7 +24,7 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
                             WeightedDispatchCall, CombineCall>;
 
 struct Verdict {
-  Problem why;             // why the kernels do not support the call, or empty
+  Problem why;             // why the kernels refuse the call, or empty
   int64_t half_bytes = 0;  // of the ring half that it needs
 };
 
@@ -36,10 +38,8 @@ Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
     using Call = typename decltype(of)::type;
     if (target != Call::kTarget) return;
     Call call = {};
-    if (!call.Read(read)) {
-      verdict.why = "the call lacks an attribute, or has one of another type";
-      return;
-    }
+    verdict.why = ReadAttributes(read, &call);
+    if (!verdict.why.empty()) return;
     typename Call::Params params = {};
     RankView view = {};
     view.num_ranks = num_ranks;

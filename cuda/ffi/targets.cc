@@ -120,14 +120,7 @@ std::vector<Target> MakeTargets() {
   targets.push_back(
       {"moe_a2a_fill_slots", nullptr, moe_a2a_fill_slots_initialize, moe_a2a_fill_slots});
 #ifdef MOE_A2A_GROUPED_GEMM
-  for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
-                                      {"moe_a2a_dot_act", moe_a2a_dot_act},
-                                      {"moe_a2a_act_dot_grad", moe_a2a_act_dot_grad},
-                                      {"moe_a2a_fp8_gemm", moe_a2a_fp8_gemm},
-                                      {"moe_a2a_act_encode", moe_a2a_act_encode},
-                                      {"moe_a2a_encode_squares", moe_a2a_encode_squares}}) {
-    targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
-  }
+  AddProductTargets(targets);
 #endif
   return targets;
 }

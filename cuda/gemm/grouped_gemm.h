@@ -14,6 +14,9 @@
 
 namespace moe_a2a {
 
+// The only compute capability that the kernels run on.
+constexpr const char* kGemmCapability = "9.0";
+
 enum class GroupedProduct : int32_t {
   kForward,         // a: rows [C, K], b: weights [L, K, N], d: [C, N]
   kForwardFew,      // the same product, for groups of few rows

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from .. import compat
 from . import extension
@@ -134,6 +136,37 @@ def lower_kernel(
     return compat.lower_fun(ctx, kernel, operands, params)
 
 
+def call_product(
+    target: str,
+    results: Sequence[Any],
+    operands: Sequence[jax.Array],
+    aliases: dict[int, int] | None = None,
+    **attributes: int | float,
+) -> list[jax.Array]:
+    """Call a kernel that runs without other ranks (``cuda/calls/products.h``).
+
+    Raises:
+      RuntimeError: if the call is malformed, which is a bug of the lowering.
+    """
+    arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
+    if why := _native.why_not_product(target, attributes, *arrays):
+        raise malformed(target, why)
+    kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
+    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
+    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
+    # from a shared barrier. Two equal calls would then not be merged.
+    return [lax.optimization_barrier(x) for x in found]
+
+
+def attribute(value: Any) -> Any:
+    """Return an attribute in the type that handlers read."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return np.int64(value)
+    return np.float32(value) if isinstance(value, float) else value
+
+
 def protocol_version() -> int:
     """Return the protocol version, which must be equal in all processes; 0 without kernels."""
     return _native.PROTOCOL_VERSION if has_kernels() else 0
@@ -171,9 +204,25 @@ def why_not(
 ) -> tuple[str, int]:
     """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
     call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
+
+    Raises:
+      RuntimeError: if the call is malformed, which is a bug of the lowering.
     """
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
-    return _native.why_not(target, dict(attributes), *arrays, topology.num_ranks, is_colocated)
+    why, is_unsupported, half_bytes = _native.why_not(
+        target, dict(attributes), *arrays, topology.num_ranks, is_colocated
+    )
+    if why and not is_unsupported:
+        raise malformed(target, why)
+    return why, half_bytes
+
+
+def malformed(target: str, why: str) -> RuntimeError:
+    """Return the error of a call that does not fit its kernel."""
+    return RuntimeError(
+        f"jax_moe_a2a has a bug: it lowered a malformed call of {target}: {why}. Please report it "
+        "with the program"
+    )
 
 
 def array_bytes(num_slots: int, row_bytes: int) -> int:
@@ -189,6 +238,14 @@ def local_gpus() -> list[jax.Device]:
         return []
 
 
+OLDEST_CAPABILITY = 9.0  # the build compiles for no older one (tools/nvcc.py)
+
+
+def is_new_enough(gpu: jax.Device) -> bool:
+    """Return True if the kernels support a GPU of this compute capability."""
+    return float(gpu.compute_capability) >= OLDEST_CAPABILITY
+
+
 def default_gpu() -> jax.Device | None:
     """Return the GPU of programs without a placement: JAX's default device, or the first GPU.
     Return None if JAX sees no GPU."""
@@ -202,8 +259,8 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
     device = default_gpu()
     if device is None:
         return "JAX sees no GPU"
-    if float(device.compute_capability) < 9.0:
-        return f"{device} is older than Hopper (compute capability 9.0)"
+    if not is_new_enough(device):
+        return f"{device} is older than Hopper (compute capability {OLDEST_CAPABILITY})"
     num_sms = getattr(device, "core_count", None)
     if num_sms is not None and not _native.colocated_blocks(num_ranks, num_sms, False):
         return (

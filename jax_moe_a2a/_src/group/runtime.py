@@ -133,8 +133,9 @@ def _why_no_workspace(group: GroupValue) -> str:
         )
     if any(d.platform != "gpu" for d in group.mesh.devices.flat):
         return "the mesh has devices that are not GPUs"
-    if any(float(d.compute_capability) < 9.0 for d in group.mesh.devices.flat):
-        return "the mesh has GPUs older than Hopper (compute capability 9.0)"
+    if not all(map(native.is_new_enough, group.mesh.devices.flat)):
+        oldest = native.OLDEST_CAPABILITY
+        return f"the mesh has GPUs older than Hopper (compute capability {oldest})"
     return native.why_unreachable(_topology_of(group))
 
 

@@ -390,8 +390,9 @@ def mlp_and_routing(
         y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
-    # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    back = back._replace(options=back.options._replace(tail=arguments.options.tail))
+    # The tail, too: only grouped products read the gradient of y, and they ignore rows after the
+    # last group.
+    back = back._replace(options=arguments.options.unencoded)
     return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
 
 

@@ -80,7 +80,7 @@ def custom_call(
         raise_failures=group.on_failure == "raise",
         half_bytes=np.int64(half_bytes),
         scopes=_hash("/".join(compat.scopes_of(ctx))),
-        **{name: _attribute(value) for name, value in attributes.items()},
+        **{name: native.attribute(value) for name, value in attributes.items()},
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
@@ -88,13 +88,6 @@ def custom_call(
     # barrier. Two equal calls with different used results would then not be merged.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
-
-
-def _attribute(value: Any) -> Any:
-    """Return an attribute in the type that handlers read."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return np.int64(value)
-    return np.float32(value) if isinstance(value, float) else value
 
 
 def _hash(text: str) -> np.int64:
