@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 GROUPED_GEMM = "moe_a2a_grouped_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h.
+# GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # These operations may be between a product and a combine. They keep the elements in their order.
 PASSING = ("stablehlo.optimization_barrier", "stablehlo.reshape")
