@@ -210,6 +210,12 @@ def test_routing_arrays_in_another_order_raise(monkeypatch):
             lower(fn, *args)
 
 
+def test_numbers_that_float32_rounds_are_attributes():
+    fmt = ma.NvFp4(global_scale=0.3)
+    text = lower(lambda x, ids: dispatched(x, ids, format=fmt).values, X, IDS)
+    assert calls(text) == {"route": 1, "format_dispatch": 1}
+
+
 def test_a_target_without_a_kernel_raises():
     group = group_of()
     with pytest.raises(RuntimeError, match="no kernel has the target 'moe_a2a_nothing'"):
