@@ -5,6 +5,8 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <type_traits>
+
 #include "calls/why_not.h"
 #include "counters.h"
 #include "ffi/targets.h"
@@ -42,7 +44,15 @@ class AttributeReader {
   template <typename T>
   bool operator()(const char* name, T* value) const {
     // Without conversions, because handlers read the type that the lowering emits.
-    return attributes_.contains(name) && nb::try_cast(attributes_[name], *value, false);
+    if (!attributes_.contains(name)) return false;
+    if constexpr (std::is_same_v<T, float>) {  // Python has only double
+      double wide;
+      const bool is_float = nb::try_cast(attributes_[name], wide, false);
+      if (is_float) *value = static_cast<float>(wide);
+      return is_float;
+    } else {
+      return nb::try_cast(attributes_[name], *value, false);
+    }
   }
 
  private:

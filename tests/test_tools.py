@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_moe_a2a._src.group import native
+
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here
     pytest.mark.one_process("looks at the file system and the environment only"),
@@ -38,6 +40,10 @@ def compiler(folder, release):
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return str(program)
+
+
+def test_the_build_compiles_for_the_gpus_that_the_package_accepts():
+    assert nvcc.OLDEST_GPU == 10 * native.OLDEST_CAPABILITY
 
 
 def test_a_machine_without_nvcc_has_none():

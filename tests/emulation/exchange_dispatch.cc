@@ -426,7 +426,7 @@ class WeightedDispatch : public Exchange {
   };
 
   WeightedDispatchCall call() const {
-    return {ranks_[0].weights != nullptr, ranks_[0].rows != nullptr};
+    return {ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
   }
 
   // Returns the operands, except the routing, and the results.

@@ -69,7 +69,7 @@ class FusedActivation:
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 
-# In the order of Activation in cuda/gemm.
+# In the order of Activation in cuda/gemm (tests/test_layout.py compares).
 KINDS: dict[str, Function] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

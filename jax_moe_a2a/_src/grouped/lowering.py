@@ -27,11 +27,11 @@ from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
-# GroupedProduct in cuda/gemm/grouped_gemm.h.
+# GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
-CAPABILITY = "9.0"
+CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # Gradients of weights that are computed before they are added to a total.
 ADDED_BYTES = 2**28
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
