@@ -175,7 +175,10 @@ class Bench:
         outs = self.shardings, None
         jitted = jax.jit(model.step, donate_argnums=0, in_shardings=self.placed, out_shardings=outs)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
-        return self.run.pool.submit(jitted.lower(state, self.batches[0], self.given, rate).compile)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            # jax.nn.dot_product_attention promotes implicitly.
+            lowered = jitted.lower(state, self.batches[0], self.given, rate)
+        return self.run.pool.submit(lowered.compile)
 
     def wait(self) -> None:
         """Wait until all programs are compiled, and leave out those that failed."""
