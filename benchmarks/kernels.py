@@ -13,6 +13,7 @@ import jax
 GPU = "/device:GPU:0"
 STREAM = "Stream"  # begins the names of lines of kernels
 MOST_LISTED = 60
+MOST_OF_NAME = 90
 # Kinds by what their kernels' names have; the first that fits.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
@@ -33,6 +34,8 @@ class Kernel(NamedTuple):
     kind: str
     calls: int
     us: float
+    scope: str
+    """The operation of its first launch."""
 
 
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
@@ -44,7 +47,7 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
         return summed(
-            (event.name, event.duration_ns)
+            (event.name, event.duration_ns, scope(dict(event.stats)))
             for plane in data.planes
             for line in plane.lines
             for event in line.events
@@ -52,13 +55,22 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
         )
 
 
-def summed(events: Iterable[tuple[str, float]]) -> list[Kernel]:
-    """Return kernels from the names and nanoseconds of launches, the longest first."""
+def scope(stats: dict[str, Any]) -> str:
+    """Return the operation of the program that launched a kernel, if the trace has it."""
+    return str(stats.get("tf_op") or stats.get("hlo_op") or "")
+
+
+def summed(events: Iterable[tuple[str, float, str]]) -> list[Kernel]:
+    """Return kernels from the names, nanoseconds and scopes of launches, the longest first."""
     calls: dict[str, list[float]] = {}
-    for name, ns in events:
+    scopes: dict[str, str] = {}
+    for name, ns, of_launch in events:
         calls.setdefault(name, []).append(ns)
+        scopes.setdefault(name, of_launch)
     kind = lambda name: next(k for k, words in KINDS.items() if re.search(words, name.lower()))
-    found = [Kernel(name, kind(name), len(ns), sum(ns) / 1e3) for name, ns in calls.items()]
+    found = [
+        Kernel(name, kind(name), len(ns), sum(ns) / 1e3, scopes[name]) for name, ns in calls.items()
+    ]
     return sorted(found, key=lambda kernel: -kernel.us)
 
 
@@ -72,5 +84,6 @@ def in_words(found: list[Kernel]) -> str:
         lines.append(f"{us:12.1f} us {us / (total or 1):6.1%} {calls:5} calls  {kind}")
     lines += [""]
     for k in found[:MOST_LISTED]:
-        lines.append(f"{k.us:12.1f} us {k.calls:5} calls  {k.kind:13} {k.name}")
+        names = f"{k.name[:MOST_OF_NAME]}  {k.scope[-MOST_OF_NAME:]}"
+        lines.append(f"{k.us:12.1f} us {k.calls:5} calls  {k.kind:13} {names}")
     return "\n".join(lines) + "\n"

@@ -49,6 +49,8 @@ RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
+TURNS_SECONDS = 90  # for all turns of a setting, but three turns at least
+ROOM_GIB = 12  # of a GPU, with which the compiler tries products out
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
@@ -104,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)
-    run = runs.open_run(args, num_gpus, ["model"], "model", SAMPLES if num_gpus else 1)
+    samples = 1 if not num_gpus else runs.QUICK_SAMPLES if args.quick else SAMPLES
+    run = runs.open_run(args, num_gpus, ["model"], "model", samples)
     mesh = Mesh(run.mesh.devices[:, None], ("ep", ALONE))
     run = dataclasses.replace(run, mesh=mesh, sample_seconds=SAMPLE_SECONDS if num_gpus else 0)
     tracer = concurrent.futures.ThreadPoolExecutor(1)  # compiles what it has traced in threads
@@ -112,15 +115,16 @@ def main(argv: list[str] | None = None) -> int:
     for step in steps(args):
         with run.attempt(str(step)):
             benches.append(Bench(run, args, step))
-    for bench in benches[:1]:
-        bench.start(tracer)
-        bench.wait()
     for bench, following in zip(benches, [*benches[1:], None]):
         if time.perf_counter() > run.deadline:
             say(f"not run, because the time budget is spent: {bench.step}")
             continue
+        bench.start(tracer)
+        bench.wait()
+        if following and bench.leaves_room():
+            following.start(tracer)
         with run.attempt(str(bench.step)):
-            bench.measure(following, tracer)
+            bench.measure(following)
         bench.programs.clear()
     return runs.finish(run.record, run.path, not args.no_plot)
 
@@ -142,9 +146,12 @@ class Bench:
         setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
         self.workload = draw(setting, ranks)
         self.methods = [m for m in args.methods if run.on_gpu or m not in ON_GPU]
+        if g.hidden % ma.BlockwiseFp8.group_size:  # GPT-OSS
+            self.methods = [m for m in self.methods if m != "moe_mlp_to_fp8"]
         exact = [m for m in self.methods if (LAYERS[m].tolerance or 1) < 1e-2]
         self.reference = next((m for m in ("all_gather", "moe_mlp") if m in exact), "")
         self.reference = self.reference or next(iter(exact), self.methods[0])
+        self.is_started = False
         self.futures: dict[str, concurrent.futures.Future] = {}
         self.programs: dict[str, Any] = {}
 
@@ -160,8 +167,10 @@ class Bench:
 
     def start(self, tracer: concurrent.futures.Executor) -> None:
         """Trace the programs of all methods one after the other, and compile them in threads."""
-        order = dict.fromkeys((self.reference, *self.methods))
-        self.futures = {m: tracer.submit(self.compile, m) for m in order}
+        if not self.is_started:
+            order = dict.fromkeys((self.reference, *self.methods))
+            self.futures = {m: tracer.submit(self.compile, m) for m in order}
+        self.is_started = True
 
     def compile(self, method: str) -> concurrent.futures.Future:
         """Trace the program of a method, and hand it to the compiler's threads."""
@@ -182,16 +191,22 @@ class Bench:
 
     def wait(self) -> None:
         """Wait until all programs are compiled, and leave out those that failed."""
-        say(f"{self.step}: {self.g.layers} layers, {self.tokens} tokens a rank; compiling")
+        if self.futures:
+            say(f"{self.step}: {self.g.layers} layers, {self.tokens} tokens a rank; compiling")
         futures, self.futures = self.futures, {}
         for method, future in futures.items():
             with self.run.attempt(f"{self.step}, {method}: compiling"):
                 self.programs[method] = future.result().result()
 
-    def measure(self, following: Bench | None, tracer: concurrent.futures.Executor) -> None:
-        """Compare the losses of all methods, then time those whose losses are right."""
-        if following:
-            following.start(tracer)
+    def leaves_room(self) -> bool:
+        """Return True if the compiler can try products out on a GPU while the programs run."""
+        stats = self.run.mesh.devices.flat[0].memory_stats()
+        peaks = [self.memory(m, program)["peak_gib"] for m, program in self.programs.items()]
+        return not stats or max(peaks, default=0) + ROOM_GIB < stats["bytes_limit"] / 2**30
+
+    def measure(self, following: Bench | None) -> None:
+        """Compare the losses of all methods, then time those whose losses are right; wait between
+        the two for the programs of the following setting, if they are being compiled."""
         say(f"{self.step}: comparing losses with those of {self.reference}")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -207,7 +222,7 @@ class Bench:
         if not rows:
             return
         self.state = self.init()
-        trainer = self.reference if self.reference in rows else next(iter(rows))
+        trainer = "moe_mlp" if "moe_mlp" in rows else next(iter(rows))
         train = self.args.train if self.run.on_gpu else 2
         for i in range(train if self.step.routing == "learned" else 1):
             self.advance(self.programs[trainer], i, self.rates[0])
@@ -267,10 +282,11 @@ class Bench:
         """Sample the steps of all methods by turns, and write the record after each."""
         samplers = {method: self.sampler(self.programs[method]) for method in rows}
         taken: dict[str, list[float]] = {method: [] for method in samplers}
-        orders = random.Random(0)
+        orders, start = random.Random(0), time.perf_counter()
         for turn in range(self.run.samples):
-            if turn and time.perf_counter() > self.run.deadline:
-                say("the time budget is spent")
+            now = time.perf_counter()
+            if (turn and now > self.run.deadline) or (turn >= 3 and now > start + TURNS_SECONDS):
+                say(f"ends after {turn} turns, because its time is spent")
                 break
             for method in orders.sample(list(samplers), len(samplers)):
                 taken[method].append(samplers[method]())
@@ -298,7 +314,8 @@ class Bench:
         number = max(1, round(self.run.sample_seconds / seconds(1)))
 
         def sample_us() -> float:
-            seconds(1)  # after another method
+            if number > 1:
+                seconds(1)  # after another method
             return seconds(number) / number * 1e6
 
         return sample_us
