@@ -25,6 +25,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
+import pathlib
 import random
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_moe_a2a as ma
 
 from . import kernels, slices, timing
+from . import record as records
 from . import run as runs
 from .run import Run, say
 from .slice_layers import ALONE, LAYERS
@@ -55,6 +57,7 @@ BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
 TINY_ROWS = 16
+KEYS = ("geometry", "layers", "rows", "routing", "micro_batches", "method")  # of a row
 ON_GPU = ("mosaic", "ragged32", "ragged")  # XLA:CPU does not have them
 
 
@@ -83,6 +86,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1,))
     parser.add_argument("--layers", type=int, help="of a slice; default: what fits into 80 GiB")
     parser.add_argument("--train", type=int, default=60, help="steps before a learned router")
+    parser.add_argument(
+        "--append", type=pathlib.Path, help="begin with the rows of this record, of the same GPUs"
+    )
     parser.add_argument("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs")
     parser.add_argument(
         "--profile", nargs="+", choices=tuple(LAYERS), default=(), help="list their kernels"
@@ -110,20 +116,24 @@ def main(argv: list[str] | None = None) -> int:
     run = runs.open_run(args, num_gpus, ["model"], "model", samples)
     mesh = Mesh(run.mesh.devices[:, None], ("ep", ALONE))
     run = dataclasses.replace(run, mesh=mesh, sample_seconds=SAMPLE_SECONDS if num_gpus else 0)
+    if args.append:
+        old = records.read(args.append)
+        if old["gpus"] != run.record["gpus"]:
+            raise SystemExit(
+                f"--append must name a record of {run.record['gpus']}; got one of {old['gpus']}"
+            )
+        run.record["rows"] += old["rows"]
     tracer = concurrent.futures.ThreadPoolExecutor(1)  # compiles what it has traced in threads
-    benches = []
-    for step in steps(args):
-        with run.attempt(str(step)):
-            benches.append(Bench(run, args, step))
+    benches = [Bench(run, args, step) for step in steps(args)]
     for bench, following in zip(benches, [*benches[1:], None]):
         if time.perf_counter() > run.deadline:
             say(f"not run, because the time budget is spent: {bench.step}")
             continue
-        bench.start(tracer)
-        bench.wait()
-        if following and bench.leaves_room():
-            following.start(tracer)
         with run.attempt(str(bench.step)):
+            bench.start(tracer)
+            bench.wait()
+            if following and bench.leaves_room():
+                following.start(tracer)
             bench.measure(following)
         bench.programs.clear()
     return runs.finish(run.record, run.path, not args.no_plot)
@@ -139,12 +149,9 @@ class Bench:
             g = dataclasses.replace(g, layers=args.layers)
         if not run.on_gpu:
             g, rows = slices.tiny(g), min(rows, TINY_ROWS)
-        ranks, tokens = run.mesh.size, g.tokens(rows, run.mesh.size)
-        length = min(g.length, tokens)
-        sequences = tokens // length
-        self.g, self.length, self.tokens = g, length, sequences * length
-        setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
-        self.workload = draw(setting, ranks)
+        tokens = g.tokens(rows, run.mesh.size)
+        self.length = min(g.length, tokens)
+        self.g, self.tokens = g, tokens // self.length * self.length
         self.methods = [m for m in args.methods if run.on_gpu or m not in ON_GPU]
         if g.hidden % ma.BlockwiseFp8.group_size:  # GPT-OSS
             self.methods = [m for m in self.methods if m != "moe_mlp_to_fp8"]
@@ -157,17 +164,21 @@ class Bench:
 
         place = lambda *axes: NamedSharding(run.mesh, PartitionSpec(*axes))
         self.shardings = slices.shardings(g, run.mesh)
-        self.init = jax.jit(functools.partial(slices.init, g), out_shardings=self.shardings)
+        init = jax.jit(slices.init, static_argnums=0, out_shardings=self.shardings)
+        self.init = functools.partial(init, g)
         self.placed = (self.shardings, place(None, "ep"), place("ep"), place())
-        shape = step.micro_batches, ranks * sequences, length + 1
-        self.batches = slices.batches(g, shape, BATCHES)
-        self.given = None
-        if step.routing == "uniform":
-            self.given = self.workload.ids.reshape(ranks * sequences, length, g.top_k)
 
     def start(self, tracer: concurrent.futures.Executor) -> None:
         """Trace the programs of all methods one after the other, and compile them in threads."""
+        g, step, ranks = self.g, self.step, self.run.mesh.size
         if not self.is_started:
+            setting = Setting(self.tokens, g.hidden, g.top_k, g.experts, capacity="worst")
+            self.workload = draw(setting, ranks)
+            sequences = ranks * self.tokens // self.length
+            shape = step.micro_batches, sequences, self.length + 1
+            self.batches = slices.batches(g, shape, BATCHES)
+            self.given = self.workload.ids.reshape(sequences, self.length, g.top_k)
+            self.given = self.given if step.routing == "uniform" else None
             order = dict.fromkeys((self.reference, *self.methods))
             self.futures = {m: tracer.submit(self.compile, m) for m in order}
         self.is_started = True
@@ -294,8 +305,9 @@ class Bench:
                 rows[method] |= timing.Timing.of(us).row() | dict(samples=len(us)) | more
             for row in rows.values():
                 row |= self.figures(row, rows.get("local"))
-                if row not in self.run.record["rows"]:
-                    self.run.record["rows"].append(row)
+            is_new = lambda old: any(all(old[k] == row[k] for k in KEYS) for row in rows.values())
+            kept = [old for old in self.run.record["rows"] if not is_new(old)]
+            self.run.record["rows"][:] = [*kept, *rows.values()]
             self.run.save()
         for row in rows.values():
             say(runs.in_words(row) + f"  {row['tokens_per_s']:,.0f} tokens/s, {row['mfu']:.1%} MFU")

@@ -82,15 +82,14 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
 NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
 # Columns of whole steps: the name of an entry, and the entry in words.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "ms (range)": lambda r: f"{ms(r['us'])} ({ms(r['min_us'])} to {ms(r['max_us'])})",
+    "ms": lambda r: ms(r["us"]),
+    "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
     "tokens/s/GPU": lambda r: number(r["tokens_per_s"]),
     "TFLOP/s/GPU": lambda r: number(r["tflops"]),
-    "MFU": lambda r: f"{r['mfu']:.1%}",
+    "MFU": lambda r: f"{100 * r['mfu']:.1f} %",
     "peak GiB": lambda r: f"{r['peak_gib']:.0f}",
     "exposed exchange, ms": lambda r: ms(r["exposed_us"]),
-    "losses of the first steps": lambda r: (
-        "-" if r["is_bound"] else ", ".join(map(str, r["losses"]))
-    ),
+    "first losses": lambda r: "-" if r["is_bound"] else ", ".join(map(str, r["losses"])),
     "dropped": lambda r: number(r["dropped"]),
 }
 
@@ -153,7 +152,7 @@ def steps_in_short(folder: pathlib.Path) -> str:
     if found is None:
         return NO_STEPS
     rows = main_steps(found.record["rows"])
-    titles, figures = list(grouped(rows, lambda row: row["title"])), ("tokens/s/GPU", "MFU")
+    titles, figures = list(grouped(rows, lambda row: row["title"])), ("ms", "tokens/s/GPU", "MFU")
     header = ["MoE layer", *(f"{title}: {name}" for title in titles for name in figures)]
     lines = []
     for method, here in of_method(rows).items():
@@ -225,7 +224,9 @@ def number(x: Any) -> str:
     """Return a number with three digits or more; a dash for None, and other values as they are."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
-    return "-" if x in (None, "") else f"{x:,}" if isinstance(x, int) else x.replace("_", " ")
+    if isinstance(x, int):
+        return f"{x:,}"
+    return "-" if x in (None, "") else x if "`" in x else x.replace("_", " ")
 
 
 def named(row: Row) -> Row:
@@ -303,10 +304,11 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
     if sweep == STEPS:
-        words = lambda row: re.sub("[*`]", "", STEP_METHODS[row["method"]])
-        by_method = of_method(main_steps(rows)).values()
-        rows = [dict(row, method=words(row)) for here in by_method for row in here]
-        rows = [dict(row, tokens=None) for row in rows if row["op"] == "step"]
+        shown = [row for row in main_steps(rows) if row["method"] != "none"]
+        rows = [
+            dict(r, method=STEP_METHODS[m]) for m, here in of_method(shown).items() for r in here
+        ]
+        rows = [dict(row, tokens=None) for row in rows]  # panels are of geometries
     ours = [dict(row, panel="ours") for row in rows if row["method"] == "ours"]
     trips = [dict(row, panel="round trip") for row in rows if row["op"] == "round_trip"]
     if x:
@@ -344,9 +346,12 @@ def bars(axis: Any, sweep: str, rows: Rows) -> None:
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]
+    if sweep == STEPS:
+        colors = ["C1" if "package" in row["method"] else "C0" for row in rows]
+    labels = [re.sub("[*`]", "", words_of(row, keys)) for row in rows]
     drawn = axis.barh(range(len(rows)), [row[y] for row in rows], color=colors)
     axis.bar_label(drawn, [number(row[y]) for row in rows], fontsize=7, padding=2)
-    axis.set_yticks(range(len(rows)), [words_of(row, keys) for row in rows], fontsize=7)
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.set_xlabel(label)
