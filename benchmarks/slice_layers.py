@@ -24,6 +24,7 @@ from .slices import MoE
 from .workload import Workload, round_up
 
 CAPACITY_FACTOR = 1.25  # of each expert
+EXACT = 5e-3  # the difference of losses of methods that round at other places
 ALONE = "self"  # the axis of one rank
 
 
@@ -32,7 +33,7 @@ class Layer(NamedTuple):
 
     make: Callable[[Workload, Any], MoE]
     """Makes it from the sizes and the activation."""
-    tolerance: float | None = 5e-3
+    tolerance: float | None = EXACT
     """By how much its first losses may differ from those of the reference; None for a bound, which
     computes something else."""
     has_our_products: bool = True
