@@ -30,6 +30,7 @@ from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
 from .fp8 import check_quantized
 from .load import ExpertLoad, expert_load
+from .logits import router_logits
 from .mlp import (
     QUANTIZED,
     SUMMED,
@@ -112,8 +113,8 @@ def moe(
 ) -> tuple[jax.Array, MoEStatistics]:
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
-    The call computes ``logits = x @ router + router_bias``, chooses experts with ``top_k_router``,
-    and applies them with ``moe_mlp``. Expert e maps a token to
+    The call computes ``logits = x @ router + router_bias`` with the precision of float32, chooses
+    experts with ``top_k_router``, and applies them with ``moe_mlp``. Expert e maps a token to
     ``activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]``. The result does not
     depend on the mesh, except for rounding, and for drops if a capacity is given. Call it inside
     ``jax.jit``, because outside JAX compiles each operation alone.
@@ -276,7 +277,7 @@ def moe(
         if has_mask and mask is not None:
             rows = jnp.where(mask[:, None], rows, 0)
         only = {name: arrays[0] for name, arrays in params.items()}
-        logits = _logits(rows, only["router"], only.get("router_bias"))
+        logits = router_logits(rows, only["router"], only.get("router_bias"))
         if choose is None:
             own = router_options | {"select_bias": only.get("select_bias")}
             choices = top_k_router(logits, top_k, mask=mask, **own)
@@ -377,16 +378,6 @@ def _experts(
     y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return lax.collapse(y, 0, -1)[:num_tokens], load
-
-
-def _logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
-    """Return the logits of tokens [T, E]."""
-    dtypes = accumulation_dtype(x.dtype), accumulation_dtype(router.dtype)
-    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
-    if x.dtype != router.dtype:
-        x, router = x.astype(dtype), router.astype(dtype)
-    logits = jnp.dot(x, router, preferred_element_type=dtype)
-    return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
 
 
 def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:
