@@ -13,8 +13,9 @@ from jax import lax
 from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..plan.plan import running_sum
+from ..routing.checks import check_scope
 from ..routing.two_level import AnyRouting
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
       output of ``jax.grad``.
 
     Raises:
-      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``.
+      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``, or its arrays have other dtypes
+        or shapes.
+      ValueError: if the group's axes are not in scope, or the placement has other ranks or slots.
 
     Example:
       Two ranks have two experts each. Expert 0 receives most of the tokens:
@@ -123,7 +126,11 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
         raise TypeError(
             f"recv must be a Recv, as dispatch returns it, or a Routing; got {type(recv).__name__}"
         )
-    group, rank = routing.group, own_rank(routing.group)
+    group = check_scope(routing.group)
+    routing.check("recv")
+    if placement is not None:
+        check_placement(placement, group.size, or_none=True)
+    rank = own_rank(group)
     # Rows with a token come first in each group, but group sizes count padding too.
     is_row = (routing.row_rank >= 0).astype(jnp.int32)
     rows_before = jnp.concatenate([jnp.zeros((1,), jnp.int32), running_sum(is_row)])

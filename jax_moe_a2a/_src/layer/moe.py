@@ -24,7 +24,7 @@ from ..formats.formats import TokenFormat
 from ..group.group import Group
 from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
@@ -630,13 +630,11 @@ def _check_arrays(
     }
     first = _one_or_two(given["w_gate_up"])
     if placement is not None:
-        if not isinstance(placement, Placement):
-            raise TypeError(f"placement must be a Placement or None; got {placement!r}")
-        placement.check("placement", experts, scope.group.size)
+        check_placement(placement, scope.group.size, num_experts=experts, or_none=True)
         if first and first[0].shape[:1] == (placement.num_slots,):
             experts = placement.num_slots  # weights that are already placed
         else:
-            placement.check_home(scope.group.size)  # inside shard_map, nothing is known
+            placement.check_home()
     width = first[0].shape[-1] if first and first[0].ndim else 0
     forms = {
         "[E, H, 2, I]": [(experts, hidden, 2, width)],
