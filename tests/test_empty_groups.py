@@ -1,4 +1,4 @@
-"""Weights of experts without rows, and of empty slots, reach no result and no gradient of a layer."""
+"""Weights of experts without rows, and of empty slots, reach no result or gradient of a layer."""
 
 import jax
 import jax.numpy as jnp

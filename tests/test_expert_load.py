@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import functools
+import re
 
 import cases
 import harness
@@ -20,7 +21,7 @@ LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, align
 
 def expected_load(ids, layout, ranks):
     """Return (rows of each expert, rows of each rank, dropped rows of each rank, choices of each
-    expert)."""
+    expert, invalid ids of each rank)."""
     experts = layout.num_experts(ranks)
     routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
     rows = np.zeros(experts, np.int32)
@@ -28,7 +29,7 @@ def expected_load(ids, layout, ranks):
         rows[ids[source, token, k]] += 1
     wanted = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
     assert wanted.sum() == routing.num_rows.sum() + routing.num_dropped.sum()
-    return rows, routing.num_rows, routing.num_dropped, wanted
+    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
 
 
 def assert_load_is(load, expected):
@@ -147,7 +148,8 @@ def test_what_is_not_a_recv_is_refused():
 
 
 LOAD = ma.ExpertLoad(
-    np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]), np.array([7, 3, 3, 3])
+    *(np.array([6, 0, 3, 3]), np.array([6, 6])),
+    *(np.array([4, 0]), np.array([7, 3, 3, 3]), np.array([0, 1])),
 )
 
 
@@ -184,3 +186,16 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib"):
         ma.plot_expert_load(LOAD)
+
+
+@pytest.mark.exchanges(0)
+def test_all_counts_are_summed_by_one_psum():
+    group = harness.emulated_group(2)
+    mesh = jax.sharding.AbstractMesh((2,), (group.axis_name,))
+
+    def on_rank():
+        ids = jnp.zeros((3, 1), jnp.int32)
+        return ma.expert_load(ma.route(ids, group=group, num_experts=4))
+
+    load = jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=jax.sharding.PartitionSpec())
+    assert len(re.findall(r"= psum\w*\[", str(jax.make_jaxpr(load)()))) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,11 +20,7 @@ SHARE_BITS = 15  # shares are multiples of 2**-15, so products with them fit in 
 ALL = 2**SHARE_BITS
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slot_experts", "expert_slots", "num_replicas", "share_ends"],
-    meta_fields=["num_ranks", "home"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The expert slots of all ranks, and the expert whose weights each slot holds.
@@ -54,9 +49,9 @@ class Placement:
     share_ends: Any
     """[..., E, M]: how much of an expert's rows its slots up to this one should receive together,
     in units of 2**-15. It is 2**15 from the last slot on."""
-    num_ranks: int
+    num_ranks: int = dataclasses.field(metadata=dict(static=True))
     """R, the number of ranks."""
-    home: bool
+    home: bool = dataclasses.field(metadata=dict(static=True))
     """True if the placement has the home form."""
 
     @property
