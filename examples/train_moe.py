@@ -206,7 +206,8 @@ def experts_dense(
     h = jax.nn.gelu(jnp.einsum("th,ehf->etf", x, w_in))
     y = jnp.einsum("etf,efh->eth", h, w_out)
     rows = jnp.zeros(EXPERTS, jnp.int32).at[topk_ids].add(1)
-    load = ma.ExpertLoad(rows, rows.sum(keepdims=True), jnp.zeros(1, jnp.int32), rows)
+    none = jnp.zeros(1, jnp.int32)
+    load = ma.ExpertLoad(rows, rows.sum(keepdims=True), none, rows, none)
     return jnp.einsum("te,eth->th", weights, y), load
 
 

@@ -9,6 +9,7 @@ is (w a)^T D.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
 from ..placement.types import Placement
+from ..plan.capacity import shared_tokens
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
@@ -328,6 +330,7 @@ def mlp_and_routing(
     arguments = check_dispatch(*arrays, route_arguments, exchanged)
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
+    _warn_of_few_rows(route_arguments, options, tokens.shape[0])
     hidden, experts = tokens.shape[1], options.num_local_experts
     spare = 0  # slots whose weights are not given
     if placement is not None:
@@ -394,6 +397,26 @@ def mlp_and_routing(
     # last group.
     back = back._replace(options=arguments.options.unencoded)
     return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
+
+
+def _warn_of_few_rows(given: RouteArguments, options: RouteOptions, num_tokens: int) -> None:
+    """Warn if an argument limits the rows of all ranks to less than one for each token."""
+    size, replicated = options.group.size, options.replicated
+    num_rows = options.capacity
+    if options.shared_expert:
+        num_rows -= shared_tokens(num_tokens, size, replicated)
+    if given.capacity is None and given.capacity_factor is None:
+        return
+    if max(0, num_rows) * (size if replicated else 1) >= num_tokens:
+        return
+    name = "capacity" if given.capacity_factor is None else "capacity_factor"
+    warnings.warn(
+        f"{name}={getattr(given, name)!r} leaves {max(0, num_rows)} rows for the experts of each "
+        f"of {size} ranks, and {'all ranks have the same' if replicated else 'each rank has'} "
+        f"{num_tokens} tokens, so some tokens reach no expert. Pass a larger one, for example "
+        "capacity_factor=1.25, or omit it to drop nothing",
+        stacklevel=2,
+    )
 
 
 def _product(

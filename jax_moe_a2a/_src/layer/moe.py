@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +25,7 @@ from ..formats.formats import TokenFormat
 from ..group.group import Group
 from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
@@ -72,6 +73,12 @@ class MoEStatistics(NamedTuple):
     def num_dropped(self) -> jax.Array:
         """Return the number of rows that all ranks dropped, [] int32."""
         return self.load.dropped_per_rank.sum(axis=-1)
+
+    @property
+    def num_invalid(self) -> jax.Array:
+        """Return the number of ids outside [-1, E) that ``choose`` returned, [] int32. Such choices
+        add nothing to the output."""
+        return self.load.invalid_per_rank.sum(axis=-1)
 
 
 def moe(
@@ -132,7 +139,8 @@ def moe(
       ``route``), and with fewer tokens than ``data_axes`` have indices, all devices do.
     - Experts are divided over the group's axes. Over ``tensor_axis``, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
-      repeat the work.
+      repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
+      JAX does not know how Auto axes divide an array in ``jax.jit``.
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
@@ -168,7 +176,8 @@ def moe(
       choose: a function that chooses experts in place of ``top_k_router``, whose options must then
         be omitted; or None. It maps one rank's logits [T, E] to ``RouterChoices`` with ids [T, K],
         weights [T, K] and scores [T, E]. Over Explicit axes, it cannot read traced arrays of the
-        enclosing function, because JAX refuses this in ``jax.shard_map``.
+        enclosing function, because JAX refuses this in ``jax.shard_map``. The statistics count ids
+        outside [-1, E) as ``num_invalid``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
       shared_gate_up: the first weights of a shared expert, which all tokens have in addition, in
@@ -247,6 +256,7 @@ def moe(
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
     has_mask = mask is not None
     tokens = _divide_tokens(scope, x, replicated)
+    _warn_of_repeated_work(scope, x)
     x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
 
     in_fp8 = isinstance(w_gate_up, QuantizedExperts)
@@ -396,6 +406,34 @@ def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
         *(x.reshape(x.shape[0], -1, x.shape[-1]) for x in (values, scales)),
         *(_side_by_side((x,)) for x in transposed),
     )
+
+
+def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
+    """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
+    named = (*scope.data_axes, *scope.group.axes)
+    if math.prod(x.shape[:-1]) < 2 * scope.size(named):
+        return  # too few tokens for one more axis
+    explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
+    spec = scope.spec_of(x) if explicit else None
+    is_traced = isinstance(x, jax.core.Tracer)
+    if auto and not is_traced:
+        spec = getattr(x.sharding, "spec", None)
+    dividing = {name for entry in spec or () for name in names_of(entry)}
+    if auto and is_traced:
+        dividing |= auto
+    repeating = tuple(
+        axis
+        for axis in scope.mesh.axis_names
+        if axis in dividing - {*named, scope.tensor_axis} and scope.size((axis,)) > 1
+    )
+    if repeating:
+        each = " and ".join(f"{axis!r} of size {scope.size((axis,))}" for axis in repeating)
+        data_axes = (*scope.data_axes, *repeating)
+        warnings.warn(
+            f"no argument of moe names the mesh axes {each}, so their devices repeat its work. If "
+            f"they divide the tokens, pass data_axes={data_axes}",
+            stacklevel=2,
+        )
 
 
 class _Tokens(NamedTuple):
@@ -621,13 +659,11 @@ def _check_arrays(
     }
     first = _one_or_two(given["w_gate_up"])
     if placement is not None:
-        if not isinstance(placement, Placement):
-            raise TypeError(f"placement must be a Placement or None; got {placement!r}")
-        placement.check("placement", experts, scope.group.size)
+        check_placement(placement, scope.group.size, num_experts=experts, or_none=True)
         if first and first[0].shape[:1] == (placement.num_slots,):
             experts = placement.num_slots  # weights that are already placed
         else:
-            placement.check_home(scope.group.size)  # inside shard_map, nothing is known
+            placement.check_home()
     width = first[0].shape[-1] if first and first[0].ndim else 0
     forms = {
         "[E, H, 2, I]": [(experts, hidden, 2, width)],

@@ -52,7 +52,8 @@ def plan_placement(
     Returns:
       The placement, with the shapes of ``Placement.identity(E, R, spare=spare)`` after the leading
       axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
-      call can be part of a program, and its plan is equal to NumPy's, bit for bit.
+      call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
+      ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -110,7 +111,7 @@ def plan_placement(
 
         slots, rows = map_leading(xp, plan_host, by_host)
         flat = (num_ranks, num_local + spare)
-        return placement_of(xp, slots.reshape(flat), rows.reshape(flat), num_experts)
+        return placement_of(xp, slots.reshape(flat), rows.reshape(flat), num_experts, home)
 
     return map_leading(xp, plan, array.astype(np.int32))
 
