@@ -35,3 +35,9 @@ def test_xla_makes_of_our_programs_what_the_compiled_table_says():
     committed, now = (text.splitlines() for text in (TABLE.read_text(), made()))
     changes = difflib.unified_diff(committed, now, "table.txt", "now", n=8, lineterm="")
     assert committed == now, "run `make compiled`, and commit the table:\n" + "\n".join(changes)
+
+
+def test_every_call_has_a_scope_of_the_package():
+    calls = [line for line in TABLE.read_text().splitlines() if line.startswith("  our call")]
+    assert calls and not [line for line in calls if "of no scope" in line]
+    assert [line for line in calls if line.endswith(", backward")]

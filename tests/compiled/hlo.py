@@ -138,6 +138,12 @@ class Module:
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)
 
+    def scope(self, i):
+        """Return the innermost scope of this package around an instruction, and its direction."""
+        names = re.findall(r"\bmoe_\w+", i.op_name.removesuffix(i.op_name.rsplit("/", 1)[-1]))
+        of = f"of {names[-1]}" if names else "of no scope"
+        return f"{of}, backward" if "transpose(" in i.op_name else of
+
     def wide_operands(self, i, size):
         """Return the shapes of operands of a kernel that have an axis of this size."""
         operands = {s for name in i.operands for s in self.by_name[name].shapes}
@@ -159,7 +165,7 @@ def rows_of_table(text, num_rows):
     module = Module(text)
     found = collections.Counter()
 
-    def add(kind, description="", in_loop=False):
+    def add(kind, description, in_loop):
         found[f"{kind} in loop" if in_loop else kind, description] += 1
 
     before, after = (collections.defaultdict(set) for _ in range(2))
@@ -171,11 +177,12 @@ def rows_of_table(text, num_rows):
                 after[i.name].add(source.target)
     for i, in_loop in module.executed:
         if i.is_call:
-            add("our call", i.target, in_loop)
+            add("our call", f"{i.target} {module.scope(i)}", in_loop)
         elif i.is_collective and not i.op.endswith("-done"):
             add("collective", f"{i.op.removesuffix('-start')} {' '.join(i.shapes)}", in_loop)
         elif i.is_kernel_of_xla:
-            add("XLA's kernels", in_loop=in_loop)
+            add("XLA's kernels", "in all", in_loop)
+            add("XLA's kernels", module.scope(i), in_loop)
             move, written = module.move(i), module.shapes_of(i)
             around = {"after": after[i.name], "before": before[i.name]}
             where = [
@@ -186,7 +193,7 @@ def rows_of_table(text, num_rows):
             if module.passes_over(i, num_rows):
                 reads = "" if has_axis(written, num_rows) else module.wide_operands(i, num_rows)
                 reads = f"{' '.join(reads)} to " if reads else ""
-                add("wide pass", f"{reads}{written}", in_loop)
+                add("wide pass", f"{reads}{written} {module.scope(i)}", in_loop)
             for b in module.fused(i):
                 operands = [module.by_name[name] for name in b.operands]
                 if b.op == "dot":

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
+from .. import compat, scopes
 from ..formats.formats import BlockwiseFp8, Quantized
 from . import lowering as lowered
 from .primitives import bind, register, rows_like
@@ -32,6 +32,7 @@ encode_rows_p = compat.Primitive("moe_a2a_encode_rows")
 encode_rows_p.multiple_results = True
 
 
+@scopes.quantization
 def bind_encode_rows(rows: jax.Array, sizes: jax.Array, num_sms: int | None) -> Quantized:
     """Bind ``encode_rows_p``. Rows are bfloat16 or float32, and K is a multiple of 128."""
     return Quantized(*bind(encode_rows_p, rows, sizes, num_sms=num_sms))
