@@ -7,6 +7,7 @@
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
+# make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
 # make lint    ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
@@ -43,8 +44,8 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick sanitize lint docs bench wheels \
-  test-wheels clean
+.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick sanitize compiled lint docs bench \
+  wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -76,6 +77,9 @@ emulate-quick: $(VENV)/.test
 
 sanitize:
 	$(PYTHON) -m tests.emulation --host
+
+compiled: $(VENV)/.test build/compiled/.installed
+	$(BIN)/python -m tests.compiled --write
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -116,6 +120,14 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
 	  | xargs $(BIN)/python -m pip install -q
+	touch $@
+
+# XLA for GPUs, in a folder of its own: jax would find it in $(VENV), and look for GPUs.
+build/compiled/.installed: pyproject.toml | $(VENV)/.made
+	rm -rf $(@D)
+	$(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['compiled'])" \
+	  | xargs $(BIN)/python -m pip install -q --no-deps --target $(@D)
 	touch $@
 
 # Tools that need no package: it is neither built nor installed.

@@ -15,7 +15,7 @@ from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh
-from jax._src.source_info_util import Scope
+from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, mlir
@@ -85,6 +85,12 @@ def scopes_of(ctx: Any) -> tuple[str, ...]:
     """
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
+
+
+def innermost_scope() -> str | None:
+    """Return the innermost ``jax.named_scope`` around what is being traced, or None without one."""
+    stack = current_name_stack().stack
+    return stack[-1].name if stack and isinstance(stack[-1], Scope) else None
 
 
 def mesh_in_context() -> Mesh | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import scopes
 from ..checks import Tail, as_array, check_int, check_tail, is_known, short
 from ..formats.formats import Quantized
 from . import lowering as lowered
@@ -17,6 +18,7 @@ from .primitives import bind_dot
 from .weights import QuantizedExperts, check_scales
 
 
+@scopes.products
 def grouped_dot(
     rows: ArrayLike | Quantized,
     w: ArrayLike | QuantizedExperts,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import compat
+from .. import compat, scopes
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
 from . import lowering as lowered
@@ -31,6 +31,7 @@ encode_rows_p = compat.Primitive("moe_a2a_encode_rows")
 encode_rows_p.multiple_results = True
 
 
+@scopes.quantization
 def bind_encode_rows(rows: jax.Array, sizes: jax.Array, num_sms: int | None) -> Quantized:
     """Bind ``encode_rows_p``. Rows are bfloat16 or float32, and K is a multiple of 128."""
     return Quantized(*bind(encode_rows_p, rows, sizes, num_sms=num_sms))

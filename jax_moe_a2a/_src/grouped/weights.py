@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import as_array, check_bool, is_known, short
 from ..exchange.rules import zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
@@ -189,6 +189,7 @@ def _turned(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, -1)
 
 
+@scopes.quantization
 def encode_experts(
     w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
 ) -> QuantizedExperts:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import as_array, check_bool, check_factor, short
 from ..compat import align_varying
 from ..exchange.reference import accumulation_dtype
@@ -18,6 +19,7 @@ from .router import check_logits, check_mask, one_hot
 AxisNames: TypeAlias = str | Sequence[str] | None
 
 
+@scopes.losses
 def load_balancing_loss(
     scores: ArrayLike, ids: ArrayLike, *, axis_name: AxisNames = None
 ) -> jax.Array:
@@ -94,6 +96,7 @@ def load_balancing_loss(
     return num_experts * jnp.sum(shares * means)
 
 
+@scopes.losses
 def router_z_loss(
     logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name: AxisNames = None
 ) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import PyTree, as_array, short
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.record import Options
@@ -90,6 +90,7 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
     return jax.tree.unflatten(treedef, fetch(arrays, placement, found))
 
 
+@scopes.placement
 def fetch(
     arrays: list[jax.Array], placement: Placement, group: Group, *, first: int = 0
 ) -> list[jax.Array]:

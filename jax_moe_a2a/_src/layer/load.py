@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import scopes
 from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
@@ -77,6 +78,7 @@ jax.tree_util.register_dataclass(
 )
 
 
+@scopes.load
 def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from .. import compat
+from .. import compat, scopes
 from ..exchange.reference import accumulation_dtype
 from ..exchange.rules import is_zero
 from ..grouped.primitives import bilinear_jvp, bind, register
@@ -29,6 +29,7 @@ from ..grouped.primitives import bilinear_jvp, bind, register
 router_dot_p = compat.Primitive("moe_a2a_router_dot")
 
 
+@scopes.router
 def router_logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
     """Return the logits of tokens [T, E]: ``x @ router + router_bias``."""
     logits = bind(router_dot_p, x, router, dtype=_sum_dtype(x, router))

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import scopes
 from ..checks import as_array, check_int, check_static, merge_axes, short, taken_from
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
@@ -451,6 +452,7 @@ def _is_trained(w: Any) -> bool:
     return len(shape) == 3 and not any(size % BLOCK for size in shape[1:])
 
 
+@scopes.products
 def _fused_experts(
     rows: Rows, weights: Weights, sizes: jax.Array, *, totals: Totals, activation: FusedActivation
 ) -> tuple[jax.Array, Totals]:
@@ -463,6 +465,7 @@ def _fused_experts(
     return y, {**totals, **dict(zip(names, found, strict=True))}
 
 
+@scopes.products
 def experts_of(
     rows: Rows,
     weights: Weights,
@@ -552,6 +555,7 @@ def why_not_fused(
     )
 
 
+@scopes.activation
 def _activate(
     activation: Activation,
     intermediate: int,

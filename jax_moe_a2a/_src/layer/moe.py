@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import as_array, check_bool, check_int, short, taken_from
 from ..exchange.reference import accumulation_dtype
 from ..experts.gated import gated
@@ -356,6 +356,13 @@ def _experts(
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
 
+    @scopes.shared_expert
+    def shared_expert(x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
+        act = options.activation(jnp.dot(x, w_in))
+        act_dtype = accumulation_dtype(act.dtype)
+        weighted = act.astype(act_dtype) * weights.astype(act_dtype)[:, None]
+        return jnp.dot(weighted.astype(x.dtype), w_out)
+
     def layer(
         x: jax.Array,
         shared_weights: jax.Array | None = None,
@@ -365,10 +372,7 @@ def _experts(
     ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
         y, routing, totals = mlp_and_routing(route_arguments, options, x=x, **of_chunk(arrays))
         if shared_weights is not None:
-            act = options.activation(jnp.dot(x, shared_in))
-            act_dtype = accumulation_dtype(act.dtype)
-            weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
-            y += jnp.dot(weighted.astype(x.dtype), shared_out)
+            y += shared_expert(x, shared_weights, shared_in, shared_out)
         return (y, expert_load(routing, placement=options.placement)), totals
 
     if num_chunks == 1:
@@ -376,7 +380,7 @@ def _experts(
     num_tokens = tokens["x"].shape[0]
     more = -num_tokens % num_chunks
     padded = {
-        name: jnp.pad(
+        name: scopes.padding(jnp.pad)(
             array,
             ((0, more), *((0, 0),) * (array.ndim - 1)),
             constant_values=-1 if name == "topk_ids" else 0,
@@ -487,6 +491,7 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     return _Tokens(spec, axes, replicated, sizes, more, home)
 
 
+@scopes.padding
 def _with_padding(
     scope: _Scope, tokens: _Tokens, x: jax.Array, of_tokens: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -503,6 +508,7 @@ def _with_padding(
     return arrays.pop("x"), arrays
 
 
+@scopes.padding
 def _without_padding(
     scope: _Scope, tokens: _Tokens, y: jax.Array, **last: str | tuple[str, ...] | None
 ) -> jax.Array:

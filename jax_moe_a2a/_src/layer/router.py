@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import as_array, check_bool, check_factor, check_floats, check_int, short
 from ..exchange.reference import accumulation_dtype
 from ..plan.capacity import check_top_k
@@ -28,6 +29,7 @@ class RouterChoices(NamedTuple):
     ``load_balancing_loss``; 0 in masked tokens."""
 
 
+@scopes.router
 def top_k_router(
     logits: ArrayLike,
     top_k: int,

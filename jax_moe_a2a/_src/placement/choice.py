@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import check_int, short
 from ..plan.plan import count_and_number, running_sum
 from ..routing.checks import GroupOrAxes, as_int32, check_ids, check_scope
@@ -19,6 +20,7 @@ from .types import ALL, SHARE_BITS, Placement, check_placement
 STRIDE = 20253
 
 
+@scopes.placement
 def choose_slots(
     ids: ArrayLike,
     placement: Placement,

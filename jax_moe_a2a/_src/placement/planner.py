@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import as_array, check_bool, check_int, short
 from .fill import INT32_MAX, fill_slots, repeat
 from .types import Placement, home_experts, map_leading, max_replicas, placement_of
 
 
+@scopes.placement
 def plan_placement(
     load: ArrayLike,
     *,

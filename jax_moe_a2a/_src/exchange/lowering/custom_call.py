@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from ... import compat
+from ... import compat, scopes
 from ...group import native
 from .. import reference
 from .call_placement import CallPlacement, Refused, barrier
@@ -79,7 +79,7 @@ def custom_call(
         first_timeout_ns=np.int64(group.patience * 1e9),
         raise_failures=group.on_failure == "raise",
         half_bytes=np.int64(half_bytes),
-        scopes=_hash("/".join(compat.scopes_of(ctx))),
+        scopes=_hash("/".join(scopes.of_user(ctx))),
         **{name: native.attribute(value) for name, value in attributes.items()},
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
