@@ -8,6 +8,7 @@
 # make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
+# make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must notice it
 # make sanitize        runs the host code over a fake driver under sanitizers
 # make lint    ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
@@ -45,8 +46,8 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-hosts network test-network fuzz faults emulate emulate-quick sanitize lint docs bench wheels \
-  test-wheels clean
+.PHONY: demo test test-processes test-hosts network test-network fuzz faults emulate emulate-quick mutations sanitize lint \
+  docs bench wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -79,6 +80,9 @@ emulate:
 
 emulate-quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_emulation.py
+
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.mutations
 
 sanitize:
 	$(PYTHON) -m tests.emulation --host

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped import primitives
+from jax_moe_a2a._src.grouped import primitives, reference
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),
@@ -300,6 +300,14 @@ def test_sizes_that_do_not_fit_are_cut(path, sizes):
 
 
 @pytest.mark.parametrize("dtype", ("int8", "uint8", "int16", "uint32", "int32"))
+def test_groups_of_any_sizes_do_not_overlap():
+    for sizes in ([3, -2, 4], [-5, 3, 3], [6, 2**31 - 1, 1], [0, 0, 0]):
+        starts, sizes = map(np.asarray, reference.groups_of(jnp.array(sizes, jnp.int32), 8))
+        assert (sizes >= 0).all()
+        np.testing.assert_array_equal(starts, np.append(0, np.cumsum(sizes)[:-1]))
+        assert sizes.sum() <= 8
+
+
 def test_sizes_of_any_integer_dtype(path, dtype):
     sizes = [30, 0, 60]
     rows, w, *_ = arrays(400, 128, 128, sizes, "bfloat16")
