@@ -99,6 +99,14 @@ def test_replicas_are_worth_their_slots():
     for min_rows, num_slots in ((30, 5), (31, 4)):
         plan = ma.plan_placement([60, 10, 10, 0], num_ranks=2, spare=1, min_rows=min_rows)
         assert (plan.slot_experts >= 0).sum() == num_slots
+        half = 2**14 if min_rows == 30 else 2**15
+        assert plan.share_ends[0].tolist() == [half, 2**15, 2**15]
+
+
+def test_experts_are_packed_in_the_order_of_their_loads():
+    """In another order, the last expert of a full pack would be a heavy one."""
+    placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
+    assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():

@@ -6,6 +6,7 @@ most. A test that cannot be run with the mutation notices nothing.
 """
 
 import argparse
+import fcntl
 import os
 import re
 import shlex
@@ -22,7 +23,9 @@ TREE = ROOT / "build" / "mutations"  # kept, so that most of the C++ code is com
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", default="", help="mutations with this text in file, text or test")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="mutations with such a text in file, texts or test"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="time limit of a test")
     options = parser.parse_args()
     every = read()
@@ -30,28 +33,36 @@ def main():
     if stale:
         print("the list is stale:", *stale, sep="\n  ")
         return 2
-    chosen = [m for m in every if options.only in f"{m} {m.test}"]
-    copy_tree()
-    passes, failed = {}, 0
+    chosen = [m for m in every if any(text in f"{m} {m.test}" for text in options.only)]
+    TREE.mkdir(parents=True, exist_ok=True)
+    with open(f"{TREE}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run mutates the same copy
+        copy_tree()
+        failed = sum(not is_noticed for is_noticed in notice_each(chosen, options.seconds))
+    print(f"{len(chosen) - failed} of {len(chosen)} mutations were noticed")
+    return 1 if failed else 0
+
+
+def notice_each(chosen, limit):
+    """Run the test of each mutation. Yield whether the test noticed the mutation."""
+    passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
         if mutation.test not in passes:
-            passes[mutation.test], seconds = run(mutation.test, options.seconds)
+            passes[mutation.test], seconds = run(mutation.test, limit)
             report(passes[mutation.test], seconds, f"(no mutation) {mutation.test}")
         if passes[mutation.test] != "passed":
-            failed += 1
+            yield False
             continue
         original = path.read_text()
         path.write_text(mutation.applied(original))
         try:
-            verdict, seconds = run(mutation.test, options.seconds)
+            verdict, seconds = run(mutation.test, limit)
         finally:
             path.write_text(original)
         is_noticed = verdict == "failed"
         report("noticed" if is_noticed else f"NOT NOTICED: {verdict}", seconds, str(mutation))
-        failed += not is_noticed
-    print(f"{len(chosen) - failed} of {len(chosen)} mutations were noticed")
-    return 1 if failed else 0
+        yield is_noticed
 
 
 def report(verdict, seconds, what):
