@@ -6,6 +6,7 @@
 # make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
+# make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must notice it
 # make sanitize        runs the host code over a fake driver under sanitizers
 # make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
 # make lint    ruff, clang-format, mypy, import-linter
@@ -44,7 +45,7 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick sanitize compiled lint docs bench \
+.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick mutations sanitize compiled lint docs bench \
   wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -74,6 +75,9 @@ emulate:
 
 emulate-quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_emulation.py
+
+mutations: $(VENV)/.test
+	$(BIN)/python -m tests.mutations
 
 sanitize:
 	$(PYTHON) -m tests.emulation --host

@@ -84,6 +84,12 @@ def test_each_spelling_is_recognized(kind, spelling):
         assert recognize(ma.gated(activation), rows) == FusedActivation(kind, gated=True)
 
 
+def test_the_first_half_is_the_gate():
+    gate_and_up = jnp.array([[1.0, -2.0, 10.0, 20.0]])
+    for activation in (ma.gated(jax.nn.relu), FusedActivation("relu", gated=True)):
+        assert activation(gate_and_up).tolist() == [[10, 0]]
+
+
 def by_split(act):
     def gated(x):
         gate, up = jnp.split(x, 2, axis=-1)

@@ -39,5 +39,10 @@ def test_a_single_rank_may_fill_its_gpu(num_sms):
     assert blocks == num_sms
 
 
+def test_as_many_tokens_as_count_as_few_have_the_budget_of_few():
+    few, more = (budgets.default_num_sms(budgets.FEW_TOKENS + i) for i in (0, 1))
+    assert (few, more) == (budgets.FEW_TOKENS_NUM_SMS, budgets.DEFAULT_NUM_SMS) and few != more
+
+
 def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():
     assert native._native.launch_blocks(2, 1) == 0

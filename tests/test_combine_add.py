@@ -190,6 +190,23 @@ def test_a_pytree_has_an_addend_for_each_of_its_arrays():
 # Derivatives
 
 
+def test_a_constant_addend_leaves_the_tangents_of_the_others():
+    group, rng = harness.emulated_group(2), np.random.default_rng(0)
+    ids = np.array([[[0], [1]], [[1], [1]]], np.int32)
+    y, d_y = rng.normal(size=(2, 2, 4, 8)).astype(np.float32)
+    addend, constant, d_addend = rng.normal(size=(3, 2, 2, 8)).astype(np.float32)
+
+    def tangents(ids, y, d_y, addend, constant, d_addend):
+        routing = ma.route(ids, group=group, num_experts=2)
+        without = ma.combine(d_y, routing)
+        fn = lambda y, addend: ma.combine([y, y], routing, add=[addend, constant])
+        return jax.jvp(fn, (y, addend), (d_y, d_addend))[1], [without + d_addend, without]
+
+    on_ranks = jax.jit(jax.vmap(tangents, axis_name=harness.AXIS))
+    found, expected = on_ranks(ids, y, d_y, addend, constant, d_addend)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def derivatives_of(fn, floats, directions, cotangent, others=()):
     """Return (value, tangent, cotangents) of fn(*floats, *others)."""
     of = lambda *floats: fn(*floats, *others)

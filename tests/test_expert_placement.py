@@ -100,6 +100,25 @@ def test_replicas_are_worth_their_slots():
     assert (many.slot_experts >= 0).sum() == 8
     few = ma.plan_placement(load, num_ranks=3, spare=1, min_rows=51)
     assert (few.slot_experts >= 0).sum() == 6
+    # A replica would have 30 rows.
+    for min_rows, num_slots in ((30, 5), (31, 4)):
+        plan = ma.plan_placement([60, 10, 10, 0], num_ranks=2, spare=1, min_rows=min_rows)
+        assert (plan.slot_experts >= 0).sum() == num_slots
+        half = 2**14 if min_rows == 30 else 2**15
+        assert plan.share_ends[0].tolist() == [half, 2**15, 2**15]
+
+
+def test_experts_are_packed_in_the_order_of_their_loads():
+    """In another order, the last expert of a full pack would be a heavy one."""
+    placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
+    assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
+
+
+def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
+    """Rank 2 takes all 190 rows that it lacks from rank 0, which then takes 90 from rank 1."""
+    load = np.array([300, 290, 10])
+    placement = ma.plan_placement(load, num_ranks=3, spare=1)
+    np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):

@@ -244,6 +244,16 @@ def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
         assert np.isfinite(x[:IN_USE]).all()
 
 
+def test_gradients_of_router_weights_are_summed_in_float32():
+    """The square of 129/128 needs 15 bits, and bfloat16 has 8."""
+    x = jnp.full((1, 1), 129 / 128, "bfloat16")
+    sizes, ones = jnp.ones(1, jnp.int32), jnp.ones(1, jnp.float32)
+    gradient = experts.Gradient(x, x, ones, jnp.ones((1, 1, 1), x.dtype), sizes)
+    params = dict(activation=FusedActivation("relu"), num_sms=None)
+    found = experts._bind(experts.act_dot_grad_p, gradient, **params)
+    assert found[2].tolist() == [(129 / 128) ** 2]
+
+
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(1, (0, 1)), (1, (0, 0)), (0, (0, 0)), (3, ())], ids=str
 )

@@ -292,6 +292,15 @@ def test_weights_and_rows_that_others_quantized_keep_their_numbers(path):
     np.testing.assert_array_equal(ma.grouped_dot(q_array, experts, sizes), same)
 
 
+def test_both_orientations_of_weights_that_others_quantized_have_their_numbers():
+    """With as many rows as columns, no shape tells the orientations apart."""
+    w = ma.Quantized(*(np.swapaxes(part, 1, 2) for part in squares(normal(3, (2, 256, 256)))))
+    found = ma.quantize_experts(w, transposed=True)
+    for part, of_w in zip((found.transposed, found.values), (w.values, w.values.swapaxes(1, 2))):
+        np.testing.assert_array_equal(np.asarray(part).view(np.uint8), of_w.view(np.uint8))
+    np.testing.assert_array_equal(found.scales, np.swapaxes(w.scales, 1, 2))
+
+
 def test_rows_are_quantized_if_only_weights_are():
     sizes = np.array([3, 4], np.int32)
     rows, w = normal(4, (9, 128), "bfloat16"), ma.quantize_experts(normal(5, (2, 128, 8)))
@@ -434,6 +443,7 @@ def test_quantization_counts_as_the_identity_for_derivatives():
     rows, d_rows = (normal(seed, (2, 9, 128), dtype) for seed in (7, 8))
     ct, d_ct = (normal(seed, (2, 9, 256), dtype) for seed in (9, 10))
     w, d_w = (normal(seed, (3, 128, 256), dtype) for seed in (11, 12))
+    w[:, :, BLOCK:] *= 8  # squares have different scales
     end = sizes.sum()
     plain = lambda rows, w: ma.grouped_dot(rows, w, sizes)
 

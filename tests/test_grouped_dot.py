@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped import primitives
+from jax_moe_a2a._src.grouped import primitives, reference
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),
@@ -297,6 +297,14 @@ def test_sizes_that_do_not_fit_are_cut(path, sizes):
     close(out, dot64(rows, w, fitting), "bfloat16")
     close(d_rows, turned64(ct, w, fitting), "bfloat16")
     close(d_w, outer64(rows, ct, fitting), "bfloat16")
+
+
+def test_groups_of_any_sizes_do_not_overlap():
+    for sizes in ([3, -2, 4], [-5, 3, 3], [6, 2**31 - 1, 1], [0, 0, 0]):
+        starts, sizes = map(np.asarray, reference.groups_of(jnp.array(sizes, jnp.int32), 8))
+        assert (sizes >= 0).all()
+        np.testing.assert_array_equal(starts, np.append(0, np.cumsum(sizes)[:-1]))
+        assert sizes.sum() <= 8
 
 
 @pytest.mark.parametrize("dtype", ("int8", "uint8", "int16", "uint32", "int32"))

@@ -453,6 +453,20 @@ def test_maxtext_counts_what_ragged_buffer_factor_drops():
     assert int(jnp.sum(y)) == 6 * HIDDEN
 
 
+@pytest.mark.parametrize("factor", (0, -1.0))
+def test_a_ragged_buffer_factor_of_0_or_less_drops_nothing(factor):
+    def rows_of(x):
+        ids = jnp.zeros((*x.shape[:2], 1), jnp.int32)  # all choose the first expert
+        given = dict(num_experts=EXPERTS, ragged_buffer_factor=factor, axis_name="ep")
+        group = ma.Group(axis_name="ep", size=2)
+        rows, routing = maxtext.ra2a_and_route(x, jnp.ones(ids.shape), ids, group=group, **given)
+        return rows, routing.num_dropped
+
+    x = jax.ShapeDtypeStruct((2, 1, 4, HIDDEN), "float32")
+    rows, _ = jax.eval_shape(jax.vmap(rows_of, axis_name="ep"), x)
+    assert rows.shape == (2, 8, HIDDEN)
+
+
 def test_gradient_accumulation_over_micro_batches():
     mesh, (x, logits, *w) = mesh_of(expert=2), arguments(6, 4)
     layer = on_mesh(maxtext_experts, mesh, *[BATCH] * 4)

@@ -382,6 +382,23 @@ def test_each_call_of_a_combine_has_the_addends_of_its_dtype():
     assert found[1][1] == f"{TOKENS}x4xf32"
 
 
+def test_weights_return_with_the_sums_of_the_first_dtype_only():
+    """The gradient of a dispatch of two dtypes is two combines."""
+
+    def gradient(x, ids, weights, ct):
+        def rows_of(x, weights):
+            recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS)
+            return recv.rows, recv.weights
+
+        return jax.vjp(rows_of, x, weights)[1](ct)
+
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    x, ct = ([aval(n, HIDDEN), aval(n, 4, dtype="float32")] for n in (TOKENS, rows))
+    text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(rows, dtype="float32")))
+    lines = [line for line in text.splitlines() if "@moe_a2a_combine" in line]
+    assert [re.search(r"num_choice_arrays = (\d)", line)[1] for line in lines] == ["1", "0"]
+
+
 def test_the_gradient_of_an_addend_is_no_call():
     def gradient(y, ids, addend, ct):
         return jax.vjp(lambda addend: combine_adding(y, ids, addend), addend)[1](ct)
@@ -1124,6 +1141,17 @@ def test_devices_are_told_in_the_order_of_ranks():
         ids, num_ranks = ma.Group(each, harness.AXIS).topology
         assert num_ranks == RANKS
         assert list(ids) == [device.id for device in each.devices]
+
+
+def test_devices_are_told_domain_after_domain():
+    devices = harness.mesh_of(RANKS).devices.reshape(2, -1)
+    for each, domains in (
+        (Mesh(devices, ("data", harness.AXIS)), devices),
+        (Mesh(devices, (harness.AXIS, "data")), devices.T),
+    ):
+        ids, num_ranks, *_ = ma.Group(each, harness.AXIS).topology
+        assert num_ranks == domains.shape[1]
+        assert list(ids) == [device.id for device in domains.flat]
 
 
 def test_every_call_stands_before_a_barrier():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.layer import fetch
+from jax_moe_a2a._src.layer import fetch, placed
 
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
@@ -181,6 +181,14 @@ def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
     assert placed._cache_size() == 1
+
+
+def test_gradients_of_rows_of_other_experts_do_not_count():
+    """Products of other rows may have any values, NaN included."""
+    is_kept = jnp.array([True, False])
+    rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
+    (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
+    assert np.all(rows == 1) and found.tolist() == [[5] * 3, [0] * 3]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ its runs noticed it.
 import argparse
 import collections
 import concurrent.futures
+import itertools
 import os
 import sys
 import time
@@ -23,18 +24,21 @@ def main():
         default=6,
         help="sequences of each mutation; if none notices it, more follow until one does",
     )
-    parser.add_argument("--only", default="", help="kinds and mutations with this text in the name")
+    parser.add_argument("--only", default="", help="kinds, mutations and checks of this name")
+    parser.add_argument("--seconds", type=int, default=20, help="time of each check of --host")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--host", action="store_true", help="the host code instead (make sanitize)")
     options = parser.parse_args()
     if options.host:
-        return _run_host()
-    for variant in runs.VARIANTS:
+        return _run_host(options)
+    chosen = [mutation for mutation in mutations.all_mutations() if options.only in mutation.name]
+    kinds = {name: kind for name, kind in runs.KINDS.items() if options.only in name}
+    used = {each.variant for each in (*kinds.values(), *chosen)}
+    for variant in filter(used.__contains__, runs.VARIANTS):
         _build(f"{variant}/emulate")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        failed = _run_kinds(pool, options) + _run_mutations(pool, options)
-    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all as it must be")
-    return 1 if failed else 0
+        failed = _run_kinds(pool, kinds, options) + _run_mutations(pool, chosen, options)
+    return _result(failed)
 
 
 def _build(target):
@@ -43,23 +47,29 @@ def _build(target):
     print(f"built {target} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _run_host():
-    failed = []
-    for sanitizer in runs.HOST_SANITIZERS:
-        _build(f"host_{sanitizer}/checks")
-        for check in runs.HOST_CHECKS:
-            wrong = runs.check_host(sanitizer, check, seconds=20)
-            print(f"{sanitizer} {check:12} {wrong or 'as it must be'}", flush=True)
-            if wrong:
-                failed.append(check)
+def _run_host(options):
+    failed, built = [], set()
+    for sanitizer, check in itertools.product(runs.HOST_SANITIZERS, runs.HOST_CHECKS):
+        if options.only not in f"{sanitizer} {check}":
+            continue
+        if sanitizer not in built:
+            _build(f"host_{sanitizer}/checks")
+            built.add(sanitizer)
+        wrong = runs.check_host(sanitizer, check, seconds=options.seconds)
+        print(f"{sanitizer} {check:12} {wrong or 'as it must be'}", flush=True)
+        if wrong:
+            failed.append(f"{sanitizer} {check}")
+    return _result(failed)
+
+
+def _result(failed):
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all as it must be")
     return 1 if failed else 0
 
 
-def _run_kinds(pool, options):
+def _run_kinds(pool, kinds, options):
     failed = []
-    for name, kind in runs.KINDS.items():
-        if options.only not in name:
-            continue
+    for name, kind in kinds.items():
         start = time.monotonic()
         seeds = kind.seeds(1, options.seeds)
         outcomes = list(pool.map(lambda seed, name=name: runs.run_kind(name, seed), seeds))
@@ -77,11 +87,9 @@ def _run_kinds(pool, options):
     return failed
 
 
-def _run_mutations(pool, options):
+def _run_mutations(pool, chosen, options):
     failed = []
-    for mutation in mutations.all_mutations():
-        if options.only not in mutation.name:
-            continue
+    for mutation in chosen:
         seeds = range(1, options.mutation_seeds + 1)
         outcomes = list(pool.map(lambda seed, m=mutation: runs.mutate(m, seed), seeds))
         why = mutations.JUSTIFIED.get(mutation.name, "")

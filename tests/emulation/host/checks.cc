@@ -344,8 +344,12 @@ void check_requests(int seconds) {
   for (; seconds_since(start) < seconds; ++requests) {
     send_bytes(self, random_request(self, random), random() % 4 != 0);
   }
+  const Request right = {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3};
   Answer answer;
-  require_no(Ask(self, {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
+  Endpoint almost = self;
+  almost.secret.back() ^= 1;
+  require(!Ask(almost, right, within(3), &answer).empty(), "a wrong secret was accepted");
+  require_no(Ask(self, right, within(3), &answer));
   std::printf("requests: %ld, then a right one was answered with %zu allocations\n", requests,
               answer.allocations.size());
 }
@@ -386,6 +390,11 @@ void check_memory(int) {
     require_no(workspace.Close(kTimeoutNs));
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
+  // A workspace that grows allocates only what it lacks.
+  constexpr int64_t kHalf = 8 << 20;
+  require_no(workspace.Reserve(kHalf / 2, kTimeoutNs));
+  require_no(workspace.Reserve(kHalf, kTimeoutNs));
+  require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
   // Memory of another process arrives with a gap, and then fills it.
