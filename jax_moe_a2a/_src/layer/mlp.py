@@ -352,18 +352,20 @@ def mlp_and_routing(
         raise TypeError(f"activation must be a function; got {activation!r}")
 
     bias_in, bias_out = biases
-    fused = None
+    # A listed activation replaces the user's function on all paths, because its derivatives exist in
+    # every supported JAX.
+    products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
+    known = recognize(activation, products)
+    if known is not None and known.width(intermediate) != width:
+        known = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    if experts_format is None and arguments.options.tail == "unspecified":
-        products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
-        fused = recognize(activation, products)
-        if fused is not None and fused.width(intermediate) != width:
-            fused = None
+    is_fused = experts_format is None and arguments.options.tail == "unspecified"
+    fused = known if is_fused else None
     weights = Weights(weights_in, bias_in, weights_out, bias_out)
     multiply = _product
     if experts_format is not None:
         multiply = partial(_product, quantized=quantized or {})
-    activate = partial(_activate, activation, intermediate)
+    activate = partial(_activate, known or activation, intermediate)
     apply: Callable[..., tuple[jax.Array, Totals]]
     if in_fp8:
         steps = steps_in_fp8(activate, fused, dtype=tokens.dtype, tail=arguments.options.tail)

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import compat
 from ..checks import as_array, check_bool, check_int, short, taken_from
 from ..exchange.reference import accumulation_dtype
+from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
 from ..group.group import Group
@@ -354,7 +355,9 @@ def _experts(
     ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
         y, routing, totals = mlp_and_routing(route_arguments, options, x=x, **of_chunk(arrays))
         if shared_weights is not None:
-            act = options.activation(jnp.dot(x, shared_in))
+            product = jnp.dot(x, shared_in)
+            rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
+            act = (recognize(options.activation, rows) or options.activation)(product)
             act_dtype = accumulation_dtype(act.dtype)
             weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
             y += jnp.dot(weighted.astype(x.dtype), shared_out)
