@@ -352,8 +352,8 @@ def mlp_and_routing(
         raise TypeError(f"activation must be a function; got {activation!r}")
 
     bias_in, bias_out = biases
-    # A listed activation replaces the user's function on all paths, because its derivatives exist in
-    # every supported JAX.
+    # A listed activation replaces the user's function on all paths, because its derivatives exist
+    # in every supported JAX.
     products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
     known = recognize(activation, products)
     if known is not None and known.width(intermediate) != width:
