@@ -1,4 +1,4 @@
-"""`python -m jax_moe_a2a.doctor`: what it prints, when it fails, and that it can.
+"""`python -m jax_moe_a2a`: what it prints, when it fails, and that it can.
 
 Tests break parts of this process. Drivers and GPUs that do not exist have stand-ins.
 """
@@ -104,7 +104,7 @@ def test_the_path_is_that_of_a_group_and_says_why(one_device, capsys):
 
 def test_the_module_runs_by_itself_on_one_device():
     done = subprocess.run(
-        [sys.executable, "-m", "jax_moe_a2a.doctor", *SMALL],
+        [sys.executable, "-m", "jax_moe_a2a", *SMALL],
         env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
