@@ -60,7 +60,8 @@ def recipes(request, monkeypatch):
             shape, names, (request.param,) * len(names), **options
         ),
     )
-    names = test_docs.opening_names("docs/recipes.md")
+    names = {"__name__": "__main__"}
+    test_docs.run(test_docs.snippets_of("docs/recipes.md")[0], names)
     assert set(names["mesh"].axis_types) == {request.param}
     return names
 
@@ -78,10 +79,11 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, f
                 wanted = NamedSharding(mesh, specs[name])
                 assert array.sharding.is_equivalent_to(wanted, array.ndim), name
         step, x = recipes["train_step"](), recipes["x"]
+        params, state, *_ = step(params, state, x)
         with counted() as compiled:
-            for _ in range(3):
+            for _ in range(2):
                 params, state, *_ = step(params, state, x)
-        assert len(compiled) == 1
+        assert not compiled
         before = jax.tree.map(np.asarray, (params, state))
         params, state = restored((params, state), tmp_path / "step")
         jax.tree.map(np.testing.assert_array_equal, (params, state), before)
