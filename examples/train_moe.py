@@ -370,8 +370,11 @@ def generate(params: Params, bias: Any, text: jax.Array, key: jax.Array, count: 
 
 def draw(history: Report, first: int, path: Path) -> None:
     """Plot the loss, and for each layer (at most four) the share of choices of each expert."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("nothing is drawn: matplotlib is not installed")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
