@@ -85,8 +85,8 @@ def bind_start(
     """
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
-        bind_done = partial(two_level.bind_done, exchange, routing=routing, **params)
-        return in_flight, scopes.exchange(bind_done)
+        done = partial(two_level.bind_done, exchange, routing=routing, **params)
+        return in_flight, scopes.exchange(done)
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
