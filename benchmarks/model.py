@@ -51,6 +51,7 @@ RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
+COMPILE_SECONDS = 240  # at most, for all programs of a setting
 TURNS_SECONDS = 90  # for all turns of a setting, but three turns at least
 ROOM_GIB = 12  # of a GPU, with which the compiler tries products out
 BATCHES = 4
@@ -125,9 +126,11 @@ def main(argv: list[str] | None = None) -> int:
         run.record["rows"] += old["rows"]
     tracer = concurrent.futures.ThreadPoolExecutor(1)  # compiles what it has traced in threads
     benches = [Bench(run, args, step) for step in steps(args)]
+    longest = 0.0
     for bench, following in zip(benches, [*benches[1:], None]):
-        if time.perf_counter() > run.deadline:
-            say(f"not run, because the time budget is spent: {bench.step}")
+        start = time.perf_counter()
+        if start + 0.7 * longest > run.deadline:
+            say(f"not run, because too little of the time budget is left: {bench.step}")
             continue
         with run.attempt(str(bench.step)):
             bench.start(tracer)
@@ -135,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
             if following and bench.leaves_room():
                 following.start(tracer)
             bench.measure(following)
-        bench.programs.clear()
+        bench.release()
+        longest = max(longest, time.perf_counter() - start)
     return runs.finish(run.record, run.path, not args.no_plot)
 
 
@@ -181,6 +185,7 @@ class Bench:
             self.batches = slices.batches(g, shape, BATCHES)
             self.given = self.workload.ids.reshape(sequences, self.length, g.top_k)
             self.given = self.given if step.routing == "uniform" else None
+            self.compiled_by = time.perf_counter() + COMPILE_SECONDS
             self.futures = {m: tracer.submit(self.compile, m) for m in self.methods}
         self.is_started = True
 
@@ -208,7 +213,8 @@ class Bench:
         futures, self.futures = self.futures, {}
         for method, future in futures.items():
             with self.run.attempt(f"{self.step}, {method}: compiling"):
-                self.programs[method] = future.result().result()
+                left = lambda: max(1, self.compiled_by - time.perf_counter())
+                self.programs[method] = future.result(left()).result(left())
 
     def leaves_room(self) -> bool:
         """Return True if the compiler can try products out on a GPU while the programs run."""
@@ -247,7 +253,11 @@ class Bench:
         for method in set(self.args.profile) & rows.keys():
             with self.run.attempt(f"{self.step}, {method}: profile"):
                 self.list_kernels(method)
-        del self.state, self.data
+
+    def release(self) -> None:
+        """Free what the setting holds on the GPUs."""
+        self.programs.clear()
+        self.state = self.data = self.inputs = None
 
     def advance(self, program: Any, i: int, rate: Any) -> Any:
         """Make a step with the i-th batch; return its results."""
