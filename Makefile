@@ -2,14 +2,13 @@
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
 # make test-hosts      tests of two levels with each process as a host, on the CPU; as root over TCP
-# make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
-# make test-network    the suite on GPUs, each in a process as if on a host of its own
 # make fuzz    random exchanges on the portable path against the oracle, for SECONDS=600 from SEED=1
 # make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must notice it
 # make sanitize        runs the host code over a fake driver under sanitizers
+# make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
 # make lint    ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
@@ -46,8 +45,8 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-hosts network test-network fuzz faults emulate emulate-quick mutations sanitize lint \
-  docs bench wheels test-wheels clean
+.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick mutations sanitize compiled lint docs bench \
+  wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -64,10 +63,6 @@ test-hosts: $(VENV)/.test
 	  $(BIN)/python -m tests.processes $${form% *} --devices $${form#* } \
 	    $(if $(filter 0,$(shell id -u)),--as-hosts) -- -q tests/test_two_level.py || exit 1; \
 	done
-
-test-network: $(VENV)/.network
-	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \
-	  $(BIN)/python -m tests.processes $(shell nvidia-smi -L | grep -c ^GPU) -- -q
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
@@ -87,6 +82,9 @@ mutations: $(VENV)/.test
 sanitize:
 	$(PYTHON) -m tests.emulation --host
 
+compiled: $(VENV)/.test build/compiled/.installed
+	$(BIN)/python -m tests.compiled --write
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,8 +92,6 @@ lint: $(VENV)/.dev
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-network: $(VENV)/.network
 
 # The API pages are read from the sources: the package itself need not be built.
 docs: $(VENV)/.docs
@@ -123,21 +119,19 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	  print(f'jax {jax.__version__}; CUDA kernels: {native.cuda_build() or None}')"
 	touch $@
 
-# pip builds where it sees nothing of $(VENV): it is told where NVSHMEM is.
-$(VENV)/.network: $(SOURCES) | $(VENV)/.test
-	$(BIN)/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['nvshmem'])" \
-	  | xargs $(BIN)/python -m pip install -q
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps -e . -C cmake.define.NVSHMEM_DIR="$$( \
-	  $(BIN)/python -c 'import nvidia.nvshmem as n; print(*n.__path__)')"
-	$(BIN)/python -c "from jax_moe_a2a._src.group import native; assert native.network_library().exists()"
-	touch $@
-
 # The checkers also need the test extra: mypy reads the types of what the package imports.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
 	  | xargs $(BIN)/python -m pip install -q
+	touch $@
+
+# XLA for GPUs, in a folder of its own: jax would find it in $(VENV), and look for GPUs.
+build/compiled/.installed: pyproject.toml | $(VENV)/.made
+	rm -rf $(@D)
+	$(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['compiled'])" \
+	  | xargs $(BIN)/python -m pip install -q --no-deps --target $(@D)
 	touch $@
 
 # Tools that need no package: it is neither built nor installed.

@@ -77,10 +77,13 @@ def mosaic_product() -> Product:
     return product
 
 
+PRODUCTS: dict[str, Callable[[], Product]] = {
+    "grouped_dot": lambda: functools.partial(ma.grouped_dot, tail="unspecified"),
+    "ragged_dot": lambda: lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes),
+    "Mosaic GPU": mosaic_product,
+}
 CANDIDATES: dict[str, Callable[[], Experts]] = {
-    "grouped_dot": lambda: by_product(functools.partial(ma.grouped_dot, tail="unspecified")),
-    "ragged_dot": lambda: by_product(lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
-    "Mosaic GPU": lambda: by_product(mosaic_product()),
+    name: lambda make=make: by_product(make()) for name, make in PRODUCTS.items()
 }
 
 

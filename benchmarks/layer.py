@@ -4,20 +4,17 @@
     python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
-    python -m benchmarks.layer --only training --methods moe_mlp --next-to-products 0 16
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call; ``--next-to-products C`` adds it with C SMs for a combine next to its product, or with 0 for
-one after its product. Then the methods' samples are taken by turns. ``moe_mlp_fp8`` has weights
-that were quantized before, and no gradients; ``moe_mlp_to_fp8`` quantizes rows and weights for the
-products, with gradients. First this times the experts alone (``experts.py``) on rows that are
-dispatched already; then the layer by each method with the same experts. The router's choices are
-given. Training is forward alone, and forward with the gradients of tokens, router weights and
-experts; decode is up to 128 tokens, forward. Every result is checked before it is timed: against
-``all_gather``, or if the capacity drops rows, of which plain JAX would drop others, ``ours``. The
-programs of all settings are compiled first.
+call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. First this times the experts alone
+(``experts.py``) on rows that are dispatched already; then the layer by each method with the same
+experts. The router's choices are given. Training is forward alone, and forward with the gradients
+of tokens, router weights and experts; decode is up to 128 tokens, forward. Every result is checked
+before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
+drop others, ``ours``. The programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +52,6 @@ OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
     "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
 }
 OURS = ("ours", *OF_MOE_MLP)
-NEXT_TO_PRODUCTS = "moe_mlp, {} SMs"  # of dot_combine
 ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
@@ -114,14 +110,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-experts", action="store_true", help="not the experts alone")
     parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     parser.add_argument(
-        "--next-to-products",
-        nargs="+",
-        type=int,
-        default=(),
-        metavar="C",
-        help="also moe_mlp with these SMs for combines next to their products, in training",
-    )
-    parser.add_argument(
         "--pause",
         type=float,
         default=0,
@@ -144,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
             with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
-                bench = Bench(run, shape, grouped, args.next_to_products)
+                bench = Bench(run, shape, grouped)
                 bench.start(methods(args, shape, grouped, run.on_gpu), not args.no_experts)
                 benches.append(bench)
     for bench in benches:
@@ -175,35 +163,22 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
     """Return the methods that can compute a layer with these grouped products."""
     wanted = [*args.methods]
-    if shape.is_training:
-        wanted += [NEXT_TO_PRODUCTS.format(num_sms) for num_sms in args.next_to_products]
     if not on_gpu:  # XLA:CPU does not have it
         wanted = [method for method in wanted if not method.startswith("ragged")]
     if shape.workload.dropped:  # plain JAX would drop others
-        wanted = [method for method in wanted if base(method) in OURS]
+        wanted = [method for method in wanted if method in OURS]
     if grouped != GROUPED_DOT:  # moe_mlp has its own
-        wanted = [method for method in wanted if base(method) not in OF_MOE_MLP]
+        wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
-
-
-def base(method: str) -> str:
-    """Return a method without the SMs of its combines next to their products."""
-    return method.partition(",")[0]
 
 
 class Bench:
     """What the measurements of a shape with one grouped product share."""
 
-    def __init__(self, run: Run, shape: Shape, grouped: str, next_to_products: Sequence[int]):
+    def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
-        self.next_to_products = {
-            NEXT_TO_PRODUCTS.format(num_sms): dataclasses.replace(
-                self.group, num_sms=dict(dot_combine=num_sms)
-            )
-            for num_sms in next_to_products
-        }
         # Shapes, until all programs are compiled.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
@@ -228,8 +203,7 @@ class Bench:
         say(f"{shape.name}, {shape.sweep}, {shape.workload.setting}, {self.grouped}")
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
-            measure = self.run.measure_in_turns if self.next_to_products else self.run.measure
-            measure(self.cases)
+            self.run.measure(self.cases)
         self.state = self.weights = self.reference = None  # frees memory for the next
 
     def dispatching(self) -> Any:
@@ -295,9 +269,7 @@ class Bench:
             return out, *vjp(x)
 
         def start(fn: Callable[..., Any], reps: int = 1) -> Program:
-            options: dict[str, Any] = dict(
-                exchanges=2, tied_axes=2 if base(method) in OURS else None
-            )
+            options: dict[str, Any] = dict(exchanges=2, tied_axes=2 if method in OURS else None)
             options.update(reps=reps, keeps_results=reps == 1)
             return self.run.start(fn, self.state, *shapes, **options)
 
@@ -324,14 +296,14 @@ class Bench:
     def layer(self, method: str) -> Callable[..., jax.Array]:
         """Return the layer by a method, with the ids first."""
         workload = self.shape.workload
-        if base(method) in OF_MOE_MLP:
+        if method in OF_MOE_MLP:
             one_call = functools.partial(
                 ma.moe_mlp,
                 activation=ma.gated(jax.nn.silu),
-                group=self.next_to_products.get(method, self.group),
+                group=self.group,
                 num_experts=workload.setting.experts,
                 capacity=workload.capacity,
-                **OF_MOE_MLP[base(method)],
+                **OF_MOE_MLP[method],
             )
             return lambda ids, x, *rest: one_call(x, ids, *rest)
         made = MAKERS[method](workload, self.group)
@@ -346,7 +318,7 @@ class Bench:
     def job(self, op: str, method: str, program: Program) -> Job:
         """Return the job of a program, on what the check of its case returns; the tie of
         repetitions is some 1 % of them, and stays."""
-        shape, is_ours = self.shape, base(method) in OURS
+        shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
             num_sms = suite.sms_of(self.group, op, shape.workload.setting) if is_ours else None

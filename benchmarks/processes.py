@@ -1,13 +1,12 @@
-"""Time round trips in one process and in several, and to inter-node ranks.
+"""Time round trips in one process, in several, and in two levels.
 
     python -m benchmarks.processes                        every layout of this machine's GPUs
     python -m benchmarks.processes --tokens 128 4096
-    python -m benchmarks.processes --layouts 1 4 4:1      processes:p2p_world_size[:hosts]
+    python -m benchmarks.processes --layouts 1 4 1:2      processes[:hosts]
 
-The GPUs are in one process, in several, in a process each as if on hosts of their own (by NVSHMEM,
-which then moves bytes over NVLink), and in two levels as if on two hosts. Each layout has processes
-of its own, started and ended here. All use the times that process 0 has measured, so that they
-make the same calls.
+The GPUs are in one process, in several, and in two levels as if on two hosts. Each layout has
+processes of its own, started and ended here. All use the times that process 0 has measured, so that
+they make the same calls.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ class Layout(NamedTuple):
     """How the ranks are divided into processes and hosts."""
 
     processes: int
-    p2p_world_size: int = 0
-    """Number of ranks that share memory; NVSHMEM reaches all others. 0: the ranks of the host."""
     hosts: int = 1
     """2: in two levels, as if on two hosts."""
 
@@ -55,21 +52,15 @@ class Layout(NamedTuple):
 
 
 def layout_of(text: str) -> Layout:
-    """Return the layout of ``processes[:p2p_world_size[:hosts]]``."""
+    """Return the layout of ``processes[:hosts]``."""
     return Layout(*map(int, text.split(":")))
 
 
-def all_layouts(num_devices: int, on_gpu: bool) -> list[Layout]:
-    """Return one process and several; then GPUs as if on hosts of their own, and on two."""
+def all_layouts(num_devices: int) -> list[Layout]:
+    """Return one process and several; then one as if on two hosts."""
     found = [Layout(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
-    has_two_hosts = num_devices >= 4 and num_devices % 2 == 0
-    if on_gpu:
-        half = [num_devices // 2] if has_two_hosts else []
-        found += [Layout(num_devices, n) for n in (*half, 1)]
-    if has_two_hosts:
+    if num_devices >= 4 and num_devices % 2 == 0:
         found.append(Layout(1, hosts=2))
-    if has_two_hosts and on_gpu:
-        found.append(Layout(num_devices, num_devices // 2, 2))
     return found
 
 
@@ -95,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     record: dict[str, Any] = {}
     failures, rows = [], []
     path = None
-    for layout in args.layouts or all_layouts(num_devices, bool(num_gpus)):
-        say(f"processes:p2p_world_size:hosts {layout}")
+    for layout in args.layouts or all_layouts(num_devices):
+        say(f"processes:hosts {layout}")
         try:
             found = run_layout(args, layout, num_devices, bool(num_gpus))
         except RuntimeError as error:  # of one layout, must not end the run
@@ -160,11 +151,7 @@ def work(args: argparse.Namespace) -> int:
     devices = np.array(jax.devices()[: args.ranks])
     on_gpu = devices[0].platform == "gpu"
     mesh = Mesh(devices.reshape(layout.hosts, -1), ("host", "ep"))
-    options = dict(
-        p2p_world_size=layout.p2p_world_size or None,
-        two_level=layout.hosts > 1,
-        timeout=TIMEOUT_SECONDS,
-    )
+    options = dict(two_level=layout.hosts > 1, timeout=TIMEOUT_SECONDS)
     head = runs.describe_run(mesh, devices.size if on_gpu else 0, sweeps=[SWEEP], failures=[])
     # Programs are loaded in the same order in all processes.
     pool = concurrent.futures.ThreadPoolExecutor(1)

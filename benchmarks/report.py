@@ -4,7 +4,7 @@
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
 The first form is for a new record in ``results/``: it writes the parts of both documents between
-the marks below, from the newest record with the most GPUs of each sweep.
+their marks, from the newest record with the most GPUs of each sweep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import record as records
@@ -21,9 +21,11 @@ from .record import Row, Rows, entry, grouped
 
 README = records.ROOT / "README.md"
 PERFORMANCE = records.ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
+TITLES = PLOTTED | dict(model="Whole training steps")
+BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
 LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
 
 COMBINE: Row = dict(op="combine", method="ours")
@@ -47,20 +49,49 @@ DETAILS: dict[str, Row] = {
 # What is on the x axis. Each row of another sweep is a bar.
 X = {"": "tokens", "tokens": "tokens", "ladder": "tokens", "processes": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
-PANEL = ("panel", "shape", "k", "n", "sizes", "tokens")  # rows of a panel share these
+# Rows of a panel share these.
+PANEL = ("panel", "title", "shape", "k", "n", "sizes", "tokens")
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
     *("processes", "hosts", "p2p_world_size", "pairs", "products", "grouped"),
+    *("routing", "micro_batches"),
     *("op", "method"),
 )
 OF_SWEEP = dict.fromkeys(("sms", "overlap"), "num_sms")
-OF_SWEEP |= dict(products="rows", graphs="cuda_graphs")
+OF_SWEEP |= dict(products="rows", graphs="cuda_graphs", model="rows")
 MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(exchange_us="exchange alone", products_us="products alone", ratio_to_longer="ratio"),
-    **dict(cost_us="cost", tflops="TFLOP/s", weight_gb_per_s="GB/s"),
+    **dict(cost_us="cost", tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
+    **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
 )
+STEPS = "model"  # the sweep of benchmarks.model
+STEP_METHODS = {  # the MoE layers of whole steps, in words
+    "moe_mlp": "**this package**",
+    "moe_mlp_to_fp8": "this package, experts in FP8",
+    "all_gather": "`all_gather`, `ma.grouped_dot`",
+    "fsdp": "FSDP without expert parallelism, `ma.grouped_dot`",
+    "capacity": "capacity of 1.25 per expert, `all_to_all`, cuBLAS",
+    "mosaic": "`all_gather`, JAX's Mosaic GPU kernels",
+    "ragged32": "`ragged_all_to_all` in 32 updates, `ma.grouped_dot`",
+    "ragged": "`ragged_all_to_all`, `ma.grouped_dot`",
+    "local": "*bound: no exchange*",
+    "none": "*bound: no MoE layer*",
+}
+NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
+# Columns of whole steps: the name of an entry, and the entry in words.
+STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "ms": lambda r: ms(r["us"]),
+    "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
+    "tokens/s/GPU": lambda r: number(r["tokens_per_s"]),
+    "TFLOP/s/GPU": lambda r: number(r["tflops"]),
+    "MFU": lambda r: f"{100 * r['mfu']:.1f} %",
+    "peak GiB": lambda r: f"{r['peak_gib']:.0f}",
+    "exposed exchange, ms": lambda r: ms(r["exposed_us"]),
+    "first losses": lambda r: "-" if r["is_bound"] else ", ".join(map(str, r["losses"])),
+    "dropped": lambda r: number(r["dropped"]),
+}
 
 
 def main(paths: Sequence[str]) -> None:
@@ -68,27 +99,97 @@ def main(paths: Sequence[str]) -> None:
     for path in map(pathlib.Path, paths):
         record = records.read(path)
         print(*tables(record["rows"]), *plot(record, path), sep="\n\n")
-    for found in () if paths else filter(None, map(records.newest, PLOTTED)):
+    for found in () if paths else filter(None, map(records.newest, TITLES)):
         print(*plot(found.record, found.path), sep="\n")
-    for path, section in () if paths else sections().items():
-        path.write_text(with_section(path.read_text(), section))
+    for (path, name), section in () if paths else sections().items():
+        path.write_text(with_section(path.read_text(), name, section))
         print(path)
 
 
-def with_section(text: str, section: str) -> str:
-    """Return a document with the part between its marks replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{rest.partition(END)[2]}"
+def with_section(text: str, name: str, section: str) -> str:
+    """Return a document with the part between the marks of this name replaced."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
 
 
-def sections() -> dict[pathlib.Path, str]:
-    """Return the part of each document, which says how many GPUs each figure is from."""
+def sections() -> dict[tuple[pathlib.Path, str], str]:
+    """Return the parts of documents by name; each says how many GPUs its figures are from."""
     parts = [standard(DETAILS, PERFORMANCE.parent)]
     for sweep, title in PLOTTED.items():
         if found := records.newest(sweep):
             path = os.path.relpath(plot_of(found.path, sweep), PERFORMANCE.parent)
             parts += [f"{title}, {machine(found.record)}:", f"![{title}]({path})"]
-    return {README: standard(SUMMARY, README.parent), PERFORMANCE: "\n\n".join(parts)}
+    return {
+        (README, "steps"): steps_in_short(README.parent),
+        (README, "results"): standard(SUMMARY, README.parent),
+        (PERFORMANCE, "steps"): steps_in_full(PERFORMANCE.parent),
+        (PERFORMANCE, "results"): "\n\n".join(parts),
+    }
+
+
+def ms(us: float | None) -> str:
+    """Return microseconds in milliseconds."""
+    return "-" if us is None else f"{us / 1e3:,.1f}"
+
+
+def main_steps(rows: Rows) -> list[Row]:
+    """Return the rows of whole steps with the most rows per expert, uniform, in one batch."""
+    most = max(row["rows"] for row in rows)
+    main = dict(rows=most, routing="uniform", micro_batches=1)
+    return [row for row in rows if main.items() <= row.items()]
+
+
+def of_method(rows: Rows) -> dict[str, list[Row]]:
+    """Return rows by method, in the order of ``STEP_METHODS``."""
+    found = grouped(rows, lambda row: row["method"])
+    return {method: found[method] for method in STEP_METHODS if method in found}
+
+
+def steps_in_short(folder: pathlib.Path) -> str:
+    """Return the table of whole steps and their plot, for README."""
+    found = records.newest(STEPS)
+    if found is None:
+        return NO_STEPS
+    rows = main_steps(found.record["rows"])
+    titles, figures = list(grouped(rows, lambda row: row["title"])), ("ms", "tokens/s/GPU", "MFU")
+    header = ["MoE layer", *(f"{title}: {name}" for title in titles for name in figures)]
+    lines = []
+    for method, here in of_method(rows).items():
+        of_title = {row["title"]: row for row in here}
+        cells = [
+            STEP_COLUMNS[name](of_title[title]) if title in of_title else "-"
+            for title in titles
+            for name in figures
+        ]
+        lines.append([STEP_METHODS[method], *cells])
+    image = os.path.relpath(plot_of(found.path, STEPS), folder)
+    source = f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."
+    return f"{table(header, lines)}\n\n{source}\n\n![Tokens per second of whole steps.]({image})"
+
+
+def steps_in_full(folder: pathlib.Path) -> str:
+    """Return a table of whole steps for each setting."""
+    found = records.newest(STEPS)
+    if found is None:
+        return NO_STEPS
+    parts = [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
+    key = lambda row: tuple(row[k] for k in ("title", "rows", "routing", "micro_batches"))
+    for (title, rows, routing, micro_batches), here in grouped(found.record["rows"], key).items():
+        row = here[0]
+        lines = [
+            [STEP_METHODS[method], *(column(r) for column in STEP_COLUMNS.values())]
+            for method, (r, *_) in of_method(here).items()
+        ]
+        parts += [
+            f"{title}, {row['layers']} of {row['of_layers']} layers, {row['experts']} experts, "
+            f"{rows:,} rows per expert ({row['tokens']:,} tokens a GPU), {routing} routing, "
+            f"micro-batches: {micro_batches}. The fullest rank has {row['load']:.2f} times the "
+            f"mean load on average over layers, and {row['most_load']:.2f} times in the worst "
+            "layer:",
+            table(["MoE layer", *STEP_COLUMNS], lines),
+        ]
+    return "\n\n".join(parts)
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
@@ -123,7 +224,9 @@ def number(x: Any) -> str:
     """Return a number with three digits or more; a dash for None, and other values as they are."""
     if isinstance(x, float):
         return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
-    return "-" if x in (None, "") else f"{x:,}" if isinstance(x, int) else x.replace("_", " ")
+    if isinstance(x, int):
+        return f"{x:,}"
+    return "-" if x in (None, "") else x if "`" in x else x.replace("_", " ")
 
 
 def named(row: Row) -> Row:
@@ -189,7 +292,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
             axis.set_title(title, fontsize=9)
             axis.grid(True, alpha=0.3)
             axis.set_axisbelow(True)
-        figure.suptitle(f"{PLOTTED.get(sweep, sweep)}; {machine(record)}", fontsize=10)
+        figure.suptitle(f"{TITLES.get(sweep, sweep)}; {machine(record)}", fontsize=10)
         made.append(plot_of(path, sweep))
         figure.savefig(made[-1], dpi=120)
         plt.close(figure)
@@ -200,6 +303,12 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
     """Return the rows of a sweep that are drawn, by the titles of their panels."""
     x = X.get(sweep)
     rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
+    if sweep == STEPS:
+        shown = [row for row in main_steps(rows) if row["method"] != "none"]
+        rows = [
+            dict(r, method=STEP_METHODS[m]) for m, here in of_method(shown).items() for r in here
+        ]
+        rows = [dict(row, tokens=None) for row in rows]  # panels are of geometries
     ours = [dict(row, panel="ours") for row in rows if row["method"] == "ours"]
     trips = [dict(row, panel="round trip") for row in rows if row["op"] == "round_trip"]
     if x:
@@ -235,11 +344,14 @@ def lines(axis: Any, sweep: str, rows: Rows) -> None:
 def bars(axis: Any, sweep: str, rows: Rows) -> None:
     """Draw a bar with its number for each row, in the color of its operation."""
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
-    y, label = ("tflops", "TFLOP/s") if sweep == "products" else ("us", "µs on the device")
+    y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]
+    if sweep == STEPS:
+        colors = ["C1" if "package" in row["method"] else "C0" for row in rows]
+    labels = [re.sub("[*`]", "", words_of(row, keys)) for row in rows]
     drawn = axis.barh(range(len(rows)), [row[y] for row in rows], color=colors)
     axis.bar_label(drawn, [number(row[y]) for row in rows], fontsize=7, padding=2)
-    axis.set_yticks(range(len(rows)), [words_of(row, keys) for row in rows], fontsize=7)
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.set_xlabel(label)

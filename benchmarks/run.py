@@ -160,6 +160,10 @@ class Run:
         self.record["rows"].append(row)
         if "us" in row:
             say(in_words(row))
+        self.save()
+
+    def save(self) -> None:
+        """Write the record, if it has a path."""
         if self.path is not None:
             records.write(self.record, self.path)
 

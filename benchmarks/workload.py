@@ -191,10 +191,11 @@ def round_up(number: int, multiple: int) -> int:
 def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndarray:
     shape = (ranks, setting.tokens, setting.top_k)
     local_experts = setting.experts // ranks
-    if setting.experts % ranks or setting.top_k > local_experts:
+    most = setting.experts if setting.skew == 1 else local_experts
+    if setting.experts % ranks or setting.top_k > most:
         raise ValueError(
-            f"experts must divide by the ranks, with top_k of them on each; got {setting} "
-            f"on {ranks} ranks"
+            "experts must divide by the ranks, and be top_k or more, with a skew on each rank; "
+            f"got {setting} on {ranks} ranks"
         )
     if setting.idle >= ranks:
         raise ValueError(f"idle must leave a rank; got {setting.idle} of {ranks} ranks")

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <type_traits>
+
 #include "calls/why_not.h"
 #include "counters.h"
 #include "ffi/targets.h"
@@ -13,12 +15,10 @@
 #include "layout.h"
 #include "params.h"
 #include "placement/fill_slots.h"
-#include "runtime/network.h"
 #include "runtime/workspace.h"
 #include "tuning.h"
 #ifdef MOE_A2A_GROUPED_GEMM
-#include "gemm/fp8_gemm.h"
-#include "gemm/grouped_gemm.h"
+#include "calls/products.h"
 #endif
 
 namespace nb = nanobind;
@@ -43,7 +43,16 @@ class AttributeReader {
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
-    return attributes_.contains(name) && nb::try_cast(attributes_[name], *value);
+    // Without conversions, because handlers read the type that the lowering emits.
+    if (!attributes_.contains(name)) return false;
+    if constexpr (std::is_same_v<T, float>) {  // Python has only double
+      double wide;
+      const bool is_float = nb::try_cast(attributes_[name], wide, false);
+      if (is_float) *value = static_cast<float>(wide);
+      return is_float;
+    } else {
+      return nb::try_cast(attributes_[name], *value, false);
+    }
   }
 
  private:
@@ -65,6 +74,16 @@ moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated) {
   return arrays;
 }
 
+#ifdef MOE_A2A_GROUPED_GEMM
+std::vector<moe_a2a::ProductArray> ToProductArrays(const std::vector<Type>& types) {
+  std::vector<moe_a2a::ProductArray> arrays;
+  for (const auto& [name, axes] : types) {
+    arrays.push_back({moe_a2a::NumberTypeNamed(name), {axes.data(), axes.size()}, nullptr});
+  }
+  return arrays;
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -80,6 +99,9 @@ NB_MODULE(_native, m) {
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
   m.attr("TAIL_ROW") = moe_a2a::kTailRow;
+  using Kind = moe_a2a::WorkspaceKind;
+  m.attr("WORKSPACE_KINDS") =
+      nb::make_tuple(static_cast<int64_t>(Kind::kWhole), static_cast<int64_t>(Kind::kSplit));
   const auto names = [](const auto& list) {
     nb::list all;
     for (const char* name : list) all.append(name);
@@ -98,14 +120,14 @@ NB_MODULE(_native, m) {
   nb::dict tuning;
   for (const auto& [name, value] : moe_a2a::kLoweringTuning) tuning[name] = value;
   m.attr("tuning") = tuning;
-  m.def("why_not",
-        [](const std::string& target, nb::dict attributes, const std::vector<Type>& operands,
-           const std::vector<Type>& results, int num_ranks, bool is_multi_host, bool is_colocated) {
-          const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
-              target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
-              ToArrays(results, is_colocated), num_ranks, is_multi_host, is_colocated);
-          return nb::make_tuple(std::string(verdict.why), verdict.half_bytes);
-        });
+  m.def("why_not", [](const std::string& target, nb::dict attributes,
+                      const std::vector<Type>& operands, const std::vector<Type>& results,
+                      int num_ranks, bool is_colocated) {
+    const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
+        target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
+        ToArrays(results, is_colocated), num_ranks, is_colocated);
+    return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
+  });
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
   m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
     nb::list regions;
@@ -127,6 +149,45 @@ NB_MODULE(_native, m) {
   m.attr("has_grouped_gemm") = true;
   m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
   m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
+  m.def("why_not_product", [](const std::string& target, nb::dict attributes,
+                              const std::vector<Type>& operands, const std::vector<Type>& results) {
+    const AttributeReader read(std::move(attributes));
+    const auto args = ToProductArrays(operands), outs = ToProductArrays(results);
+    std::string why = "no kernel has the target '" + target + "'";
+    moe_a2a::for_each(moe_a2a::ProductCalls{}, [&](auto of) {
+      using Call = typename decltype(of)::type;
+      if (target != Call::kTarget) return;
+      typename Call::Params params = {};
+      int64_t num_sms = 0;
+      why = moe_a2a::DescribeProduct<Call>(read, {args.data(), args.size()},
+                                           {outs.data(), outs.size()}, &params, &num_sms);
+    });
+    return why;
+  });
+  m.attr("GEMM_CAPABILITY") = moe_a2a::kGemmCapability;
+  m.attr("DOT_COLUMNS") = moe_a2a::kDotColumns;
+  m.attr("FP8_BLOCK") = moe_a2a::kFp8Block;
+  using Product = moe_a2a::GroupedProduct;
+  nb::dict products;
+  for (const auto& [name, product] : {std::pair{"FORWARD", Product::kForward},
+                                      {"FORWARD_FEW", Product::kForwardFew},
+                                      {"TRANSPOSED", Product::kTransposed},
+                                      {"WEIGHT_GRADIENT", Product::kWeightGradient}}) {
+    products[name] = static_cast<int>(product);
+  }
+  m.attr("PRODUCTS") = products;
+  using moe_a2a::Activation;
+  nb::dict activations;
+  for (const auto& [name, activation] : {std::pair{"silu", Activation::kSilu},
+                                         {"gelu", Activation::kGelu},
+                                         {"gelu_tanh", Activation::kGeluTanh},
+                                         {"relu", Activation::kRelu},
+                                         {"squared_relu", Activation::kSquaredRelu},
+                                         {"clamped_swiglu", Activation::kClampedSwiglu},
+                                         {"scaled_bias", Activation::kScaledBias}}) {
+    activations[name] = static_cast<int>(activation);
+  }
+  m.attr("ACTIVATIONS") = activations;
 #else
   m.attr("has_grouped_gemm") = false;
 #endif
@@ -180,34 +241,30 @@ NB_MODULE(_native, m) {
     const Problem problem = moe_a2a::Listen(&Workspace::Serve, &endpoint);
     return nb::make_tuple(problem, endpoint.socket, endpoint.secret);
   });
-  auto workspace = [](Devices devices, int num_ranks, int p2p_world_size,
-                      int64_t kind) -> Workspace& {
-    return Workspace::Get({std::move(devices), num_ranks, p2p_world_size},
-                          static_cast<WorkspaceKind>(kind));
+  auto workspace = [](Devices devices, int num_ranks, int64_t kind) -> Workspace& {
+    return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
   };
-  m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
+  m.def("failure", [=](Devices devices, int num_ranks, int64_t kind) {
     std::string failure;
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem =
-          workspace(std::move(devices), num_ranks, p2p_world_size, kind).ReadFailure(&failure);
+      problem = workspace(std::move(devices), num_ranks, kind).ReadFailure(&failure);
     }
     return nb::make_tuple(problem, failure);
   });
-  m.def("check_access", [=](Devices devices, int num_ranks, int p2p_world_size) -> Problem {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, 0).CheckAccess();
+  m.def("check_access", [=](Devices devices, int num_ranks) -> Problem {
+    return workspace(std::move(devices), num_ranks, 0).CheckAccess();
   });
-  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, kind).half_bytes();
+  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int64_t kind) {
+    return workspace(std::move(devices), num_ranks, kind).half_bytes();
   });
-  m.def("counters", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
+  m.def("counters", [=](Devices devices, int num_ranks, int64_t kind) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem =
-          workspace(std::move(devices), num_ranks, p2p_world_size, kind).ReadCounters(&values);
+      problem = workspace(std::move(devices), num_ranks, kind).ReadCounters(&values);
     }
     nb::list counters;
     for (const auto& v : values) {
@@ -218,91 +275,57 @@ NB_MODULE(_native, m) {
   // The next functions wait for devices or for other threads, so they release the GIL.
   m.def(
       "mapped_bytes",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).MappedBytes();
+      [=](Devices devices, int num_ranks, int64_t kind) {
+        return workspace(std::move(devices), num_ranks, kind).MappedBytes();
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "reserve",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t half_bytes,
+      [=](Devices devices, int num_ranks, int64_t kind, int64_t half_bytes,
           int64_t timeout_ns) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
-            .Reserve(half_bytes, timeout_ns);
+        return workspace(std::move(devices), num_ranks, kind).Reserve(half_bytes, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "wait",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t timeout_ns) {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).Wait(timeout_ns);
+      [=](Devices devices, int num_ranks, int64_t kind, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, kind).Wait(timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [=](const Devices& devices, int num_ranks, int p2p_world_size,
-          const std::vector<int64_t>& kinds, int64_t timeout_ns) {
+      [=](const Devices& devices, int num_ranks, const std::vector<int64_t>& kinds,
+          int64_t timeout_ns) {
         std::vector<Workspace*> all;
         for (int64_t kind : kinds) {
-          all.push_back(&workspace(devices, num_ranks, p2p_world_size, kind));
+          all.push_back(&workspace(devices, num_ranks, kind));
         }
         return Workspace::Close(all, timeout_ns);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def("load_network", &moe_a2a::LoadNetwork);
-  m.def("network_id", [] {
-    char id[moe_a2a::kUniqueIdBytes];
-    const int status = moe_a2a::GetNetwork()->make_unique_id(id);
-    return nb::make_tuple(status, nb::bytes(id, sizeof(id)));
-  });
-  m.def("prepare_network", [](int ordinal) {
-    nb::gil_scoped_release release;
-    return moe_a2a::PrepareNetwork(ordinal);
-  });
-  m.def("start_network", [](int ordinal, nb::bytes id, int process, int num_processes) {
-    nb::gil_scoped_release release;
-    return moe_a2a::StartNetwork(ordinal, id.c_str(), process, num_processes);
-  });
-  m.def(
-      "prepare_multi_host",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind).PrepareMultiHost();
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "open_multi_host",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind,
-          int64_t half_bytes) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
-            .OpenMultiHost(half_bytes);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
-          uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
+      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint32_t mutation,
+          uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
+        return workspace(std::move(devices), num_ranks, kind)
             .SetHooks(index, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
-          uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
-            .SetEpoch(index, epoch);
+      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint64_t epoch) -> Problem {
+        return workspace(std::move(devices), num_ranks, kind).SetEpoch(index, epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_credits",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, int64_t index,
-          uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, kind)
-            .SetCredits(index, epoch);
+      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint64_t epoch) -> Problem {
+        return workspace(std::move(devices), num_ranks, kind).SetCredits(index, epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
-  m.def("set_uncapped",
-        [=](Devices devices, int num_ranks, int p2p_world_size, int64_t kind, bool is_uncapped) {
-          workspace(std::move(devices), num_ranks, p2p_world_size, kind).SetUncapped(is_uncapped);
-        });
+  m.def("set_uncapped", [=](Devices devices, int num_ranks, int64_t kind, bool is_uncapped) {
+    workspace(std::move(devices), num_ranks, kind).SetUncapped(is_uncapped);
+  });
 #endif
 }

@@ -37,11 +37,10 @@ constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split
-// exchanges, which may run at the same time. A multi-host topology has such a pair for each size of
-// exchanges, because its workspaces do not grow (jax_moe_a2a/_src/group/network.py).
+// Identifies a workspace of a topology: for whole exchanges, or for split exchanges, which may run
+// at the same time.
 enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
-constexpr bool is_split(WorkspaceKind kind) { return static_cast<int64_t>(kind) % 2 == 1; }
+constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSplit; }
 
 // Limits of routed_dispatch, in which every block computes the whole routing in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
@@ -68,7 +67,6 @@ constexpr uint64_t kSignatureMask = (uint64_t{1} << kSignatureBits) - 1;
 MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-static_assert(kMaxRanks <= 64, "a set of ranks is a bit mask of 64 bits");
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
 // A team has a power of two of whole warps. A team of several warps has a named barrier. A block
 // has 16 barriers, and barrier 0 is for the whole block.
@@ -101,15 +99,6 @@ struct Control {
 #endif
 };
 
-// The way to inter-node ranks: puts of NVSHMEM. A put copies from the rank's outgoing memory, in
-// which rows are laid out as in the destination's zone. All zero if no rank is inter-node.
-struct Network {
-  uint64_t inter_node;    // bit r: rank r is inter-node
-  char* outgoing;         // ring halves; each is | zone for rank 0 | zone for rank 1 | ... |
-  int64_t half_stride;    // from one ring half to the next, here and in the slab
-  int32_t pe[kMaxRanks];  // NVSHMEM's number of each rank's process
-};
-
 struct alignas(128) Header {
   Control control;
   alignas(128) Head head[kRingDepth][kMaxRanks];        // by source
@@ -117,16 +106,14 @@ struct alignas(128) Header {
   alignas(128) uint64_t chunk[kRingDepth][kMaxRanks][kMaxChunks];
   // Expert ids of routed_dispatch, by source, token and choice: `epoch << kSignatureBits | id`.
   alignas(128) uint64_t id[kRingDepth][kMaxFusedChoices];
-  alignas(128) Network network;
 };
 
 constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
 constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kHalfStride;
 static_assert(kHeaderBytes % kZoneAlignment == 0 && kHalfStride % kZoneAlignment == 0);
 
-MOE_A2A_HOST_DEVICE constexpr int64_t half_offset(int ring_half,
-                                                  int64_t half_stride = kHalfStride) {
-  return kHeaderBytes + ring_half * half_stride;
+MOE_A2A_HOST_DEVICE constexpr int64_t half_offset(int ring_half) {
+  return kHeaderBytes + ring_half * kHalfStride;
 }
 
 // Bytes from one row of a payload array to the next in a zone.

@@ -189,10 +189,9 @@ MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, in
 }
 
 // The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in
-// `send_teams` teams each. Then all blocks receive, in `receive_teams` teams each. If `late_blocks`
-// is not 0, blocks that start after that many others send first, too: they had no room before.
+// `send_teams` teams each. Then all blocks receive, in `receive_teams` teams each.
 struct Roles {
-  int32_t send_blocks, send_teams, receive_teams, late_blocks;
+  int32_t send_blocks, send_teams, receive_teams;
 };
 
 // Rows of a work item that zeroes rows without a token.
@@ -244,27 +243,6 @@ struct SummedArray {
   bool vectorized;  // rows, outputs and addends consist of whole, aligned 16-byte words
 };
 
-// ---- Slices of columns (ColumnSlices in gemm/grouped_gemm.h)
-
-// Returns the columns of each of at most `num` slices of n columns; the last slice may have fewer.
-constexpr int64_t slice_columns(int64_t n, int num) {
-  return ceil_div(ceil_div(n, Tuning::kForward.n), num) * Tuning::kForward.n;
-}
-// Returns the tiles that a group of `rows` rows has in `columns` columns.
-MOE_A2A_HOST_DEVICE constexpr int64_t slice_tiles(int64_t rows, int64_t columns) {
-  return ceil_div(rows, Tuning::kForward.m) * ceil_div(columns, Tuning::kForward.n);
-}
-
-// A grouped product that computes the rows to sum while the combine runs. The combine sums a slice
-// of columns when the product has counted all its tiles: docs/protocol_split.md.
-struct SlicedRows {
-  int32_t num;  // slices: a power of two; 0: the rows are complete before the launch
-  int32_t num_groups;
-  int64_t columns;             // of a slice: slice_columns()
-  const uint32_t* finished;    // [num]: tiles that the product has finished
-  const int32_t* group_sizes;  // [num_groups]: rows of the product's groups
-};
-
 struct CombineParams {
   RankView view;
   RoutingView routing;
@@ -288,7 +266,6 @@ struct CombineParams {
   // `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
-  SlicedRows sliced;
 };
 
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }

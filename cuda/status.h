@@ -13,17 +13,16 @@ namespace moe_a2a {
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,         // a block starts or leaves: no wait
-  kSendCredit = 2,    // a source waits until a destination has read the ring half
-  kSend = 3,          // a source writes rows
-  kReceiveHead = 4,   // a destination waits for the head of a source
-  kReceiveChunk = 5,  // a destination waits for a chunk of rows, or for ids
-  kSlice = 6          // a rank waits for a slice of columns of its own product
+  kStart = 1,        // a block starts or leaves: no wait
+  kSendCredit = 2,   // a source waits until a destination has read the ring half
+  kSend = 3,         // a source writes rows
+  kReceiveHead = 4,  // a destination waits for the head of a source
+  kReceiveChunk = 5  // a destination waits for a chunk of rows, or for ids
 };
 
 enum class ErrorKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,  // expected: the flag, credit or number of tiles; seen: the last value of that word
+  kTimeout = 1,   // expected: the flag or credit; seen: the last value of that word
   kMismatch = 2,  // ranks make different calls; expected, seen: signatures, their low bits, or runs
   kViolation = 3,  // a flag of a later epoch has arrived; expected, seen: flags
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
@@ -35,7 +34,7 @@ enum class ErrorKind : uint32_t {
 // Poison is the word that a failing rank stores to all ranks. It is never 0. Fields, from the
 // lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
-              static_cast<uint32_t>(Phase::kSlice) < 1 << 8);
+              static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
                                                    int awaited_rank) {
   return (uint64_t{1} + static_cast<uint64_t>(rank)) | static_cast<uint64_t>(kind) << 16 |
@@ -75,7 +74,6 @@ inline const char* name(Phase phase) {
     case Phase::kSend: return "sending rows";
     case Phase::kReceiveHead: return "waiting for the call to begin";
     case Phase::kReceiveChunk: return "waiting for a chunk of rows";
-    case Phase::kSlice: return "waiting for a slice of columns";
   }
   return "unknown phase";
 }
@@ -118,12 +116,7 @@ inline std::string describe(const ErrorRecord& r) {
                             ", saw epoch " + std::to_string(r.seen >> shift) + ")";
   switch (kind) {
     case ErrorKind::kNone: return name(kind);
-    case ErrorKind::kTimeout:
-      if (static_cast<Phase>(r.phase) == Phase::kSlice) {
-        return what + ": the product finished " + std::to_string(r.seen) + " of " +
-               std::to_string(r.expected) + " tiles" + seconds;
-      }
-      return what + ": nothing came from " + peer + seconds + flags;
+    case ErrorKind::kTimeout: return what + ": nothing came from " + peer + seconds + flags;
     case ErrorKind::kMismatch:
       return what + ": " + peer +
              " made a call with another operation, shape, name scope or execution. All ranks must "

@@ -27,11 +27,10 @@ struct Sm90 {
   // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewTokensSms = 128;
-  static constexpr int kWeightedSms = 128;   // "Version 11": a weighted dispatch
-  static constexpr int kFormatSms = 128;     // "Token formats", "Partial sums of combine"
-  static constexpr int kAloneSms = 132;      // all: a single rank waits for no other rank
-  static constexpr int kSplitSms = 24;       // "During matrix products": a split exchange
-  static constexpr int kDotCombineSms = 16;  // a combine next to its product
+  static constexpr int kWeightedSms = 128;  // "Version 11": a weighted dispatch
+  static constexpr int kFormatSms = 128;    // "Token formats", "Partial sums of combine"
+  static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
+  static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
   // ---- Chunks of route. (Not in the notes.)
 
@@ -86,8 +85,6 @@ struct Sm90 {
   // "Versions 8 to 10": 16-byte words that a thread sums at a time, if rows are summed through a
   // list.
   static constexpr int kPartWords = 2;
-  // Slots of a slice that share a flag in combine. (Not measured yet.)
-  static constexpr int kSliceSlots = 8;
   static constexpr int kPlanLoads = 4;  // "Version 13", "Planning"
   // "What was learned": polls of a warp without a pause; then the pause between polls.
   static constexpr int kPollsWithoutPause = 16;
@@ -131,7 +128,6 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
     {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
-    {"DOT_COMBINE_NUM_SMS", Tuning::kDotCombineSms},
     {"ROUTE_TOKENS_PER_CHUNK", Tuning::kRouteTokensPerChunk},
     {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},

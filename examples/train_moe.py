@@ -1,39 +1,44 @@
-"""Train a small mixture-of-experts language model, expert-parallel, on Python's own source text.
+"""Train a mixture-of-experts language model on Python's own source text: a program to copy.
 
-    python examples/train_moe.py            # train, draw the curves, let the model write Python
-    python examples/train_moe.py --check    # train twice, expert-parallel and dense: same losses?
-    python examples/train_moe.py --fp8      # products of experts in FP8; --check allows for it
+    python examples/train_moe.py                              # train, draw curves, write Python
+    python examples/train_moe.py --mesh 2,4 --checkpoint DIR  # 2 data x 4 expert ranks; saves
+    python examples/train_moe.py --mesh 4,2 --checkpoint DIR  # continues on another mesh
+    python examples/train_moe.py --experts fp8                # products of experts in FP8
+    python examples/train_moe.py --geometry qwen3-30b --layers 8 --sequences 32 --micro-batches 4
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
-experts. One mesh axis, "ep", carries both the data and the experts: each rank has its own sequences
-and its own experts, and everything else is replicated. `ma.moe_mlp` sends each token to the ranks
-of its experts, applies them, and returns their outputs to the token's rank; `jax.grad` works
-through it.
+experts (`ma.moe`). All arrays are global. A mesh has the axes "data" and "ep": tokens are divided
+over both, and experts over "ep". Weights that "data" would repeat are divided over "data" until
+they are used (FSDP).
 
-The same command uses all GPUs of a host through the CUDA kernels, and 8 virtual CPU devices where
-there is no GPU. A step sees the same sequences for any number of ranks, so you can compare the
-loss curves of different machines.
+A training step is what large runs use. Parameters and the optimizer's state are float32
+(*masters*), and a copy in bfloat16 computes, except in the router. Gradients of micro-batches are
+added in float32. The layers are one `lax.scan`. The backward pass computes each layer again, except
+for the routing and the rows that `--remat` keeps. Experts are balanced by a loss, or by a bias of
+each expert that follows its load (`--balance bias`). The data of a step depends only on the seed
+and the step, so a run that was interrupted continues with the same losses.
 
-Several processes train one model, each with the sequences and the experts of its own devices:
+The same command uses all GPUs of a host, or 8 virtual CPU devices where there is no GPU. Several
+processes train one model:
 
     srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds the processes
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 1
 
-Without a launcher, the environment variable JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process,
-and XLA_FLAGS=--xla_force_host_platform_device_count=4 sets its number of CPU devices. Process 0
-prints and draws.
+Without a launcher, JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process, and
+XLA_FLAGS=--xla_force_host_platform_device_count=4 its number of CPU devices. Process 0 prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import json
 import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,428 +53,556 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
-LENGTH = 128  # bytes of a sequence
-LAYERS = 2
-HIDDEN = 128
-HEADS = 4
-EXPERTS = 8
-TOP_K = 2
-EXPERT_HIDDEN = 256
-BALANCE = 0.05  # weight of the load-balance loss
+VOCABULARY = 256  # bytes
+BATCH = P(("data", "ep"))  # the first axis of tokens is divided over all devices
+BALANCE_LOSS, Z_LOSS, BIAS_RATE = 0.05, 1e-4, 1e-2
 
 Params = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    experts: int
+    top_k: int
+    expert_hidden: int
+    length: int  # tokens of a sequence
+
+
+GEOMETRIES = {
+    "demo": Geometry(2, 128, 4, 4, 32, 8, 2, 256, 128),
+    "qwen3-30b": Geometry(48, 2048, 32, 4, 128, 128, 8, 768, 4096),
+    "mixtral-8x7b": Geometry(32, 4096, 32, 8, 128, 8, 2, 14336, 4096),
+}
+
+
 # ------------------------------------------------------------------------------------- the model
-# Expert-parallel and dense training share this code and differ only in `experts` and `mean`.
 
 
-def init(key: jax.Array) -> Params:
-    keys = iter(jax.random.split(key, 2 + 5 * LAYERS))
+def init(key: jax.Array, g: Geometry) -> Params:
+    """Draw parameters in float32. Those of the layers have a leading axis of layers."""
 
-    def matrix(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+    def matrix(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape) / shape[-2] ** 0.5
 
-    def layer() -> Params:
+    def layer(key: jax.Array) -> Params:
+        q, kv, out, moe = jax.random.split(key, 4)
         return {
-            "attention_norm": jnp.ones(HIDDEN),
-            "qkv": matrix(HIDDEN, 3 * HIDDEN),
-            "attention_out": matrix(HIDDEN, HIDDEN),
-            "moe_norm": jnp.ones(HIDDEN),
-            "router": matrix(HIDDEN, EXPERTS),
-            "w_in": matrix(EXPERTS, HIDDEN, EXPERT_HIDDEN),
-            "w_out": matrix(EXPERTS, EXPERT_HIDDEN, HIDDEN),
+            "attention_norm": jnp.ones(g.hidden),
+            "q": matrix(q, g.hidden, g.heads * g.head),
+            "kv": matrix(kv, g.hidden, 2 * g.kv_heads * g.head),
+            "out": matrix(out, g.heads * g.head, g.hidden),
+            "moe_norm": jnp.ones(g.hidden),
+            "moe": ma.init_moe(moe, g.hidden, g.expert_hidden, g.experts),
         }
 
+    embed, layers, unembed = jax.random.split(key, 3)
     return {
-        "embed": matrix(256, HIDDEN),
-        "layers": [layer() for _ in range(LAYERS)],
-        "norm": jnp.ones(HIDDEN),
-        "unembed": matrix(HIDDEN, 256) / 10,  # so that every byte is about as likely at first
+        "embed": matrix(embed, VOCABULARY, g.hidden),
+        "layers": jax.vmap(layer)(jax.random.split(layers, g.layers)),
+        "norm": jnp.ones(g.hidden),
+        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # all bytes are as likely at first
     }
 
 
+def specs_of(params: Params) -> Params:
+    """Return where parameters are stored: experts over "ep", and one more axis over "data"."""
+    experts = ma.moe_partition_specs("ep", fsdp_axes="data")
+
+    def spec(path: tuple, array: Any) -> P:
+        keys = [entry.key for entry in path]
+        if "moe" in keys:
+            return P(None, *experts[keys[-1]])
+        return P(None, "data") if array.ndim == 3 else P()
+
+    return jax.tree.map_with_path(spec, params)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + 1e-6)
+    return normed.astype(x.dtype) * scale
 
 
 def rotate(x: jax.Array) -> jax.Array:
     """Apply the rotary position embedding to queries or keys [sequences, length, heads, size]."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None, None] * 1000.0 ** (-jnp.arange(half) / half)
-    a, b = jnp.split(x, 2, axis=-1)
+    places = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None]
+    angle = places * 1000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def attention(x: jax.Array, layer: Params) -> jax.Array:
-    qkv = (x @ layer["qkv"]).reshape(*x.shape[:2], 3, HEADS, HIDDEN // HEADS)
-    q, k, v = rotate(qkv[:, :, 0]), rotate(qkv[:, :, 1]), qkv[:, :, 2]
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return y.reshape(x.shape) @ layer["attention_out"]
-
-
-def moe(x: jax.Array, layer: Params, experts: Callable, mean: Callable) -> tuple:
-    """Apply the mixture of experts to tokens x [tokens, hidden].
-
-    `experts(x, topk_ids, topk_weights, w_in, w_out)` applies the chosen experts and returns their
-    weighted sum and their load; `mean` averages an array over the ranks.
-    Returns the output [tokens, hidden], the load-balance loss [], each expert's share of the
-    choices [experts], and the load of experts and ranks.
-    """
-    probabilities = jax.nn.softmax(x @ layer["router"])
-    topk_weights, topk_ids = lax.top_k(probabilities, TOP_K)
-    topk_weights /= topk_weights.sum(axis=-1, keepdims=True)
-    y, load = experts(x, topk_ids, topk_weights, layer["w_in"], layer["w_out"])
-
-    # 1 if the experts are chosen equally often, more if the router prefers some of them. Both
-    # factors are averages over all ranks, as a dense model of the same batch would compute them.
-    share = mean(jax.nn.one_hot(topk_ids, EXPERTS).mean(axis=(0, 1)))
-    balance = EXPERTS * jnp.sum(share * mean(probabilities.mean(axis=0)))
-    return y, balance, share, load
-
-
-def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
-    """Return logits [sequences, length, 256] of the byte that follows each byte of text.
-
-    The other results have a leading axis of MoE layers: the balance loss [layers], the share
-    [layers, experts], and the arrays of the load.
-    """
-    x = params["embed"][text]
-    reports = []
-    for layer in params["layers"]:
-        x = x + attention(rms_norm(x, layer["attention_norm"]), layer)
-        tokens = rms_norm(x, layer["moe_norm"]).reshape(-1, HIDDEN)
-        y, *report = moe(tokens, layer, experts, mean)
-        x = x + y.reshape(x.shape)
-        reports.append(report)
-    logits = rms_norm(x, params["norm"]) @ params["unembed"]
-    return logits, *jax.tree.map(lambda *values: jnp.stack(values), *reports)
-
-
-class Stats(NamedTuple):
-    """What a training step reports, over all ranks."""
-
-    nats: Any  # [] cross-entropy of a byte
-    share: Any  # [layers, experts] of the router's choices
-    load: ma.ExpertLoad  # of each layer: rows of each expert and rank, and dropped rows
-
-
-def loss(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
-    """Return the training loss over text [sequences, length + 1] of all ranks, and its Stats."""
-    logits, balance, share, load = model(params, text[:, :-1], experts, mean)
-    nats = mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean())
-    return nats + BALANCE * balance.mean(), Stats(nats, share, load)
-
-
-# --------------------------------------------------------------------- two ways to run the experts
-
-
-def experts_parallel(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
-    *,
-    group: ma.Group,
-    capacity: float,
-    fp8: bool,
-) -> tuple:
-    """Apply the experts of all ranks to this rank's tokens x, inside shard_map.
-
-    w_in and w_out hold the weights of this rank's experts. The number of rows of a rank is static,
-    and a matrix product takes as long as if all of them were used. Perfect balance would fill
-    `topk_ids.size` of them. `capacity` is the number of rows as a multiple of that; rows that do
-    not fit are dropped and counted, by the same rule on all ranks. 0 means room for the worst case,
-    every token of every rank, so that nothing is dropped.
-    """
-    room = dict(capacity_factor=capacity or None)
-    routing = ma.route(topk_ids, group=group, num_experts=EXPERTS, **room)
-    fmt = ma.BlockwiseFp8() if fp8 else None
-    y = ma.moe_mlp(
-        x, routing, topk_weights, w_in, w_out, activation=jax.nn.gelu, experts_format=fmt
+def attention(x: jax.Array, layer: Params, g: Geometry) -> jax.Array:
+    q = (x @ layer["q"]).reshape(*x.shape[:2], g.heads, g.head)
+    k, v = jnp.split((x @ layer["kv"]).reshape(*x.shape[:2], 2 * g.kv_heads, g.head), 2, axis=2)
+    on_gpu = jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16
+    y = jax.nn.dot_product_attention(
+        rotate(q), rotate(k), v, is_causal=True, implementation="cudnn" if on_gpu else None
     )
-    return y, ma.expert_load(routing)
+    return y.reshape(*x.shape[:2], -1) @ layer["out"]
 
 
-def experts_dense(
-    x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, w_in: jax.Array, w_out: jax.Array
-) -> tuple:
-    """Apply every expert to every token on one device; the router's weights select."""
-    weights = jnp.einsum("tke,tk->te", jax.nn.one_hot(topk_ids, EXPERTS), topk_weights)
-    h = jax.nn.gelu(jnp.einsum("th,ehf->etf", x, w_in))
-    y = jnp.einsum("etf,efh->eth", h, w_out)
-    rows = jnp.zeros(EXPERTS, jnp.int32).at[topk_ids].add(1)
-    load = ma.ExpertLoad(rows, rows.sum(keepdims=True), jnp.zeros(1, jnp.int32), rows)
-    return jnp.einsum("te,eth->th", weights, y), load
-
-
-def specs_of(params: Params) -> Params:
-    """Split expert weights over the ranks by expert, and replicate everything else."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: P("ep") if path[-1].key in ("w_in", "w_out") else P(), params
+def dense_moe(x: jax.Array, params: Params, select_bias: jax.Array, options: dict) -> tuple:
+    """Apply every expert to every token: the reference of `ma.moe`, without an exchange."""
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = tokens.astype(jnp.float32) @ params["router"]
+    choices = ma.top_k_router(
+        logits, options["top_k"], score=options["score"], select_bias=select_bias
     )
+    num_experts = logits.shape[-1]
+    chosen = jax.nn.one_hot(choices.ids, num_experts, dtype=choices.weights.dtype)
+    weights = jnp.einsum("tke,tk->te", chosen, choices.weights)
+    pair = jnp.einsum("th,ehgi->tegi", tokens, params["w_gate_up"])
+    h = jax.nn.silu(pair[:, :, 0]) * pair[:, :, 1]
+    y = jnp.einsum("tei,eih,te->th", h, params["w_down"], weights.astype(x.dtype))
+    wanted = chosen.sum(axis=(0, 1)).astype(jnp.int32)
+    balance = ma.load_balancing_loss(choices.scores, choices.ids)
+    z = ma.router_z_loss(logits)
+    return y.reshape(x.shape), (balance, z, wanted, jnp.float32(1), jnp.int32(0))
 
 
-# ------------------------------------------------------------------------------ training, sampling
+class Options(NamedTuple):
+    """What a program is compiled for, apart from its geometry."""
+
+    group: ma.Group
+    experts: str  # "bf16", "fp8", or "dense": the reference
+    dtype: str  # of the computation
+    capacity_factor: float | None
+    balance: str
+    remat: str  # what a layer keeps for its backward pass
 
 
-def read_text() -> np.ndarray:
-    """Read the source text of Python's standard library as bytes, without its tests and tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
-    files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
-    text = b"\n".join(f.read_bytes() for f in files)
-    print(f"text: {len(text) / 1e6:.1f} MB in {len(files)} files of {root}")
-    return np.frombuffer(text, np.uint8).astype(np.int32)
+def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: Options) -> tuple:
+    """Return the output of a layer, and (balance loss, z loss, load of each expert [experts],
+    load of the fullest rank over the mean, number of dropped rows)."""
+    x = x + attention(rms_norm(x, layer["attention_norm"]), layer, g)
+    tokens = rms_norm(x, layer["moe_norm"])
+    # Scores of a sigmoid do not compete with each other, which suits the bias (DeepSeek-V3).
+    router = {"top_k": g.top_k, "score": "sigmoid" if o.balance == "bias" else "softmax"}
+    bias = select_bias if o.balance == "bias" else None
+    if o.experts == "dense":
+        y, report = dense_moe(tokens, layer["moe"], bias, router)
+        return x + y, report
+    y, stats = ma.moe(
+        tokens,
+        **layer["moe"],
+        **router,
+        select_bias=bias,
+        group=o.group,
+        data_axes="data",
+        capacity_factor=o.capacity_factor,
+        experts_format=ma.BlockwiseFp8() if o.experts == "fp8" else None,
+    )
+    load = stats.load
+    report = (load.wanted_per_expert, load.max_over_mean, stats.num_dropped)
+    return x + y, (stats.balance_loss, stats.z_loss, *report)
 
 
-def batches(text: np.ndarray, sequences: int, seed: int, place: Any = None) -> Iterator[Any]:
-    """Yield random sequences of the text, [sequences, LENGTH + 1]; the seed determines them.
-
-    `place` is the sharding of a batch, or None for one device. A process reads the sequences of its
-    own devices.
-    """
-    rng = np.random.default_rng(seed)
-    while True:
-        first = rng.integers(0, len(text) - LENGTH, (sequences, 1))
-        if place is None:
-            yield text[first + np.arange(LENGTH + 1)]
-        else:
-            yield jax.make_array_from_callback(
-                (sequences, LENGTH + 1),
-                place,
-                lambda index: text[first[index[0]] + np.arange(LENGTH + 1)],
-            )
+REMAT = {
+    "nothing": None,  # computes the whole layer again, with its exchanges
+    "routing": (ma.ROUTING_CHECKPOINT_NAME,),
+    "rows": (ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME),  # sends no token twice
+}
 
 
-def train(
-    name: str, loss_fn: Callable, params: Params, data: Iterator[Any], steps: int
-) -> tuple[Params, Stats]:
-    """Train with Adam; return the parameters, and Stats with a leading axis of steps."""
+def model(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Options) -> tuple:
+    """Return logits [sequences, length, 256] of the byte that follows each byte of text, and the
+    reports of `block` with a leading axis of layers."""
+
+    def low(path: tuple, master: jax.Array) -> jax.Array:
+        # Rounded logits would choose other experts, so the router stays in float32.
+        return master if path[-1].key == "router" else master.astype(o.dtype)
+
+    params = jax.tree.map_with_path(low, params)
+    layer = functools.partial(block, g=g, o=o)
+    names = REMAT[o.remat] or ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def step(x: jax.Array, layer_and_bias: tuple) -> tuple:
+        return layer(lax.with_sharding_constraint(x, BATCH), *layer_and_bias)
+
+    x = lax.with_sharding_constraint(params["embed"][text], BATCH)
+    x, reports = lax.scan(step, x, (params["layers"], select_bias))
+    return rms_norm(x, params["norm"]) @ params["unembed"], reports
+
+
+# ---------------------------------------------------------------------------------- a training step
+
+
+class Report(NamedTuple):
+    """What a step reports, over all ranks and micro-batches."""
+
+    loss: Any  # [] cross-entropy of a byte, in nats
+    wanted: Any  # [layers, experts] choices of the router
+    fullest: Any  # [layers] rows of the fullest rank over the mean of ranks
+    dropped: Any  # [] rows
+
+
+def loss_fn(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Options) -> tuple:
+    """Return the training loss over text [sequences, length + 1], and its Report."""
+    logits, reports = model(params, select_bias, text[:, :-1], g, o)
+    balance, z, wanted, fullest, dropped = reports
+    nats = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), text[:, 1:]
+    ).mean()
+    total = nats + Z_LOSS * z.mean()
+    if o.balance == "loss":
+        total += BALANCE_LOSS * balance.mean()
+    return total, Report(nats, wanted, fullest, dropped.sum())
+
+
+def optimizer_of(steps: int) -> optax.GradientTransformation:
     rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps), max(steps, 51), 2e-4)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
-
-    @jax.jit
-    def update(params: Params, state: Any, text: jax.Array) -> tuple:
-        grads, stats = jax.grad(loss_fn, has_aux=True)(params, text)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, stats
-
-    state = jax.jit(optimizer.init)(params)
-    history = []
-    start = time.perf_counter()
-    for step, text in zip(range(steps), data, strict=False):
-        params, state, stats = update(params, state, text)
-        now = jax.device_get(stats)
-        history.append(now)
-        if step % max(steps // 20, 1) == 0 or step == steps - 1:
-            print(
-                f"{name}  step {step:4d}  loss {now.nats:.5f} nats  "
-                f"busiest expert {now.share.max() * EXPERTS:.2f} x fair, "
-                f"rank {now.load.max_over_mean.max():.2f} x  "
-                f"dropped {now.load.dropped_per_rank.sum()} rows  "
-                f"{time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
-    return params, jax.tree.map(lambda *values: np.stack(values), *history)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
 
-def generate(
-    logits_fn: Callable, params: Params, text: jax.Array, count: int, key: jax.Array
-) -> jax.Array:
-    """Continue each of text [sequences, LENGTH] by count bytes: [count, sequences]."""
+def train_step(state: dict, text: jax.Array, g: Geometry, o: Options, steps: int) -> tuple:
+    """Update the state by text [micro-batches, sequences, length + 1]; also return the Report."""
+    params, select_bias = state["params"], state["select_bias"]
+    differentiated = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def add(total: tuple, micro_batch: jax.Array) -> tuple:
+        (_, report), gradients = differentiated(params, select_bias, micro_batch, g, o)
+        return jax.tree.map(jnp.add, total, (gradients, report)), None
+
+    zeros = (
+        jax.tree.map(jnp.zeros_like, params),
+        Report(jnp.float32(0), jnp.zeros((g.layers, g.experts), jnp.int32), jnp.zeros(g.layers), 0),
+    )
+    if len(text) == 1:
+        (_, report), gradients = differentiated(params, select_bias, text[0], g, o)
+    else:
+        (gradients, report), _ = lax.scan(add, zeros, text)
+    gradients = jax.tree.map(lambda total: total / len(text), gradients)
+    updates, opt = optimizer_of(steps).update(gradients, state["opt"], params)
+    if o.balance == "bias":
+        select_bias = ma.update_select_bias(select_bias, report.wanted, rate=BIAS_RATE)
+    report = report._replace(loss=report.loss / len(text), fullest=report.fullest / len(text))
+    state = {
+        "params": optax.apply_updates(params, updates),
+        "opt": opt,
+        "select_bias": select_bias,
+        "step": state["step"] + 1,
+    }
+    return state, report
+
+
+def state_of(key: jax.Array, g: Geometry, steps: int) -> dict:
+    """Return the state before the first step."""
+    params = init(key, g)
+    return {
+        "params": params,
+        "opt": optimizer_of(steps).init(params),
+        "select_bias": jnp.zeros((g.layers, g.experts)),
+        "step": jnp.int32(0),
+    }
+
+
+def shardings_of(state: dict, mesh: jax.sharding.Mesh) -> dict:
+    """Return where the state is stored: the optimizer's moments where their parameters are."""
+    specs = specs_of(state["params"])
+    moments = optax.tree_map_params(
+        optimizer_of(1),
+        lambda _, spec: spec,
+        state["opt"],
+        specs,
+        transform_non_params=lambda _: P(),
+    )
+    placed = {"params": specs, "opt": moments, "select_bias": P(), "step": P()}
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), placed, is_leaf=lambda leaf: isinstance(leaf, P)
+    )
+
+
+# ------------------------------------------------------------------------------------- data, output
+
+
+def read_text(path: Path | None) -> np.ndarray:
+    """Read a file, or the source text of Python's standard library, as bytes."""
+    if path is not None:
+        text = path.read_bytes()
+    else:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skip = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
+        files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
+        text = b"\n".join(f.read_bytes() for f in files)
+    print(f"text: {len(text) / 1e6:.1f} MB of {path or 'the standard library'}")
+    return np.frombuffer(text, np.uint8)
+
+
+def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Return random pieces of the text, int32 [micro-batches, sequences, length + 1].
+
+    A process makes the sequences of its own devices only.
+    """
+    first = np.random.default_rng(seed).integers(0, len(text) - shape[-1], shape[:-1])
+
+    def of_device(index: tuple) -> np.ndarray:
+        return text[first[index[:2]][..., None] + np.arange(shape[-1])].astype(np.int32)
+
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(None, *BATCH)), of_device)
+
+
+def generate(params: Params, bias: Any, text: jax.Array, key: jax.Array, count: int, g, o) -> Any:
+    """Continue each of text [sequences, length] by count bytes, [count, sequences]."""
 
     def next_byte(text: jax.Array, key: jax.Array) -> tuple:
-        logits = logits_fn(params, text)[:, -1]
-        byte = jax.random.categorical(key, logits / 0.8)
+        logits = model(params, bias, text, g, o)[0][:, -1].astype(jnp.float32)
+        byte = jax.random.categorical(key, logits / 0.8).astype(jnp.int32)
         return jnp.concatenate([text[:, 1:], byte[:, None]], axis=1), byte
 
     return lax.scan(next_byte, text, jax.random.split(key, count))[1]
 
 
-def draw(curves: dict[str, Stats], tokens: int, path: Path) -> None:
-    """Plot the loss against steps, and for each MoE layer the tokens that chose each expert."""
-    import matplotlib
-
+def draw(history: Report, first: int, path: Path) -> None:
+    """Plot the loss, and for each layer (at most four) the share of choices of each expert."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("nothing is drawn: matplotlib is not installed")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    layers = min(history.wanted.shape[1], 4)
     figure, (left, *right) = plt.subplots(
-        1, 1 + LAYERS, figsize=(5 * (1 + LAYERS), 4), layout="constrained"
+        1, 1 + layers, figsize=(5 * (1 + layers), 4), layout="constrained"
     )
-    for (name, stats), style in zip(curves.items(), ("-", "--"), strict=False):
-        left.plot(stats.nats, style, label=name)
-    left.set(xlabel="step", ylabel="nats per byte", title="loss")
-    left.legend()
-    share = next(iter(curves.values())).share
+    steps = first + np.arange(len(history.loss))
+    left.plot(steps, history.loss)
+    left.set(xlabel="step", ylabel="nats per byte", title="training loss")
     for layer, axes in enumerate(right):
-        for expert in range(EXPERTS):
-            axes.plot(share[:, layer, expert] * tokens * TOP_K, linewidth=0.8, label=f"{expert}")
-        axes.axhline(tokens * TOP_K / EXPERTS, color="black", linestyle=":", label="even")
-        axes.set(xlabel="step", ylabel="tokens", title=f"tokens per expert, MoE layer {layer}")
+        wanted = history.wanted[:, layer]
+        axes.plot(steps, wanted / wanted.mean(axis=1, keepdims=True), linewidth=0.8)
+        axes.axhline(1, color="black", linestyle=":")
+        axes.set(xlabel="step", ylabel="load / mean load", title=f"experts of layer {layer}")
         axes.set_ylim(bottom=0)
-        axes.legend(title="expert", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
-    load = jax.tree.map(lambda x: x[-20:], next(iter(curves.values())).load)
-    of_load = path.with_stem(f"{path.stem}_load")
-    ma.plot_expert_load(load, title="the last 20 steps").savefig(of_load, dpi=120)
-    print(f"drawn: {path}, {of_load}")
+    print(f"drawn: {path}")
+
+
+class Log:
+    """Progress lines. Reading a report waits for its step, so reports are read a few at a time."""
+
+    def __init__(self, first: int, tokens: int):
+        self.first, self.tokens, self.reports, self.read = first, tokens, [], []
+        self.start = time.perf_counter()
+
+    def add(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def line(self, step: int, note: str = "") -> None:
+        new = jax.device_get(self.reports)
+        now = time.perf_counter()
+        rate = len(new) * self.tokens / (now - self.start) / jax.device_count()
+        self.read += new
+        last = new[-1]
+        busiest = (last.wanted.max(axis=1) / last.wanted.mean(axis=1)).max()
+        memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        print(
+            f"step {step:5d}  loss {last.loss:.5f}  {rate:,.0f} tokens/s/device  "
+            f"busiest expert {busiest:.2f}, rank {last.fullest.max():.2f} x mean  "
+            f"dropped {sum(int(report.dropped) for report in new)} rows  "
+            + (f"{memory / 2**30:.1f} GiB  " if memory else "")
+            + note,
+            flush=True,
+        )
+        self.reports, self.start = [], now
+
+    def history(self) -> Report:
+        return jax.tree.map(lambda *values: np.stack(values), *self.read)
+
+
+# -------------------------------------------------------------------------------------- the program
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with one device, dense")
-    parser.add_argument("--fp8", action="store_true", help="multiply rows of experts in FP8")
-    parser.add_argument("--steps", type=int, help="default: 400, or 60 with --check")
-    parser.add_argument("--sequences", type=int, default=16, help="in a step, over all ranks")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="demo")
+    parser.add_argument("--layers", type=int, help="default: those of the geometry")
+    parser.add_argument("--mesh", help="sizes of the axes data,ep; default: 1,all devices")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--stop", type=int, help="end after this step, as if interrupted")
+    parser.add_argument("--sequences", type=int, default=16, help="of a step, over all ranks")
+    parser.add_argument("--micro-batches", type=int, default=1, help="divide the sequences")
+    parser.add_argument("--experts", choices=["bf16", "fp8", "dense"], default="bf16")
+    parser.add_argument("--dtype", help="default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--balance", choices=["loss", "bias"], default="loss")
+    parser.add_argument("--remat", choices=REMAT, default="rows")
     parser.add_argument(
-        "--capacity",
+        "--capacity-factor",
         type=float,
-        help="rows of a rank as a multiple of what perfect balance needs; "
-        "0: the worst case (default: 2, or 0 with --check)",
+        default=2.0,
+        help="rows of a rank as a multiple of the balanced load; 0: room for the worst case",
     )
-    parser.add_argument("--sample", type=int, default=250, help="bytes to write at the end")
+    parser.add_argument("--implementation", choices=["cuda", "portable"])
+    parser.add_argument("--text", type=Path, help="default: Python's standard library")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="folder: continue from it, and save there")
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--evaluate-every", type=int, default=0, help="0: never")
+    parser.add_argument("--log-every", type=int, help="default: a twentieth of the steps")
+    parser.add_argument("--losses", type=Path, help="write the loss of each step, as JSON")
+    parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
-    parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: GPUs if JAX has any")
     parser.add_argument("--coordinator", help="host:port of process 0, for several processes")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     parser.add_argument(
         "--distributed", action="store_true", help="several processes, found by JAX itself"
     )
-    args = parser.parse_args()
-    args.steps = args.steps or (60 if args.check else 400)
-    if args.capacity is None:
-        args.capacity = 0 if args.check else 2
-    return args
+    return parser.parse_args()
+
+
+def mesh_of(args: argparse.Namespace, g: Geometry) -> jax.sharding.Mesh:
+    if args.mesh:
+        sizes = tuple(int(size) for size in args.mesh.split(","))
+    else:
+        sizes = (1, max(n for n in range(1, jax.device_count() + 1) if g.experts % n == 0))
+    total = int(np.prod(sizes))
+    if args.sequences % (total * args.micro_batches):
+        sys.exit(
+            f"--sequences must be divisible by {total} ranks x {args.micro_batches} micro-batches; "
+            f"got {args.sequences}"
+        )
+    if jax.process_count() > 1:
+        return jax.make_mesh(sizes, ("data", "ep"), axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh(
+        sizes, ("data", "ep"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:total]
+    )
+
+
+def checkpoints_of(folder: Path) -> Any:
+    import orbax.checkpoint as ocp
+
+    keep = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    return ocp.CheckpointManager(folder.resolve(), options=keep)
+
+
+def restored(checkpoints: Any, state: dict) -> dict:
+    """Return the newest saved state, placed as `state` is, or `state` if nothing was saved."""
+    import orbax.checkpoint as ocp
+
+    if checkpoints.latest_step() is None:
+        return state
+    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    return checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore(wanted))
+
+
+def save(checkpoints: Any, state: dict, step: int) -> None:
+    import orbax.checkpoint as ocp
+
+    if checkpoints is not None and checkpoints.latest_step() != step:
+        checkpoints.save(step, args=ocp.args.StandardSave(state))
 
 
 def main() -> int:
     args = parse_args()
-    if args.platform:
-        jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[args.platform])
     if args.coordinator or args.distributed:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    processes = jax.process_count()
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")
-
-    # Each process has the same number of ranks, and together they share the experts.
-    if EXPERTS % processes:
-        sys.exit(f"{processes} processes cannot share {EXPERTS} experts")
-    each = max(n for n in range(1, jax.local_device_count() + 1) if EXPERTS % (n * processes) == 0)
-    ranks = each * processes
-    devices = [d for process in range(processes) for d in jax.local_devices(process)[:each]]
-    if args.sequences % ranks:
-        sys.exit(f"--sequences must be divisible by the {ranks} ranks; got {args.sequences}")
-    mesh = jax.make_mesh((ranks,), ("ep",), devices=devices)
-    group = ma.Group(mesh, "ep")
+    g = GEOMETRIES[args.geometry]
+    g = dataclasses.replace(g, layers=args.layers or g.layers)
+    mesh = mesh_of(args, g)
+    on_gpu = jax.default_backend() == "gpu"
+    o = Options(
+        ma.Group(mesh, "ep", implementation=args.implementation),
+        args.experts,
+        args.dtype or ("bfloat16" if on_gpu else "float32"),
+        args.capacity_factor or None,
+        args.balance,
+        args.remat,
+    )
     print(
-        f"exchange: {'CUDA kernels' if group.path == 'cuda' else 'portable path'} on {ranks} "
-        f"{'virtual CPU devices' if jax.default_backend() == 'cpu' else 'GPUs'}"
-        f"{f' of {processes} processes' if processes > 1 else ''}"
+        f"exchange: {'CUDA kernels' if o.group.path == 'cuda' else 'portable path'} on "
+        f"{mesh.shape['data']} x {mesh.shape['ep']} {'GPUs' if on_gpu else 'virtual CPU devices'}"
+        + (f" of {jax.process_count()} processes" if jax.process_count() > 1 else "")
     )
-
-    # Rounding errors grow in training until they change a token's choice between two experts. From
-    # then on the curves of --check are close but no longer the same. In float64 this takes too long
-    # to matter. The kernels sum float32; with TF32 products it would happen at once.
-    float64 = args.check and group.path == "portable" and not args.fp8
-    jax.config.update("jax_enable_x64", float64)
-    if args.check:
-        jax.config.update("jax_default_matmul_precision", "highest")
-
-    text = read_text()
-    new_params = partial(init, jax.random.key(args.seed))
-    shapes = jax.eval_shape(new_params)
-    count = sum(p.size for p in jax.tree.leaves(shapes)) / 1e6
+    text = read_text(args.text)
+    start = functools.partial(state_of, jax.random.key(args.seed), g, args.steps)
+    shapes = jax.eval_shape(start)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"])) / 1e6
     print(
-        f"model: {count:.2f} M parameters, {LAYERS} layers, top-{TOP_K} of {EXPERTS} experts, "
-        f"{args.sequences} x {LENGTH} bytes a step"
+        f"model: {parameters:.2f} M parameters, {g.layers} layers, top-{g.top_k} of {g.experts} "
+        f"experts, {args.sequences} x {g.length} tokens a step"
     )
 
-    # Outside shard_map a replicated parameter is one array, so jax.grad sums its gradient over the
-    # ranks by itself; the gradient of an expert's weights stays with the expert.
-    specs = specs_of(shapes)
-    experts = partial(experts_parallel, group=group, capacity=args.capacity, fp8=args.fp8)
-    average = partial(lax.pmean, axis_name="ep")
-    parallel_loss = jax.shard_map(
-        partial(loss, experts=experts, mean=average),
-        mesh=mesh,
-        in_specs=(specs, P("ep")),
-        out_specs=P(),
-    )
-    shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
-    split = NamedSharding(mesh, P("ep"))
     with jax.set_mesh(mesh):
-        trained, stats = train(
-            "expert-parallel",
-            parallel_loss,
-            jax.jit(new_params, out_shardings=shardings)(),
-            batches(text, args.sequences, args.seed, split),
-            args.steps,
+        shardings = shardings_of(shapes, mesh)
+        state = jax.jit(start, out_shardings=shardings)()
+        checkpoints = checkpoints_of(args.checkpoint) if args.checkpoint else None
+        if checkpoints is not None:
+            state = restored(checkpoints, state)
+        first = int(state["step"])
+        last = min(args.stop or args.steps, args.steps)
+        if first >= last:
+            sys.exit(f"the checkpoint is after step {first}, and the run ends after step {last}")
+        step = jax.jit(
+            functools.partial(train_step, g=g, o=o, steps=args.steps),
+            donate_argnums=0,
+            out_shardings=(shardings, None),
         )
-    curves = {f"expert-parallel, {ranks} ranks": stats}
-    print(f"loss {stats.nats[0]:.3f} -> {stats.nats[-20:].mean():.3f} nats (mean of the last 20)")
-    rows = args.steps * LAYERS * args.sequences * LENGTH * TOP_K
-    print(f"dropped {stats.load.dropped_per_rank.sum()} of {rows} rows")
+        # Evaluation must not drop rows: another program, with room for the worst case.
+        exact = o._replace(capacity_factor=None)
+        evaluate = jax.jit(lambda *a: loss_fn(*a, g, exact)[1].loss)
 
-    if args.check:
-        _, dense = train(
-            "dense, 1 device",
-            partial(loss, experts=experts_dense, mean=lambda value: value),
-            jax.jit(new_params)(),
-            batches(text, args.sequences, args.seed),
-            args.steps,
-        )
-        curves["dense, 1 device"] = dense
-    if jax.process_index() == 0:
-        draw(curves, args.sequences * LENGTH, args.out)
-    if args.check and args.fp8:
-        ends = [curve.nats[-max(args.steps // 4, 1) :].mean() for curve in (stats, dense)]
-        apart = abs(ends[0] / ends[1] - 1)
-        agree = apart <= 0.01
-        print(
-            f"check: {'ok' if agree else 'FAILED'}: with experts in FP8, the mean loss of the last "
-            f"quarter differs by {apart:.2%} from that of float32 (tolerance 1%)"
-        )
-        return 0 if agree else 1
-    if args.check:
-        apart = np.abs(stats.nats - dense.nats)
-        early, late = (1e-7, 1e-4) if float64 else (5e-3, 0.1)
-        agree = apart[:10].max() <= early and apart.max() <= late
-        print(
-            f"check: {'ok' if agree else 'FAILED'}: in {stats.nats.dtype} the losses differ by at "
-            f"most {apart[:10].max():.1e} nats in the first 10 steps (tolerance {early}), "
-            f"{apart.max():.1e} in all (tolerance {late})"
-        )
-        return 0 if agree else 1
+        each = args.sequences // args.micro_batches
+        shape = (args.micro_batches, each, g.length + 1)
+        log_every = args.log_every or max(args.steps // 20, 1)
+        log = Log(first, args.sequences * g.length)
+        for at in range(first, last):
+            state, report = step(state, batch(text, shape, (args.seed, at), mesh))
+            log.add(report)
+            note = ""
+            if args.evaluate_every and (at + 1) % args.evaluate_every == 0:
+                held_out = batch(text, (1, each, shape[-1]), (args.seed, at, 1), mesh)[0]
+                value = float(evaluate(state["params"], state["select_bias"], held_out))
+                note = f"evaluation {value:.5f}"
+            if at % log_every == 0 or at + 1 == last or note:
+                log.line(at, note)
+            if (at + 1) % args.save_every == 0 or at + 1 == last:
+                save(checkpoints, state, at + 1)
+        if checkpoints is not None:
+            checkpoints.wait_until_finished()
 
-    # One sequence for each rank; nothing may be dropped here, and the first one is shown.
-    experts = partial(experts_parallel, group=group, capacity=0, fp8=args.fp8)
-    logits_fn = jax.shard_map(
-        lambda params, text: model(params, text, experts, average)[0],
-        mesh=mesh,
-        in_specs=(specs, P("ep")),
-        out_specs=P("ep"),
-    )
-    prompt = next(batches(text, ranks, args.seed + 1))[:, 1:]
-    written = jax.jit(generate, static_argnums=(0, 3), out_shardings=NamedSharding(mesh, P()))(
-        logits_fn,
-        trained,
-        jax.make_array_from_callback(prompt.shape, split, lambda index: prompt[index]),
-        args.sample,
-        jax.random.key(args.seed),
-    )
-    for title, values in (("prompt", prompt[0]), ("the model", jax.device_get(written)[:, 0])):
-        print(f"--- {title}:\n{bytes(values.tolist()).decode(errors='replace')}")
+        history = log.history()
+        end = history.loss[-20:].mean()
+        print(f"loss {history.loss[0]:.3f} -> {end:.3f} nats (mean of the last 20)")
+        choices = g.layers * g.top_k * args.sequences * g.length * len(history.loss)
+        print(f"dropped {history.dropped.sum()} of {choices} rows")
+        if jax.process_index() == 0:
+            draw(history, first, args.out)
+            if args.losses:
+                args.losses.write_text(json.dumps([round(float(x), 5) for x in history.loss]))
+        if args.sample:
+            devices = mesh.size
+            prompt = batch(text, (1, devices, g.length), (args.seed + 1,), mesh)[0]
+            write = jax.jit(
+                functools.partial(generate, count=args.sample, g=g, o=exact),
+                out_shardings=NamedSharding(mesh, P()),
+            )
+            params, bias = state["params"], state["select_bias"]
+            written = jax.device_get(write(params, bias, prompt, jax.random.key(args.seed)))
+            whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(prompt)
+            for title, values in (("prompt", whole[0]), ("the model", written[:, 0])):
+                print(
+                    f"--- {title}:\n{bytes(np.asarray(values, np.uint8)).decode(errors='replace')}"
+                )
     return 0
 
 

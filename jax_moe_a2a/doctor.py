@@ -1,4 +1,4 @@
-"""Check a machine before a run: ``python -m jax_moe_a2a.doctor``.
+"""Check a machine before a run: ``python -m jax_moe_a2a``.
 
 The doctor prints one line for each requirement of an exchange on this process's devices. It exits
 with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
@@ -20,7 +20,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._src import api, compat
-from ._src.group import extension, meetings, native, network
+from ._src.group import extension, meetings, native
 from ._src.group.group import Group
 from ._src.plan.memory import memory_estimate, readable
 
@@ -41,7 +40,6 @@ MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
-NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
@@ -67,7 +65,7 @@ def _failed(name: str, said: str, advice: str) -> Finding:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Return 0 if all required checks pass, otherwise 1."""
-    parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a", description=__doc__)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
     )
@@ -98,7 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print(f"{of_process}{failed} checks failed. See {GUIDE}.")
     elif process == 0:
-        print("\nAll required checks passed.")
+        if jax.local_devices()[0].platform == "cpu" and not _num_gpus():
+            print("\nNo GPU here, nothing to do: all required checks passed.")
+        else:
+            print("\nAll required checks passed.")
     return 1 if failed else 0
 
 
@@ -125,7 +126,6 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
         if len(devices) > 1:
             yield _peer_access(driver, devices, wanted)
             yield _links(driver, devices)
-    yield _nvshmem()
     group = _group(devices, flags.portable)
     yield _path(group)
     if group.path == "cuda":
@@ -191,7 +191,7 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
         said += f", compute capability {', '.join(capabilities)}"
     if jax.process_count() > 1:
         said += f"; process {jax.process_index()} of {jax.process_count()}"
-    unseen = _run("nvidia-smi", "-L").count("GPU ") if first.platform == "cpu" else 0
+    unseen = _num_gpus() if first.platform == "cpu" else 0
     if unseen and "JAX_PLATFORMS" not in os.environ:
         return _failed(
             "devices",
@@ -201,6 +201,11 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
     return Finding("devices", said)
+
+
+def _num_gpus() -> int:
+    """Return how many GPUs nvidia-smi lists; 0 without it."""
+    return _run("nvidia-smi", "-L").count("GPU ")
 
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
@@ -219,7 +224,7 @@ def _can_run_kernels(device: Any) -> bool:
     """Return True if the device is a Hopper or newer GPU. Other vendors' capabilities are no
     numbers."""
     capability = str(getattr(device, "compute_capability", ""))
-    return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
+    return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
 
 
 def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
@@ -355,13 +360,6 @@ def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
 def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
     ordinals = [device.local_hardware_id for device in devices]
     return [(a, b) for a in ordinals for b in ordinals if a != b]
-
-
-def _nvshmem() -> Finding:
-    found = [f"{name} {version}" for name in NVSHMEM if (version := extension.version_of(name))]
-    said = ", ".join(found) or f"not installed ({network.INSTALL})"
-    built = "built" if native.network_library().exists() else "not built"
-    return Finding("NVSHMEM", f"{said}; kernels for several hosts {built}", ok=None)
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
@@ -579,7 +577,3 @@ def _run(*command: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

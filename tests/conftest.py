@@ -2,10 +2,8 @@
 MOE_A2A_TEST_GPU=1.
 
 If GPUs are requested, their absence is an error. Other environment variables are
-MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
-(`p2p_world_size` of every group), MOE_A2A_TEST_NEXT_TO_PRODUCTS (1: combines of any size run next
-to their products, unless a group says otherwise) and HYPOTHESIS_PROFILE (`fast` or `thorough`).
-`python -m tests.processes` starts several processes that share the devices.
+MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group) and HYPOTHESIS_PROFILE (`fast` or
+`thorough`). `python -m tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
 error, except in tests with the marker `promotes`, which says why.
@@ -16,7 +14,6 @@ exchanges they make (`harness.expect_exchanges`).
 """
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -55,35 +52,14 @@ import jax
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import budgets, call_placement
+from jax_moe_a2a._src.exchange.lowering import call_placement
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
-
-P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
-
-
-def divide_into_hosts(make_group):
-    """Run `Group.__init__` with another default `p2p_world_size`, if the mesh has devices."""
-
-    @functools.wraps(make_group)
-    def make(self, mesh=None, *args, **options):
-        if isinstance(mesh, jax.sharding.Mesh):
-            options = {"p2p_world_size": int(P2P_WORLD_SIZE)} | options
-        make_group(self, mesh, *args, **options)
-
-    return make
-
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # These groups need implementation="cuda", with which a call that the kernels refuse is an
     # error. Here it takes the portable path, and the test expects no exchange.
     call_placement.check_may_refuse = lambda *args: None
-
-if os.environ.get("MOE_A2A_TEST_NEXT_TO_PRODUCTS") == "1":
-    budgets.DOT_COMBINE_RANKS = budgets.DOT_COMBINE_TOKENS = 1
-
-if P2P_WORLD_SIZE:
-    ma.Group.__init__ = divide_into_hosts(ma.Group.__init__)
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
@@ -111,9 +87,6 @@ def pytest_collection_modifyitems(items):
         alone = item.get_closest_marker("one_process")
         if JOINED and alone:
             item.add_marker(pytest.mark.skip(reason=f"of one process: {alone.args[0]}"))
-        shared = item.get_closest_marker("shared_memory")
-        if P2P_WORLD_SIZE and shared:
-            item.add_marker(pytest.mark.skip(reason=f"of ranks on one host: {shared.args[0]}"))
         if not ON_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
         several = item.get_closest_marker("several_devices")

@@ -114,7 +114,6 @@ def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),
-        p2p_world_size=np.int64(NUM_DEVICES),
         workspace_kind=np.int64(split),
         num_sms=np.int64(8),
         timeout_ns=np.int64(10**9),

@@ -220,3 +220,39 @@ def test_functions_of_traced_arrays_are_not_recognized():
     jax.jit(outer)(1.0)
     jax.vmap(outer)(jnp.ones(3))
     jax.grad(outer)(1.0)
+
+
+LISTED = {kind: next(iter(spellings.values())) for kind, spellings in SPELLINGS.items()}
+
+
+@pytest.mark.several_devices("types vary over a mesh axis only if it has several devices")
+@pytest.mark.parametrize("name", (*LISTED, *(f"gated {kind}" for kind in LISTED), "clamped_swiglu"))
+def test_every_listed_activation_has_gradients_in_a_layer(name):
+    """JAX 0.12.0.1 refuses its derivatives of erf and erfc in a shard_map that checks types."""
+    kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"
+    act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
+    act = ma.gated(act) if " " in name else act
+
+    def loss(params, x, **options):
+        return ma.moe(x, **params, top_k=1, group="ep", activation=act, **options)[0].sum()
+
+    with jax.set_mesh(harness.mesh_of(2)):
+        for size, options in ((8, {}), (128, dict(experts_format=ma.BlockwiseFp8()))):
+            params = ma.init_moe(jax.random.key(0), size, size, 2, shared_hidden=size)
+            if not is_gated:
+                gates = {n: params[n][..., 0, :] for n in ("w_gate_up", "shared_gate_up")}
+                params |= gates
+            x = jnp.ones((4, size))
+            of_params = jax.grad(functools.partial(loss, **options))
+            if not options:  # the second derivative
+                of_params = jax.grad(lambda p, x, of=of_params: of(p, x)["w_down"].sum())
+            jax.make_jaxpr(of_params)(params, x)
+
+
+@pytest.mark.parametrize("order", (0, 1, 2, 3))
+def test_derivatives_of_the_exact_gelu_are_those_of_jax(order):
+    own, of_jax = FusedActivation("gelu"), functools.partial(jax.nn.gelu, approximate=False)
+    for _ in range(order):
+        own, of_jax = (jax.grad(lambda x, f=f: f(x).sum()) for f in (own, of_jax))
+    x = jnp.linspace(-9, 9, 181)
+    np.testing.assert_allclose(own(x), of_jax(x), rtol=1e-5, atol=1e-7)

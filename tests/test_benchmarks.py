@@ -28,8 +28,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     experts,
+    kernels,
     layer,
     methods,
+    model,
     operations,
     overlap,
     placement,
@@ -38,6 +40,7 @@ from benchmarks import (  # noqa: E402
     record,
     report,
     run,
+    slice_layers,
     suite,
     sweeps,
     timing,
@@ -333,9 +336,8 @@ def test_round_trips_in_two_processes_have_a_record(tmp_path):
 
 
 def test_layouts_of_processes_share_the_devices_in_every_way():
-    layouts = list(map(str, processes.all_layouts(4, True)))
-    assert layouts == ["1:0:1", "2:0:1", "4:0:1", "4:2:1", "4:1:1", "1:0:2", "4:2:2"]
-    assert all(layout.p2p_world_size == 0 for layout in processes.all_layouts(8, False))
+    layouts = list(map(str, processes.all_layouts(4)))
+    assert layouts == ["1:1", "2:1", "4:1", "1:2"]
     with pytest.raises(RuntimeError, match="4 devices are not to be shared by 3"):
         processes.run_layout(processes.parse([]), processes.layout_of("3"), 4, True)
 
@@ -421,11 +423,11 @@ def test_popular_experts_and_idle_ranks_are_drawn_and_exchanged(change):
     operations.check(prepared_by(methods.all_gather, work, ()), ours)
 
 
-@pytest.mark.parametrize("path", report.sections(), ids=lambda path: path.name)
-def test_the_documents_say_what_the_records_have(path):
+@pytest.mark.parametrize(("path", "name"), report.sections(), ids=str)
+def test_the_documents_say_what_the_records_have(path, name):
     text = path.read_text()
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
-    assert report.with_section(text, report.sections()[path]) == text, (
+    assert all(text.count(mark.format(name)) == 1 for mark in (report.BEGIN, report.END))
+    assert report.with_section(text, name, report.sections()[path, name]) == text, (
         f"{path} differs from the records: run python -m benchmarks.report"
     )
 
@@ -470,9 +472,49 @@ def test_an_older_record_is_read_with_the_entries_of_newer_ones(tmp_path):
     assert (row["op"], row["skew"], row["sigma"], row["format"]) == ("combine", 4, 0, "")
 
 
+def test_whole_steps_are_measured_and_wrong_losses_are_refused(tmp_path, monkeypatch):
+    wrong = slice_layers.LAYERS["none"].make
+    monkeypatch.setitem(slice_layers.LAYERS, "fsdp", slice_layers.Layer(wrong))
+    methods = ("moe_mlp", "none", "fsdp")
+    out = tmp_path / "1-model.json"
+    assert model.main(
+        ["--ranks", "4", "--methods", *methods, "--geometries", "qwen3", "--out", str(out)]
+    )
+    found = record.read(out)
+    (failure,) = found["failures"]
+    assert "fsdp: AssertionError: losses must be within 0.005 of those of moe_mlp" in failure
+    assert {row["method"] for row in found["rows"]} == {*methods} - {"fsdp"}
+    for row in found["rows"]:
+        assert (row["rows"], row["routing"], row["micro_batches"]) == (4096, "uniform", 1)
+        assert row["us"] > 0 and row["tokens_per_s"] > 0 and row["load"] >= 1
+        assert row["is_bound"] == (row["method"] == "none")
+    assert out.with_suffix(".png").stat().st_size > 0
+    head = dict(found, gpus="4 x NVIDIA H100", versions=dict(jax="0", platform="cuda 13000"))
+    record.write(head, out)
+    monkeypatch.setattr(record, "newest", functools.partial(record.newest, folder=tmp_path))
+    assert "| **this package** |" in report.steps_in_short(tmp_path)
+    assert "16 experts, 4,096 rows per expert" in report.steps_in_full(tmp_path)
+
+
+def test_a_model_varies_one_setting_at_a_time():
+    options = "--geometries qwen3 dsv3 --rows 4096 512 --micro-batches 1 8"
+    found = [tuple(step) for step in model.steps(model.parse(options.split()))]
+    first = [(name, 4096, "uniform", 1) for name in ("qwen3", "dsv3")]
+    assert found[:2] == first
+    assert found[2:4] == [("qwen3", 512, "uniform", 1), ("qwen3", 4096, "uniform", 8)]
+    assert len(found) == 6
+
+
+def test_kernels_of_a_trace_are_summed_by_name():
+    launches = [("nccl", 1e3, "a"), ("moe_a2a::gemm", 5e3, ""), ("nccl", 2e3, "b")]
+    found = kernels.summed(launches)
+    assert [(k.kind, k.calls, k.us) for k in found] == [("our products", 1, 5), ("NCCL", 2, 3)]
+    assert "8.0 us in all" in kernels.in_words(found)
+
+
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     out = tmp_path / "layer.json"
-    options = "--only training --ranks 2 --next-to-products 0 16 --out"
+    options = "--only training --ranks 2 --out"
     run_module("benchmarks.layer", *options.split(), str(out), XLA_FLAGS="")
     found = json.loads(out.read_text())
     rows = found["rows"]
@@ -483,8 +525,7 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     }
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
     ops = ("forward", "forward_and_gradients")
-    next_to_products = [layer.NEXT_TO_PRODUCTS.format(n) for n in (0, 16)]
-    methods = *layer.OURS, *next_to_products, "all_gather", "dense"
+    methods = *layer.OURS, "all_gather", "dense"
     expected = {(m, op) for m in methods for op in ops}
     assert measured == expected - {(layer.OF_FP8, "forward_and_gradients")}
     assert (tmp_path / "layer.png").stat().st_size > 0
@@ -545,7 +586,7 @@ def test_the_performance_page_says_of_how_many_gpus_each_of_its_figures_is(tmp_p
     for name, one in (("a-4xH200", found), ("b-2xH200-formats", formats)):
         record.write(one, tmp_path / f"{name}.json")
     monkeypatch.setattr(record, "newest", functools.partial(record.newest, folder=tmp_path))
-    text = report.sections()[report.PERFORMANCE]
+    text = report.sections()[report.PERFORMANCE, "results"]
     title = "Token formats, 2 × H200, jax 0, CUDA 13.0, built with test hooks, 2000-01-01:"
     assert text.index("4 × H200, jax 0, CUDA 13.0, 2000-01-01 ([record](") < text.index(title)
     assert text.count("test hooks") == 1

@@ -179,7 +179,7 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "docs/overlap.md": 3,
         "docs/formats.md": 5,
         "docs/fp8.md": 2,
-        "docs/multi_host.md": 3,
+        "docs/multi_host.md": 2,
         "docs/processes.md": 4,
         "docs/troubleshooting.md": 2,
         "docs/coming_from.md": 6,

@@ -1,4 +1,4 @@
-"""`python -m jax_moe_a2a.doctor`: what it prints, when it fails, and that it can.
+"""`python -m jax_moe_a2a`: what it prints, when it fails, and that it can.
 
 Tests break parts of this process. Drivers and GPUs that do not exist have stand-ins.
 """
@@ -82,11 +82,12 @@ def one_device(monkeypatch):
 def test_a_machine_that_works_passes(capsys):
     status, printed = diagnose(capsys)
     assert status == 0
-    assert "All required checks passed." in printed
+    nothing = "" if harness.ON_GPU else "No GPU here, nothing to do: a"
+    assert printed.endswith(f"\n{nothing or 'A'}ll required checks passed.\n")
     assert "FAIL" not in printed
     for count in {harness.NUM_DEVICES, min(2, harness.NUM_DEVICES)}:
         assert line_of(printed, f"on {count}")[0] == "ok"
-    for name in ("versions", "package", "devices", "kernels", "NVSHMEM", "path", "memory"):
+    for name in ("versions", "package", "devices", "kernels", "path", "memory"):
         assert line_of(printed, name)[0] in ("ok", "note")
     assert jax.__version__ in line_of(printed, "versions")[1]
     assert f"{harness.NUM_DEVICES} x " in line_of(printed, "devices")[1]
@@ -104,7 +105,7 @@ def test_the_path_is_that_of_a_group_and_says_why(one_device, capsys):
 
 def test_the_module_runs_by_itself_on_one_device():
     done = subprocess.run(
-        [sys.executable, "-m", "jax_moe_a2a.doctor", *SMALL],
+        [sys.executable, "-m", "jax_moe_a2a", *SMALL],
         env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
@@ -348,12 +349,9 @@ def test_the_architecture_is_a_line_where_kernels_are_wanted(monkeypatch):
     monkeypatch.setattr(doctor, "_local_devices", lambda: gpus(1, "10.0"))
     monkeypatch.setattr(doctor._Driver, "open", Driver)
     flags = types.SimpleNamespace(portable=False)
-    lines = {}
-    for finding in doctor.findings(flags):
-        lines[finding.name] = finding
-        if finding.name == "NVSHMEM":  # the next ones make a group
-            break
-    assert "never run on 10.0" in lines["architecture"].said
+    # Findings after the architecture would make a group.
+    architecture = next(f for f in doctor.findings(flags) if f.name == "architecture")
+    assert "never run on 10.0" in architecture.said
 
 
 def test_a_group_with_an_abstract_mesh_is_explained(monkeypatch):

@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import functools
+import re
 
 import cases
 import harness
@@ -20,7 +21,7 @@ LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, align
 
 def expected_load(ids, layout, ranks):
     """Return (rows of each expert, rows of each rank, dropped rows of each rank, choices of each
-    expert)."""
+    expert, invalid ids of each rank)."""
     experts = layout.num_experts(ranks)
     routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
     rows = np.zeros(experts, np.int32)
@@ -28,7 +29,7 @@ def expected_load(ids, layout, ranks):
         rows[ids[source, token, k]] += 1
     wanted = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
     assert wanted.sum() == routing.num_rows.sum() + routing.num_dropped.sum()
-    return rows, routing.num_rows, routing.num_dropped, wanted
+    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
 
 
 def assert_load_is(load, expected):
@@ -117,12 +118,17 @@ def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
         on_rank = functools.partial(load_of, layout=layout, group=group, **modes)
         return jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)
 
-    rows, rows_per_rank, dropped, wanted = expected_load(ids, layout, ranks)
-    assert_load_is(load(ids, shared_expert=True), (rows, rows_per_rank + 5, dropped, wanted))
+    rows, rows_per_rank, *others = expected_load(ids, layout, ranks)
+    assert_load_is(load(ids, shared_expert=True), (rows, rows_per_rank + 5, *others))
     same = np.broadcast_to(ids[:1], ids.shape)
     counts = np.bincount(ids[0].ravel(), minlength=4).astype(np.int32)
     per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
-    assert_load_is(load(same, replicated=True), (counts, per_rank, np.zeros_like(per_rank), counts))
+    none = np.zeros_like(per_rank)
+    assert_load_is(load(same, replicated=True), (counts, per_rank, none, counts, none))
+    same = np.where(same == ids[0, 0, 0], 4, same)  # which is no expert
+    num_invalid = (same[0] == 4).sum(dtype=np.int32)
+    found = load(same, replicated=True).invalid_per_rank
+    np.testing.assert_array_equal(found, [num_invalid, 0])
 
 
 @pytest.mark.several_devices("groups of two levels need two mesh axes")
@@ -147,7 +153,8 @@ def test_what_is_not_a_recv_is_refused():
 
 
 LOAD = ma.ExpertLoad(
-    np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]), np.array([7, 3, 3, 3])
+    *(np.array([6, 0, 3, 3]), np.array([6, 6])),
+    *(np.array([4, 0]), np.array([7, 3, 3, 3]), np.array([0, 1])),
 )
 
 
@@ -184,3 +191,17 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib"):
         ma.plot_expert_load(LOAD)
+
+
+@pytest.mark.exchanges(0)
+def test_the_three_counts_of_ranks_are_one_sum():
+    group = harness.emulated_group(2)
+    mesh = jax.sharding.AbstractMesh((2,), (group.axis_name,))
+
+    def on_rank():
+        ids = jnp.zeros((3, 1), jnp.int32)
+        return ma.expert_load(ma.route(ids, group=group, num_experts=4))
+
+    load = jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=jax.sharding.PartitionSpec())
+    # The other two sums are those of the rows and the choices of experts.
+    assert len(re.findall(r"= psum\w*\[", str(jax.make_jaxpr(load)()))) <= 3

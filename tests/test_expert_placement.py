@@ -1,6 +1,7 @@
 """Placements of experts: tables, plans in NumPy and JAX, and the choice among replicas."""
 
 import functools
+import operator
 import re
 
 import harness
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.placement.types import check_placement
 
 pytestmark = pytest.mark.exchanges(0)
 # ranks, experts, spare slots, home form, hosts
@@ -51,16 +53,19 @@ def test_plans_are_valid_and_equal_in_numpy_and_jax(ranks, experts, spare, home,
     plan, in_jax = planner(ranks, spare, home, hosts)
     many = loads(experts, ranks)
     plans = plan(many)
-    for ours, theirs in zip(plans, in_jax(jnp.asarray(many)), strict=True):
+    in_program = in_jax(jnp.asarray(many))
+    assert jax.tree.structure(in_program) == jax.tree.structure(plans)
+    for ours, theirs in zip(*map(jax.tree.leaves, (plans, in_program)), strict=True):
         harness.assert_same_bytes(theirs, ours)
-    for load, *arrays in zip(many, *plans, strict=True):
-        placement = ma.Placement(*arrays)
+    assert (plans.num_ranks, plans.home) == (ranks, home)
+    for i, load in enumerate(many):
+        placement = jax.tree.map(operator.itemgetter(i), plans)
         table = placement.slot_experts
-        placement.check("placement", experts, ranks)
+        check_placement(placement, ranks, num_experts=experts)
         again = ma.Placement.from_slots(table, experts, num_ranks=ranks)
         for name in ("expert_slots", "num_replicas"):
             harness.assert_same_bytes(getattr(again, name), getattr(placement, name))
-        assert placement.is_home(ranks) or not home
+        assert again.home or not home
         for on_rank in table.reshape(ranks, -1):
             held = on_rank[on_rank >= 0]
             assert len(set(held)) == len(held)
@@ -215,12 +220,13 @@ def test_a_plan_of_this_step_needs_one_gather():
     assert rows.max() <= 1.02 * rows.mean() + 2
 
 
-def test_another_plan_does_not_compile_again():
+@pytest.mark.parametrize("home", (True, False))
+def test_another_plan_does_not_compile_again(home):
     choose = jax.jit(lambda ids, placement: ma.choose_slots(ids, placement, rank=1, num_ranks=4))
     ids = drawn_ids(1, 8, 16)[0]
     for seed in range(10):
         load = np.random.default_rng(seed).integers(0, 1000, 16)
-        choose(ids, ma.plan_placement(load, num_ranks=4, spare=2, home=seed % 2 == 0))
+        choose(ids, ma.plan_placement(load, num_ranks=4, spare=2, home=home))
     assert choose._cache_size() == 1
 
 
@@ -244,7 +250,7 @@ CHOOSE = functools.partial(ma.choose_slots, np.zeros((2, 1), np.int32), rank=0, 
         (lambda: PLAN([2**31 - 1, 1]), ValueError, "its sum must be below 2**31"),
         (lambda: PLAN([1, 2], num_hosts=3), ValueError, "num_hosts must divide num_ranks=2"),
         (lambda: CHOOSE([0]), TypeError, "placement must be a Placement; got list"),
-        (lambda: CHOOSE(TABLE, num_ranks=4), TypeError, "and a multiple of 4"),
+        (lambda: CHOOSE(TABLE, num_ranks=4), ValueError, "4 experts on 4 ranks; got one with 4"),
         (lambda: CHOOSE(TABLE, counts=np.zeros(4)), ValueError, "counts must be int32[2,4]"),
         (
             lambda: CHOOSE(jax.tree.map(lambda leaf: leaf[None], TABLE)),

@@ -124,7 +124,7 @@ def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0
     if platform == "cuda" and group.path == "cuda":
-        expected = 3 if group.topology.is_multi_host else 2
+        expected = 2
     assert len(called) == expected
 
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not handler_calls.can_build(), reason="needs a C++ compiler"),
 ]
 
-TOPOLOGY = native.Topology((0, 1), 2, 2)
+TOPOLOGY = native.Topology((0, 1), 2)
 PATIENCE = 5  # with a process that waits for another one until its timeout
 
 

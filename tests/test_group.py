@@ -13,7 +13,7 @@ from pretended import Gpu
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
-from jax_moe_a2a._src.group import meetings, native, network, processes
+from jax_moe_a2a._src.group import meetings, native, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -34,12 +34,12 @@ def nothing_acts(monkeypatch):
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")
 
-    for module in (native, network, processes, meetings):
+    for module in (native, processes, meetings):
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
                 monkeypatch.setattr(module, name, refuse(f"{module.__name__}.{name}"))
     monkeypatch.setattr(processes, "publish", refuse("processes.publish"))
-    for name in ("set", "get", "barrier", "list", "delete"):
+    for name in ("set", "get", "barrier", "list"):
         monkeypatch.setattr(compat, f"coordination_{name}", refuse(f"coordination_{name}"))
     monkeypatch.setattr(jax, "process_index", refuse("jax.process_index"))
     monkeypatch.setattr(jax, "local_devices", refuse("jax.local_devices"))
@@ -97,8 +97,8 @@ HEAD = "Group(mesh=AbstractMesh({'host': 2, 'ep': 4}), axis_name="
             f"{HEAD}('host', 'ep'), size=8, on_failure='nan', two_level=True)",
         ),
         (
-            lambda: ma.Group(MESH, "ep", num_sms={"route": 8, "combine": 16}, p2p_world_size=2),
-            f"{HEAD}'ep', size=4, num_sms={{'combine': 16, 'route': 8}}, p2p_world_size=2)",
+            lambda: ma.Group(MESH, "ep", num_sms={"route": 8, "combine": 16}),
+            f"{HEAD}'ep', size=4, num_sms={{'combine': 16, 'route': 8}})",
         ),
         (
             lambda: ma.Group(MESH, "ep", num_sms=8, implementation="cuda", first_timeout=1),
@@ -121,8 +121,6 @@ def test_public_names_that_are_gone_name_what_replaces_them():
     for owner, name in ((group, "counters"), (ma, "DeviceCounters")):
         with pytest.raises(AttributeError, match=r"removed; use .*check\(\).*internal"):
             getattr(owner, name)
-    with pytest.raises(AttributeError, match="use is_multi_host"):
-        group.is_wide  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'missing'$"):
         group.missing  # noqa: B018
     assert pickle.loads(pickle.dumps(group)) == group

@@ -561,3 +561,23 @@ def test_nan_in_a_group_stays_in_the_group(path):
     keep = np.arange(100) != 35
     close(np.asarray(out)[keep], right[keep], "bfloat16")
     assert np.isnan(d_w[1]).any() and not np.isnan(d_w[[0, 2]]).any()
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_weights_of_empty_groups_reach_nothing(path, dtype):
+    sizes = np.array([0, 5, 0, 6, 0])
+    is_empty = (sizes == 0)[:, None, None]
+    rows, w, ct, d_rows, d_w, *_ = arrays(20, 64, 64, sizes, dtype)
+
+    def derivatives(hole):
+        own, tangent = (jnp.where(is_empty, hole, jnp.asarray(x)) for x in (w, d_w))
+        dot = lambda rows, w: ma.grouped_dot(rows, w, sizes)
+        transpose = lambda rows, w: jax.vjp(dot, rows, w)[1](jnp.asarray(ct))
+        primals, tangents = (jnp.asarray(rows), own), (jnp.asarray(d_rows), tangent)
+        return jax.jvp(dot, primals, tangents), jax.jvp(transpose, primals, tangents)
+
+    found, expected = (jax.jit(derivatives)(jnp.asarray(x, dtype)) for x in (np.nan, 0.0))
+    for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(right))
+    (_, gradient), _ = found[1]
+    assert (np.asarray(gradient)[sizes == 0] == 0).all()

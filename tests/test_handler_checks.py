@@ -101,7 +101,6 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
     attributes = dict(
         devices=np.array([], np.int64),
         num_ranks=np.int64(RANKS),
-        p2p_world_size=np.int64(RANKS),
         workspace_kind=np.int64(native.WHOLE),
         num_sms=np.int64(8),
         timeout_ns=np.int64(5e9),

@@ -21,7 +21,7 @@ from pretended import Gpu
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
-from jax_moe_a2a._src.group import native, network, processes, runtime
+from jax_moe_a2a._src.group import native, processes, runtime
 from jax_moe_a2a._src.group.value import device_ids
 
 pytestmark = [
@@ -50,8 +50,7 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "add_process", lambda *process: told.update(met=process))
     monkeypatch.setattr(native, "has_ended", lambda index: False)
     monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
-    monkeypatch.setattr(network, "why_not", lambda: "")
-    caches = (processes.publish, processes._notices, runtime._ranks_of_a_host)
+    caches = (processes.publish, processes._notices)
     for cache in caches:
         cache.forget()
     yield told
@@ -85,7 +84,6 @@ ASKING = {
     "path": lambda group: group.path,
     "why_portable": lambda group: group.why_portable,
     "topology": lambda group: group.topology,
-    "is_multi_host": lambda group: group.is_multi_host,
     "reserve": lambda group: group.reserve(num_tokens=8, hidden=16, top_k=1, num_experts=2),
     "lowering": lambda group: group.placed_by(None),
 }
@@ -118,7 +116,7 @@ def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same
     """Other processes have kernels, and wait for its notice."""
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
-    group = group_of(0, 1, p2p_world_size=2)
+    group = group_of(0, 1)
     ask(group)
     notice = json.loads(told[processes.KEY.format(0)])
     assert notice["why_portable"] == "has no CUDA kernels"
@@ -136,18 +134,17 @@ def test_a_process_announces_itself_for_the_devices_of_the_program_that_it_lower
 
 
 def test_reports_announce_nothing(told, monkeypatch):
-    monkeypatch.setattr(native, "failure", lambda topology, kinds: "")
+    monkeypatch.setattr(native, "failure", lambda topology: "")
     monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
     monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
-    monkeypatch.setattr(native, "counters", lambda topology, kind: [])
+    monkeypatch.setattr(native, "counters", lambda topology: [])
     monkeypatch.setattr(native, "wait", lambda *args: None)
     monkeypatch.setattr(native, "close", lambda *args: None)
-    for options in ({}, dict(p2p_world_size=2)):
-        group = group_of(1, 1, **options)  # of which this process, number 0, has no device
-        assert (group.memory(), runtime.counters(group)) == ((), ())
-        group = group_of(0, 1, **options)
-        group.check()
-        group.close()
+    group = group_of(1, 1)  # of which this process, number 0, has no device
+    assert (group.memory(), runtime.counters(group)) == ((), ())
+    group = group_of(0, 1)
+    group.check()
+    group.close()
     assert not told
 
 
@@ -183,12 +180,12 @@ def test_closing_waits_for_no_process(told, monkeypatch):
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
     monkeypatch.setattr(native, "close", lambda *args: closed.append(args))
-    monkeypatch.setattr(native, "failure", lambda topology, kinds: "")
+    monkeypatch.setattr(native, "failure", lambda topology: "")
     group = group_of(0, 1)
     group.check()
     group.close()
     devices = device_ids(group)
-    assert closed == waited == [((devices, 2, 2), 60.0), ((devices, 1, 1), 60.0)]
+    assert closed == waited == [((devices, 2), 60.0), ((devices, 1), 60.0)]
     assert not told
 
 
@@ -221,15 +218,6 @@ def hosts_of_two(told, monkeypatch):
     monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
 
 
-def test_ranks_on_several_hosts_reach_each_other_through_nvshmem_if_asked(told, monkeypatch):
-    hosts_of_two(told, monkeypatch)
-    group = group_of(0, 1, 2, 3, p2p_world_size=2)
-    assert (group.path, group.is_multi_host, group.topology) == ("cuda", True, ((0, 1, 2, 3), 4, 2))
-    tell(told, 3, host="another", why_no_network=f"has no NVSHMEM ({network.INSTALL})")
-    processes._notices.forget()
-    assert group.why_portable == f"process 3 has no NVSHMEM ({network.INSTALL})"
-
-
 @pytest.mark.parametrize("implementation", (None, "cuda"))
 def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
     told, monkeypatch, implementation
@@ -240,7 +228,7 @@ def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
     assert group.two_level and group.path == "cuda within hosts, portable between"
     assert [level.path for level in group.levels] == ["portable", "cuda"]
     assert group.why_portable.startswith("between hosts: the ranks of processes [0, 2] are on 2 ")
-    assert group.levels[1].topology == ((0, 1, 2, 3), 2, 2)
+    assert group.levels[1].topology == ((0, 1, 2, 3), 2)
 
 
 @pytest.mark.parametrize("is_known", (True, False), ids=("partitions", "one_partition"))
@@ -281,49 +269,6 @@ def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch)
     assert group.path == "portable"
     why = "within and between hosts: processes 0 and 2 run different versions"
     assert group.why_portable.startswith(why)
-
-
-@pytest.mark.parametrize(
-    "p2p_world_size, is_multi_host", ((1, True), (2, True), (4, False), (8, False))
-)
-def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is_multi_host):
-    for index in (1, 2, 3):
-        tell(told, index)
-    group = group_of(0, 1, 2, 3, p2p_world_size=p2p_world_size)
-    assert (group.path, group.is_multi_host) == ("cuda", is_multi_host)
-    assert not group.single_rank.is_multi_host
-
-
-def test_one_process_has_no_network_to_its_own_gpus(told):
-    assert "one process per GPU" in group_of(0, 0, p2p_world_size=1).why_portable
-
-
-def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size():
-    least, split = network.LEAST_HALF_BYTES, native.SPLIT
-    sizes = (0, 1, least, least + 1, 2 * least, 3 * least, 4 * least + 1)
-    assert [network.kind_of(native.WHOLE, size) // 2 for size in sizes] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        2,
-        3,
-    ]
-    for size in sizes:
-        assert least << network._doublings(size) >= size
-        assert native.is_split(network.kind_of(split, size))
-        assert not native.is_split(network.kind_of(native.WHOLE, size))
-    # All workspaces up to that one; two ring halves each, for received rows and for outgoing
-    # tokens.
-    assert network.bytes_to_reserve(least) == 4 * least
-    assert network.bytes_to_reserve(3 * least) == 4 * (1 + 2 + 4) * least
-
-
-@pytest.mark.parametrize("p2p_world_size", (0, -1, 3, True, 2.0, "2"))
-def test_ranks_that_share_memory_divide_the_group(told, p2p_world_size):
-    with pytest.raises(ValueError, match="p2p_world_size must be .* divides the group's 4 ranks"):
-        group_of(0, 0, 0, 0, p2p_world_size=p2p_world_size)
 
 
 def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):

@@ -6,8 +6,11 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
 from jax_moe_a2a._src.exchange.lowering.route import route_chunks
+from jax_moe_a2a._src.experts import activations
+from jax_moe_a2a._src.experts import lowering as experts
 from jax_moe_a2a._src.formats import formats
 from jax_moe_a2a._src.group import extension, native
+from jax_moe_a2a._src.grouped import lowering as grouped
 from jax_moe_a2a._src.plan import memory, plan
 from jax_moe_a2a._src.plan.capacity import MAX_TOP_K
 
@@ -132,6 +135,20 @@ def test_token_formats_agree():
         assert fmt.group_size == group
         assert 8 // fmt.values_per_item == value_bits
         assert jnp.dtype(fmt.scale_dtype).itemsize == scale_bytes
+
+
+def test_workspace_kinds_have_the_numbers_of_the_kernels():
+    assert native.WORKSPACE_KINDS == (native.WHOLE, native.SPLIT) == layout.WORKSPACE_KINDS
+
+
+@pytest.mark.skipif(not native.has_grouped_gemm(), reason="the extension has no products")
+def test_products_have_the_numbers_of_the_kernels():
+    names = ("FORWARD", "FORWARD_FEW", "TRANSPOSED", "WEIGHT_GRADIENT")
+    assert {name: getattr(grouped, name) for name in names} == layout.PRODUCTS
+    codes = {kind: activations.FusedActivation(kind).code for kind in activations.KINDS}
+    assert codes | dict(scaled_bias=experts.SCALED_BIAS) == layout.ACTIVATIONS
+    assert grouped.CAPABILITY == layout.GEMM_CAPABILITY
+    assert formats.BlockwiseFp8.group_size == layout.FP8_BLOCK
 
 
 def test_the_header_is_small_and_ends_on_a_page():

@@ -170,8 +170,8 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
     assert attribute(text, "route", "first_choice") == f"{first_choice} : i64"
     assert attribute(text, "route", "parts") == f"{hosts} : i64"
     ids = [d.id for d in harness.devices(RANKS)]
-    assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2, 2)
-    assert group.levels[1].topology == (tuple(ids), RANKS // 2, RANKS // 2)
+    assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2)
+    assert group.levels[1].topology == (tuple(ids), RANKS // 2)
 
 
 @pytest.mark.parametrize("given", ("ids", "routing"))
@@ -654,8 +654,9 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{rows}xi32"]
     assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
     assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
-    assert attribute(text, "weighted_dispatch", "scaled") == str("rows" in of).lower()
-    assert attribute(text, "weighted_dispatch", "dotted") == str("weights" in of).lower()
+    # The gradient of the weights is a dot with the rows.
+    assert attribute(text, "weighted_dispatch", "num_rows") == f"{int('weights' in of)} : i64"
+    assert attribute(text, "weighted_dispatch", "num_weights") == f"{int('rows' in of)} : i64"
     zone = native.array_bytes(TOKENS, 2 * HIDDEN)
     assert attribute(text, "weighted_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
 
@@ -1137,7 +1138,7 @@ def test_devices_are_told_in_the_order_of_ranks():
     mesh = harness.mesh_of(RANKS)
     reordered = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
     for each in (mesh, reordered):
-        ids, num_ranks, _ = ma.Group(each, harness.AXIS).topology
+        ids, num_ranks = ma.Group(each, harness.AXIS).topology
         assert num_ranks == RANKS
         assert list(ids) == [device.id for device in each.devices]
 

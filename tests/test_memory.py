@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import network, runtime
+from jax_moe_a2a._src.group import runtime
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 
@@ -114,24 +114,6 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
     assert group.reserve(**sizes) == ma.memory_estimate(**sizes, group_size=harness.FEW)
     assert group.memory() == runtime.counters(group) == ()
     assert harness.emulated_group(4).memory() == ()
-
-
-@pytest.mark.several_devices("its group has a mesh")
-@pytest.mark.skipif(harness.FEW < 2, reason="one rank has no inter-node peer")
-def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
-    """Sizes are rounded up in steps, and counted for both directions."""
-    asked = []
-    monkeypatch.setattr(runtime, "why_portable", lambda group: "")
-    monkeypatch.setattr(network, "reserve", lambda *args: asked.append(args))
-    group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, p2p_world_size=1)
-    sizes = dict(num_tokens=8192, hidden=8192, top_k=4, num_experts=16)
-    said = group.reserve(**sizes)
-    estimate = ma.memory_estimate(**sizes, group_size=harness.FEW)
-    assert [half_bytes for _, half_bytes, *_ in asked] == [estimate.half_bytes]
-    assert said.network_bytes == network.bytes_to_reserve(estimate.half_bytes)
-    assert said.network_bytes > 2 * estimate.workspace_bytes
-    assert dataclasses.replace(said, network_bytes=0) == estimate
-    assert "by NVSHMEM" in str(said) and "by NVSHMEM" not in str(estimate)
 
 
 @pytest.mark.parametrize("changed", (dict(top_k=33), dict(tokens=3), dict(group_size=2)), ids=str)

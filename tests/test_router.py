@@ -190,6 +190,28 @@ def test_equal_scores_choose_the_lowest_ids():
     np.testing.assert_allclose(loss, 1)
 
 
+def test_zeros_of_both_signs_are_equal():
+    zeros = np.array([[-0.0, 0.0, -1.0, -0.0]], np.float32)
+    for options in {}, dict(select_bias=zeros[0]), dict(num_groups=2, top_groups=2):
+        assert route(zeros, 3, **options).ids.tolist() == [[0, 1, 3]]
+
+
+@pytest.mark.several_devices("Auto axes need a mesh")
+@pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
+def test_ids_alone_are_right_over_auto_axes(options):
+    """For lax.top_k alone, XLA returns zeros of another shape on GPUs."""
+    devices = np.array(harness.devices(harness.SEVERAL))
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    logits = logits_of(14)
+    ids_of = jax.jit(lambda logits: ma.top_k_router(logits, TOP_K, **options).ids)
+    put = harness.put(logits, jax.NamedSharding(mesh, jax.P("data")))
+    found = harness.numpy_of(ids_of(put))
+    np.testing.assert_array_equal(found, route(logits, TOP_K, **options).ids)
+    text = ids_of.lower(put).compile().as_text()
+    assert re.search("topk|sort", text, re.IGNORECASE)
+    assert "minimum" in text, "XLA removes what prevents zeros on GPUs"
+
+
 @pytest.mark.parametrize("score", ("softmax", "sigmoid"))
 def test_all_experts_have_normalized_scores_as_weights(score):
     found = route(logits_of(9), EXPERTS, score=score)
@@ -211,6 +233,49 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
     np.testing.assert_allclose(found.weights.sum(), 1, rtol=1e-6)
     weights = lambda x: route(x, 3, score=score).weights
     assert np.isfinite(jax.jit(jax.jacobian(weights))(logits)).all()
+
+
+def test_no_tokens_choose_no_experts():
+    for options in ROUTERS.values():
+        found = ma.top_k_router(np.zeros((2, 0, EXPERTS), np.float32), TOP_K, **options)
+        assert (found.ids.shape, found.scores.shape) == ((2, 0, TOP_K), (2, 0, EXPERTS))
+
+
+def test_the_balance_loss_of_one_token_is_that_of_a_batch_of_one():
+    found = ma.top_k_router(logits_of(15)[0], TOP_K)
+    loss = ma.load_balancing_loss(found.scores, found.ids)
+    assert loss == ma.load_balancing_loss(found.scores[None], found.ids[None])
+
+
+@pytest.mark.parametrize("shift", (0, -80, -95, -300))
+def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
+    """Sigmoids below logits of -88 are 0 in float32, their shares of a token's sum are not."""
+    logits = logits_of(16) + np.float32(shift)
+
+    def loss(logits):
+        found = ma.top_k_router(logits, TOP_K, score="sigmoid")
+        return ma.load_balancing_loss(found.scores, found.ids)
+
+    found = jax.jit(jax.value_and_grad(loss))(logits)
+    exact = logits.astype(np.float64)
+    log_scores = -np.logaddexp(0, -exact)
+    shares = softmax(log_scores)
+    ids = np.argsort(-exact, -1)[:, :TOP_K]
+    of_experts = EXPERTS * np.bincount(ids.ravel(), minlength=EXPERTS) / ids.size
+    value = (shares @ of_experts).mean()
+    by_score = shares * (of_experts - (shares @ of_experts)[:, None]) / TOKENS
+    expected = value, by_score * (1 - np.exp(log_scores))
+    assert value > 1
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_scores_of_zero_count_as_equal_in_the_balance_loss():
+    ids = np.zeros((4, 1), np.int32)
+    loss = lambda scores: ma.load_balancing_loss(scores, ids)
+    value, gradient = jax.value_and_grad(loss)(np.zeros((4, EXPERTS), np.float32))
+    assert value == 1
+    assert not gradient.any()
 
 
 def test_numpy_logits_of_float64_raise_no_warning():
@@ -289,6 +354,36 @@ def test_bias_follows_the_choices_before_drops():
     assert updated.tolist() == [-0.5, 0.5, 0.5, 0.5]
     layers = ma.update_select_bias(jnp.zeros((2, 2)), jnp.array([[3, 1], [2, 2]]), rate=0.5)
     assert layers.tolist() == [[-0.5, 0.5], [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", ("int32", "uint8", "float32"))
+def test_experts_at_the_mean_keep_their_bias(dtype):
+    """A mean in float32 is a product with 1/E, which is not exactly the count."""
+    for experts in 7, 14, 28, 56, 60, 256:
+        counts = np.full(experts, 3, dtype)
+        counts[0] += 1
+        counts[1] -= 1
+        updated = ma.update_select_bias(np.zeros(experts, np.float32), counts, rate=1.0)
+        assert updated.tolist() == [-1, 1] + [0] * (experts - 2)
+
+
+def test_any_integers_are_compared_with_their_mean_exactly():
+    large = 2**31 // 8
+    rng = np.random.default_rng(3)
+    counts = rng.integers(0, 4, (20, 7)).astype(np.int32)
+    counts[-1] = [large, large - 1, large + 1, large, large, large, large - 1]
+    difference = counts.sum(-1, keepdims=True, dtype=np.int64) - 7 * counts.astype(np.int64)
+    updated = ma.update_select_bias(np.zeros((20, 7), np.float32), counts, rate=1.0)
+    np.testing.assert_array_equal(updated, np.sign(difference))
+
+
+def test_a_recentered_bias_has_the_mean_zero_and_the_same_differences():
+    counts = np.array([9, 1, 1, 1])
+    drifted = ma.update_select_bias(BIAS[:4], counts, rate=0.5)
+    centered = ma.update_select_bias(BIAS[:4], counts, rate=0.5, recenter=True)
+    assert abs(drifted.mean()) > 0.05
+    np.testing.assert_allclose(centered, drifted - drifted.mean(), atol=1e-7)
+    np.testing.assert_allclose(centered.mean(), 0, atol=1e-7)
 
 
 def test_the_bias_balances_a_layer_that_trains_on_skewed_tokens():
@@ -390,6 +485,10 @@ def test_bad_arguments_of_a_router_are_refused(changed, naming):
         (
             lambda: ma.update_select_bias(BIAS, BIAS > 0),
             ("counts must hold integers or floats", "bool", "Cast"),
+        ),
+        (
+            lambda: ma.update_select_bias(BIAS, BIAS, recenter=1),
+            ("recenter must be a bool; got 1",),
         ),
         (
             lambda: ma.update_select_bias(BIAS, BIAS, rate=-1),

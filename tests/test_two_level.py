@@ -694,7 +694,6 @@ def test_the_devices_here_are_of_one_host():
 
 
 @of_devices
-@pytest.mark.shared_memory("a workspace that spans hosts never goes")
 def test_memory_is_that_of_both_levels():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
     said = ma.memory_estimate(**sizes, group_size=(2, 4))

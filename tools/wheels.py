@@ -37,10 +37,7 @@ PARTS = ("pure", "sdist", *MAJORS)
 # The exchange kernels have machine code for these compute capabilities, if the compiler supports
 # them, and PTX of the first for other newer GPUs. The grouped GEMM supports only 9.0.
 ARCHITECTURES = ("90", "100-real", "120-real")
-# NVSHMEM is installed by its own extra.
-REPAIR = ("repair", "--exclude", "libnvshmem_host.so.3")
 MAX_BYTES = 60 << 20
-NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -135,7 +132,6 @@ def stage(major: int, architectures: Sequence[str]) -> Path:
     build, project = main_project["build-system"], main_project["project"]
     name, version = f"{project['name']}-cuda{major}", project["version"]
     package = name.replace("-", "_")
-    (nvshmem,) = project["optional-dependencies"][NVSHMEM_EXTRAS[major]]
     folder = STAGE / f"cuda{major}"
     shutil.rmtree(folder, ignore_errors=True)
     for copied in ("cuda", "tools"):
@@ -153,7 +149,7 @@ def stage(major: int, architectures: Sequence[str]) -> Path:
     (folder / "pyproject.toml").write_text(
         f"""\
 [build-system]
-requires = {[*build["requires"], nvshmem]}
+requires = {build["requires"]}
 build-backend = "{build["build-backend"]}"
 backend-path = {build["backend-path"]}
 
@@ -182,7 +178,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 build = ["cp311-manylinux_*", "cp312-manylinux_*"]
 manylinux-x86_64-image = "manylinux_2_28"
 manylinux-aarch64-image = "manylinux_2_28"
-repair-wheel-command = "auditwheel {" ".join(REPAIR)} -w {{dest_dir}} {{wheel}}"
+repair-wheel-command = "auditwheel repair -w {{dest_dir}} {{wheel}}"
 """
     )
     return folder
@@ -208,7 +204,7 @@ def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
     command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", raw, project)
     run(*command, CUDACXX=compiler)
     (wheel,) = raw.glob("*.whl")
-    run(sys.executable, "-m", "auditwheel", *REPAIR, "-w", raw / "checked", wheel)
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", raw / "checked", wheel)
     (wheel,) = (raw / "checked").glob("*.whl")
     if wheel.stat().st_size > MAX_BYTES:
         sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes; at most {MAX_BYTES} are allowed")

@@ -116,7 +116,8 @@ inline Problem CheckShape(const Array& array, const char* name, const DataType& 
 // Checks the leading axes of an array, and that its elements are bytes.
 inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
   if (array.type.bytes == 0) {
-    return std::string(name) + " must have elements of whole bytes; got " + ToString(array);
+    return Unsupported(std::string(name) + " must have elements of whole bytes; got " +
+                       ToString(array));
   }
   if (array.dimensions.size() >= axes.size() &&
       std::equal(axes.begin(), axes.end(), array.dimensions.begin())) {

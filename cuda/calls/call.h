@@ -11,8 +11,10 @@
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
 //                                  one is missing
 //   Describe(context, args, results, &params)
-//                                  returns why the kernels do not support the call, or sets all
-//                                  parameters except addresses; `params` are zeros before
+//                                  returns a problem, or sets all parameters except addresses;
+//                                  `params` are zeros before. The problem is Unsupported() if it
+//                                  is a limit of the kernels. Otherwise the call is malformed: its
+//                                  arrays do not fit each other or its attributes.
 //   Point(args, results, &params)  sets only the addresses, of one rank for one launch
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
 //   Launch(kernels, ranks, blocks, stream)
@@ -24,20 +26,33 @@
 #define MOE_A2A_CALLS_CALL_H_
 
 #include <cstdint>
+#include <string>
 
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "params.h"
+#include "runtime/problem.h"
 
 namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;       // its signature has what does not depend on the call's arrays
-  bool is_multi_host;  // some ranks do not share memory with this one
-  bool is_colocated;   // all ranks share the device and the launch
-  int64_t num_sms;     // blocks that a launch may have for each rank
+  RankView view;      // its signature has what does not depend on the call's arrays
+  bool is_colocated;  // all ranks share the device and the launch
+  int64_t num_sms;    // blocks that a launch may have for each rank
 };
+
+// Reads the attributes of a call. Returns which is missing.
+template <typename Call, typename Reader>
+Problem ReadAttributes(const Reader& read, Call* call) {
+  const char* last = "";
+  const auto read_next = [&](const char* name, auto* value) {
+    last = name;
+    return read(name, value);
+  };
+  if (call->Read(read_next)) return {};
+  return "the attribute " + std::string(last) + " is missing or has another type";
+}
 
 // Mixes a value into a hash (the finalizer of splitmix64, by Steele, Lea and Flood).
 inline void Mix(uint64_t& hash, uint64_t value) {

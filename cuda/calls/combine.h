@@ -41,12 +41,16 @@ struct CombineCall {
       return problem;
     }
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
-      return "combine needs one result for each operand, at most " + std::to_string(kMaxArrays) +
-             ", or one result and at most " + std::to_string(kMaxPairs) +
-             " pairs of rows and weights, then an addend for each sum or none; got " +
+      return "combine needs one result for each operand, or one result of all pairs of rows and "
+             "weights, then an addend for each sum or none; got " +
              std::to_string(args.size() - kNumRoutingArrays) + " operands, of which " +
-             std::to_string(num_addends) + " are addends, and " + std::to_string(results.size()) +
-             " results";
+             std::to_string(num_addends) + " are addends, " + std::to_string(num_pairs) +
+             " pairs and " + std::to_string(results.size()) + " results";
+    }
+    if (results.size() > kMaxArrays || num_pairs > kMaxPairs) {
+      return Unsupported("combine has at most " + std::to_string(kMaxArrays) + " results and " +
+                         std::to_string(kMaxPairs) + " pairs of rows and weights; got " +
+                         std::to_string(results.size()) + " and " + std::to_string(num_pairs));
     }
     SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
@@ -64,9 +68,10 @@ struct CombineCall {
       return problem;
     }
     if (is_encoded(p) && !p.listed) {
-      return "combine with a token format needs rows of whole groups, at most one pair of rows and "
-             "weights, and top_k plus ranks of at most " +
-             std::to_string(kWarpThreads);
+      return Unsupported(
+          "combine with a token format needs rows of whole groups, at most one pair of rows and "
+          "weights, and top_k plus ranks of at most " +
+          std::to_string(kWarpThreads));
     }
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
@@ -111,9 +116,8 @@ struct CombineCall {
     if (num_addends != 0 && num_addends != num_sums) return false;
     if (payload < static_cast<size_t>(num_addends)) return false;
     payload -= static_cast<size_t>(num_addends);
-    if (num_pairs <= 0) return payload == num_results && payload <= kMaxArrays;
-    return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 &&
-           num_pairs <= kMaxPairs;
+    if (num_pairs <= 0) return payload == num_results;
+    return payload == 2 * static_cast<size_t>(num_pairs) && num_results == 1 && num_sums == 1;
   }
 
   Problem DescribeWire(ArraySlice args, CombineParams& p) const {
@@ -122,8 +126,8 @@ struct CombineCall {
     if (p.num_summed == 0 || is_encoded(p) || wire == args[0].type.name) return {};
     p.wire = WireType::kFloat32;
     if (wire == kFloat32.name) return {};
-    return "combine sends partial sums in the type of the rows, in " + kFloat32.name +
-           " or in a token format; got '" + wire + "' for rows " + ToString(args[0]);
+    return Unsupported("combine sends partial sums in the type of the rows, in " + kFloat32.name +
+                       " or in a token format; got '" + wire + "' for rows " + ToString(args[0]));
   }
 
   Problem DescribeSums(ArraySlice args, ArraySlice results, CombineParams& p) const {
@@ -132,9 +136,12 @@ struct CombineCall {
       const Array &rows = args[i], &out = results[i];
       SummedArray& array = p.summed[i];
       array.elements = NumElements(rows, 1);
-      if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
-        return "combine needs arrays of one type: bfloat16, float16 or float32; got " +
-               ToString(rows);
+      if (rows.type != args[0].type || out.type != rows.type) {
+        return "combine needs rows and sums of one type; got " + ToString(rows) + " and " +
+               ToString(out) + " next to " + ToString(args[0]);
+      }
+      if (!ToElementType(rows.type, &p.type)) {
+        return Unsupported("combine sums bfloat16, float16 or float32; got " + ToString(rows));
       }
       const int64_t item = rows.type.bytes;
       const Array& addend = num_addends > 0 ? args[first_addend(p) + i] : out;
@@ -188,8 +195,8 @@ struct CombineCall {
     for (int i = 0; i < p.num_pairs; ++i) {
       const Array &rows = args[i], &weights = args[p.num_pairs + i];
       if (rows.type != args[0].type || weights.type != kFloat32) {
-        return "combine needs rows of one type and weights of float32; got " + ToString(rows) +
-               " and " + ToString(weights);
+        return Unsupported("combine needs rows of one type and weights of float32; got " +
+                           ToString(rows) + " and " + ToString(weights));
       }
       const int64_t item = rows.type.bytes;
       if (Problem problem =

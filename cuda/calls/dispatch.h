@@ -4,7 +4,6 @@
 #define MOE_A2A_CALLS_DISPATCH_H_
 
 #include <cstdint>
-#include <string>
 
 #include "calls/array.h"
 #include "calls/call.h"
@@ -12,12 +11,6 @@
 #include "calls/routing.h"
 
 namespace moe_a2a {
-
-// Returns the error of a dispatch whose operands do not match its results.
-inline std::string UnequalPayload(const char* call) {
-  return std::string(call) + " needs one result for each payload array, at most " +
-         std::to_string(kMaxArrays);
-}
 
 struct DispatchCall {
   DispatchOptions options;
@@ -39,12 +32,10 @@ struct DispatchCall {
     if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
       return problem;
     }
-    if (args.size() != results.size() + kNumRoutingArrays || results.size() > kMaxArrays) {
-      return UnequalPayload("dispatch");
-    }
     options.Describe(p);
     SignShapes(p.view, p.routing);
-    if (Problem problem = DescribePayload(args, results, options.num_choice_arrays, p);
+    const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
+    if (Problem problem = DescribePayload(moved, results, options.num_choice_arrays, p);
         !problem.empty()) {
       return problem;
     }

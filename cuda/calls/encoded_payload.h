@@ -31,21 +31,25 @@ struct EncodedPayload {
                    Encoding& encoding, DispatchParams& exchange) const {
     RankView& view = exchange.view;
     encoding.format = format_named(format);
-    if (encoding.format == kNoFormat || num_leaves < 1) {
-      return "a dispatch with a format needs a known format and a leaf; got " + format + " and " +
-             std::to_string(num_leaves) + " leaves";
-    }
-    if (view.num_ranks == 1) {
-      return "a dispatch with a format needs two ranks or more, because own tokens use a landing "
-             "zone";
-    }
+    if (encoding.format == kNoFormat) return "no kernel knows a format '" + format + "'";
     const size_t leaves = num_leaves, choice_arrays = num_choice_arrays;
-    if (num_choice_arrays < 0 || args.size() != leaves + choice_arrays + has_token_scales ||
-        results.size() != results_per_leaf() * leaves + choice_arrays ||
-        2 * leaves + choice_arrays + scales_travel() > kMaxArrays) {
-      return "a dispatch with a format needs results for each leaf and choice array, and moves at "
-             "most " +
-             std::to_string(kMaxArrays) + " arrays: values and scales of a leaf are two";
+    if (num_leaves < 0 || num_choice_arrays < 0 ||
+        args.size() != leaves + choice_arrays + has_token_scales ||
+        results.size() != results_per_leaf() * leaves + choice_arrays) {
+      return "a dispatch with a format needs results for each leaf and choice array; got " +
+             std::to_string(args.size()) + " arrays and " + std::to_string(results.size()) +
+             " results for " + std::to_string(num_leaves) + " leaves and " +
+             std::to_string(num_choice_arrays) + " choice arrays";
+    }
+    if (leaves == 0) return Unsupported("a dispatch with a format needs a leaf");
+    if (view.num_ranks == 1) {
+      return Unsupported(
+          "a dispatch with a format needs two ranks or more, because own tokens use a landing "
+          "zone");
+    }
+    if (2 * leaves + choice_arrays + scales_travel() > kMaxArrays) {
+      return Unsupported("a dispatch with a format moves at most " + std::to_string(kMaxArrays) +
+                         " arrays: values and scales of a leaf are two");
     }
     encoding.decode = decode;
     encoding.num_leaves = static_cast<int32_t>(num_leaves);
@@ -69,9 +73,14 @@ struct EncodedPayload {
       if (Problem p = CheckLead(in, "a payload array", {num_tokens}); !p.empty()) return p;
       const int64_t elements = NumElements(in, 1);
       if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
-          (decode && out[0].type != in.type) || elements % group_size(encoding.format) != 0) {
-        return "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
-               "groups; got " +
+          elements % group_size(encoding.format) != 0) {
+        return Unsupported(
+            "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
+            "groups; got " +
+            ToString(in));
+      }
+      if (decode && out[0].type != in.type) {
+        return "decoded rows must have the type of their leaf; got " + ToString(out[0]) + " for " +
                ToString(in);
       }
       if (Problem p = FirstOf({CheckAlignment(in), decode ? CheckAlignment(out[0]) : Problem()});
@@ -142,11 +151,12 @@ struct EncodedPayload {
   static Problem CheckAlignment(const Array& array) {
     const int32_t width = Width(kVectorBytes, {&array});
     if (width == kVectorBytes) return {};
-    return "leaves with a format, and their decoded rows, must begin at a multiple of " +
-           std::to_string(kVectorBytes) + " bytes; " + ToString(array) +
-           " begins at a multiple of " + std::to_string(width) +
-           ". Pass a copy of the leaf if it is a slice of a larger array or comes from another "
-           "framework";
+    return Unsupported(
+        "leaves with a format, and their decoded rows, must begin at a multiple of " +
+        std::to_string(kVectorBytes) + " bytes; " + ToString(array) + " begins at a multiple of " +
+        std::to_string(width) +
+        ". Pass a copy of the leaf if it is a slice of a larger array or comes from another "
+        "framework");
   }
 
   size_t results_per_leaf() const { return decode ? 1 : 2; }

@@ -36,7 +36,6 @@ struct FormatDispatchCall {
         !problem.empty()) {
       return problem;
     }
-    if (context.is_multi_host) return "a dispatch with a format must not span hosts";
     options.Describe(exchange);
     SignShapes(exchange.view, exchange.routing);
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};

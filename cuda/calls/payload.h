@@ -25,6 +25,16 @@ struct DispatchOptions {
 // per choice.
 inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
                                DispatchParams& p) {
+  if (args.size() != results.size() || num_choice_arrays < 0 ||
+      num_choice_arrays > static_cast<int64_t>(results.size())) {
+    return "a dispatch needs one result for each payload array, choice arrays included; got " +
+           std::to_string(args.size()) + " payload arrays, " + std::to_string(results.size()) +
+           " results and " + std::to_string(num_choice_arrays) + " choice arrays";
+  }
+  if (results.size() > kMaxArrays) {
+    return Unsupported("a dispatch moves at most " + std::to_string(kMaxArrays) + " arrays; got " +
+                       std::to_string(results.size()));
+  }
   const RoutingView& routing = p.routing;
   p.num_arrays = static_cast<int32_t>(results.size());
   for (int i = 0; i < p.num_arrays; ++i) {

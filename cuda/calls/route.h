@@ -54,12 +54,19 @@ struct RouteCall {
     p.chunks =
         static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
     const int64_t blocks = int64_t{p.batch} * p.chunks * p.view.num_ranks;
+    if (p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
+        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0) {
+      return "route needs chunks of at most " + std::to_string(kMaxTokensPerRouteChunk) +
+             " tokens, experts of whole ranks and parts, and a first choice below top_k; got " +
+             std::to_string(p.tokens_per_chunk) + " tokens, " + std::to_string(num_experts) +
+             " experts, " + std::to_string(parts) + " parts, " + std::to_string(p.view.num_ranks) +
+             " ranks, the first choice " + std::to_string(first_choice) + " and ids " +
+             ToString(ids);
+    }
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
-        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
-        p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
-        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0) {
-      return Reason(p);
+        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts) {
+      return Unsupported(Reason(p));
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
                       p.first_choice, p.parts}) {
@@ -90,14 +97,12 @@ struct RouteCall {
  private:
   static constexpr size_t kNumResults = kNumPlanArrays + 3;
   static std::string Reason(const RouteParams& p) {
-    return "route has at most " + std::to_string(kMaxChunks) + " chunks of " +
-           std::to_string(kMaxTokensPerRouteChunk) + " tokens, " +
+    return "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
            std::to_string(kMaxLocalExperts) + " experts per rank and " +
            std::to_string(kMaxRouteCounts) + " counts; got " + std::to_string(p.batch) +
            " batches of " + std::to_string(p.chunks) + " chunks, " +
-           std::to_string(p.local_experts()) + " experts per rank, " +
-           std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts and " +
-           std::to_string(p.parts) + " parts";
+           std::to_string(p.local_experts()) + " experts per rank and " +
+           std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts";
   }
 
   static int64_t BytesOfIds(const RouteParams& p) {

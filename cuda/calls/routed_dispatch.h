@@ -8,7 +8,6 @@
 
 #include "calls/array.h"
 #include "calls/call.h"
-#include "calls/dispatch.h"
 #include "calls/encoded_payload.h"
 #include "calls/payload.h"
 #include "calls/routing.h"
@@ -39,7 +38,6 @@ struct RoutedDispatchCall {
         results[4].dimensions.empty()) {
       return "routed dispatch needs ids and rank, and returns a plan";
     }
-    if (context.is_multi_host) return "routed dispatch must not span hosts";
     const Array& ids = args[0];
     if (ids.dimensions.size() != 2 || ids.type != kInt32) {
       return "ids must be S32[num_tokens, top_k]; got " + ToString(ids);
@@ -59,15 +57,21 @@ struct RoutedDispatchCall {
     Mix(exchange.view.signature, p.alignment);
     Mix(exchange.view.signature, p.first_choice);
     const int num_ranks = exchange.view.num_ranks;
-    if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
-        p.first_choice >= exchange.routing.top_k ||
+    if (p.num_experts % num_ranks != 0 || p.first_choice >= exchange.routing.top_k) {
+      return "routed dispatch needs experts of whole ranks and a first choice below top_k; got " +
+             std::to_string(num_experts) + " experts, " + std::to_string(num_ranks) +
+             " ranks, the first choice " + std::to_string(first_choice) + " and ids " +
+             ToString(ids);
+    }
+    if (exchange.routing.top_k > kMaxTopK ||
         !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,
                               p.num_experts / num_ranks)) {
-      return "routed dispatch has at most " + std::to_string(kMaxFusedTokens) + " tokens, " +
-             std::to_string(kMaxFusedChoices) + " choices of all ranks and " +
-             std::to_string(kMaxFusedExperts) + " experts per rank; got ids " + ToString(ids) +
-             " of " + std::to_string(num_ranks) + " ranks and " +
-             std::to_string(p.num_experts / num_ranks) + " experts";
+      return Unsupported("routed dispatch has at most " + std::to_string(kMaxFusedTokens) +
+                         " tokens, " + std::to_string(kMaxFusedChoices) +
+                         " choices of all ranks and " + std::to_string(kMaxFusedExperts) +
+                         " experts per rank; got ids " + ToString(ids) + " of " +
+                         std::to_string(num_ranks) + " ranks and " +
+                         std::to_string(p.num_experts / num_ranks) + " experts");
     }
     constexpr int kFirstCount = 8;  // results from here on are counts, those before indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
@@ -83,9 +87,6 @@ struct RoutedDispatchCall {
         return problem;
       }
     } else {
-      if (payload.size() != moved.size() || payload.size() > kMaxArrays) {
-        return UnequalPayload("routed dispatch");
-      }
       if (Problem problem = DescribePayload(payload, moved, options.num_choice_arrays, exchange);
           !problem.empty()) {
         return problem;

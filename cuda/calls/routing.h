@@ -44,11 +44,12 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
     return p;
   }
   if (top_k > kMaxTopK) {
-    return "top_k must be at most " + std::to_string(kMaxTopK) + "; got " + std::to_string(top_k);
+    return Unsupported("top_k must be at most " + std::to_string(kMaxTopK) + "; got " +
+                       std::to_string(top_k));
   }
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
-    return "tokens and rows must be fewer than 2**31; got " + std::to_string(num_tokens) + " and " +
-           std::to_string(capacity);
+    return Unsupported("tokens and rows must be fewer than 2**31; got " +
+                       std::to_string(num_tokens) + " and " + std::to_string(capacity));
   }
   routing->num_tokens = static_cast<int32_t>(num_tokens);
   routing->top_k = static_cast<int32_t>(top_k);

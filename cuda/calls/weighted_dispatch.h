@@ -1,5 +1,6 @@
-// The call `weighted_dispatch`. Operands: a payload array, rows if `dotted`, weights if `scaled`,
-// the routing. Results: the scaled rows if `scaled`, the inner products if `dotted`.
+// The call `weighted_dispatch`. Operands: a payload array, rows to take the inner product with,
+// weights to scale by, the routing. Results: the scaled rows of each weight, the inner products of
+// each array of rows. The kernel has at most one array of weights and one of rows.
 #ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 #define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 
@@ -13,7 +14,7 @@
 namespace moe_a2a {
 
 struct WeightedDispatchCall {
-  bool scaled, dotted;
+  int64_t num_rows, num_weights;
 
   static constexpr const char* kTarget = "moe_a2a_weighted_dispatch";
   static constexpr bool kHasHalves = false;
@@ -22,7 +23,7 @@ struct WeightedDispatchCall {
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("scaled", &scaled) && read("dotted", &dotted);
+    return read("num_rows", &num_rows) && read("num_weights", &num_weights);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -32,19 +33,35 @@ struct WeightedDispatchCall {
     if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
       return problem;
     }
-    const size_t num_results = size_t{scaled} + dotted;
-    if (num_results == 0 || results.size() != num_results ||
+    const auto num_results = static_cast<size_t>(num_rows + num_weights);
+    if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
-      return "weighted dispatch needs one payload array, and rows if `dotted` or weights if "
-             "`scaled`";
+      return "weighted dispatch needs a payload array, and a result for each array of rows or "
+             "weights; got " +
+             std::to_string(args.size() - kNumRoutingArrays) + " operands and " +
+             std::to_string(results.size()) + " results for " + std::to_string(num_rows) +
+             " arrays of rows and " + std::to_string(num_weights) + " of weights";
+    }
+    if (num_rows > 1 || num_weights > 1) {
+      return Unsupported(
+          "weighted dispatch has at most one array of rows and one of weights; got " +
+          std::to_string(num_rows) + " and " + std::to_string(num_weights));
     }
     SignShapes(p.view, p.routing);
-    Mix(p.view.signature, 1 + scaled + 2 * dotted);
+    Mix(p.view.signature, 1 + num_weights + 2 * num_rows);
     p.num_arrays = 1;
+    const bool scaled = is_scaled(), dotted = is_dotted();
     const Array& in = args[0];
     MovedArray& array = p.arrays[0];
     if (!ToElementType(in.type, &p.weighting.type)) {
-      return "weighted dispatch needs bfloat16, float16 or float32; got " + ToString(in);
+      return Unsupported("weighted dispatch needs bfloat16, float16 or float32; got " +
+                         ToString(in));
+    }
+    // The weights of a row, or its inner products.
+    const Array& numbers = scaled ? args[1 + dotted] : results[0];
+    if ((scaled && numbers.type != kFloat32) || numbers.dimensions.size() > 1) {
+      return Unsupported("weighted dispatch has one weight of float32 for each row; got " +
+                         ToString(numbers));
     }
     const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
     if (Problem problem = CheckLead(in, "a payload array", {num_tokens}); !problem.empty()) {
@@ -55,8 +72,8 @@ struct WeightedDispatchCall {
     if (dotted) {
       const Array& rows = args[1];
       if (rows.type != in.type) {
-        return "weighted dispatch needs rows of the payload's type; got " + ToString(rows) +
-               " and " + ToString(in);
+        return Unsupported("weighted dispatch needs rows of the payload's type; got " +
+                           ToString(rows) + " and " + ToString(in));
       }
       if (Problem problem = CheckItems(rows, "rows", {capacity}, array.row_bytes);
           !problem.empty()) {
@@ -82,7 +99,9 @@ struct WeightedDispatchCall {
       }
       p.fills[scaled] = FillOf(products);
     }
-    if (array.width != kVectorBytes) return "weighted dispatch needs rows of 16-byte words";
+    if (array.width != kVectorBytes) {
+      return Unsupported("weighted dispatch needs rows of 16-byte words");
+    }
     array.zone_offset = TakeZone(p.zone_bytes, num_tokens, array.row_bytes, p.view);
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
@@ -90,6 +109,7 @@ struct WeightedDispatchCall {
 
   void Point(Addresses args, Addresses results, DispatchParams* p) const {
     PointRouting(args, &p->routing);
+    const bool scaled = is_scaled(), dotted = is_dotted();
     p->arrays[0].in = args[0];
     if (dotted) {
       p->weighting.rows = args[1];
@@ -108,6 +128,10 @@ struct WeightedDispatchCall {
                             cudaStream_t stream) {
     return kernels.dispatch(ranks, blocks, stream);
   }
+
+ private:
+  bool is_scaled() const { return num_weights > 0; }
+  bool is_dotted() const { return num_rows > 0; }
 };
 
 }  // namespace moe_a2a

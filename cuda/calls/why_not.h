@@ -1,16 +1,17 @@
 // The reasons for which the kernels refuse a call. The lowering in Python asks before the call
-// runs.
+// runs. It takes another path if the kernels do not support the call, and raises an error if the
+// call is malformed.
 #ifndef MOE_A2A_CALLS_WHY_NOT_H_
 #define MOE_A2A_CALLS_WHY_NOT_H_
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "calls/array.h"
 #include "calls/call.h"
 #include "calls/combine.h"
 #include "calls/dispatch.h"
-#include "calls/dot_combine.h"
 #include "calls/format_dispatch.h"
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
@@ -23,7 +24,7 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
                             WeightedDispatchCall, CombineCall>;
 
 struct Verdict {
-  Problem why;             // why the kernels do not support the call, or empty
+  Problem why;             // why the kernels refuse the call, or empty
   int64_t half_bytes = 0;  // of the ring half that it needs
 };
 
@@ -31,26 +32,21 @@ struct Verdict {
 // describes.
 template <typename Reader>
 Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
-               const Arrays& results, int num_ranks, bool is_multi_host, bool is_colocated) {
+               const Arrays& results, int num_ranks, bool is_colocated) {
   Verdict verdict = {"no kernel has the target '" + std::string(target) + "'"};
-  const auto ask = [&](auto of) {
+  for_each(ExchangeCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;
     if (target != Call::kTarget) return;
     Call call = {};
-    if (!call.Read(read)) {
-      verdict.why = "the call lacks an attribute, or has one of another type";
-      return;
-    }
+    verdict.why = ReadAttributes(read, &call);
+    if (!verdict.why.empty()) return;
     typename Call::Params params = {};
     RankView view = {};
     view.num_ranks = num_ranks;
-    verdict.why =
-        call.Describe({view, is_multi_host, is_colocated, /*num_sms=*/1},
-                      {args.data(), args.size()}, {results.data(), results.size()}, &params);
+    verdict.why = call.Describe({view, is_colocated, /*num_sms=*/1}, {args.data(), args.size()},
+                                {results.data(), results.size()}, &params);
     if (verdict.why.empty()) verdict.half_bytes = HalfBytes<Call>(params);
-  };
-  for_each(ExchangeCalls{}, ask);
-  ask(Type<DotCombineCall>{});
+  });
   return verdict;
 }
 

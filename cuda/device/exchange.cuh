@@ -31,13 +31,10 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`. If
-// `at_rank` is inter-node, the address is in outgoing memory.
+// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
-  const int half = ring_half(view, epoch);
-  if (is_inter_node(view, at_rank)) return outgoing_zone(view, at_rank, half, zone_bytes);
-  return view.slab[at_rank] + half_offset(half, half_stride(view)) + source * zone_bytes;
+  return view.slab[at_rank] + half_offset(ring_half(view, epoch)) + source * zone_bytes;
 }
 
 // Takes the epoch and the block's number. Returns false if the domain has failed or another launch
@@ -75,10 +72,8 @@ __device__ inline bool is_sender(const RankView& view, const BlockState& block,
                                  const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
   const int blocks = static_cast<int>(num_blocks());
-  return breaks(view, kReceiversFirst)
-             ? admission >= blocks - roles.send_blocks
-             : admission < roles.send_blocks ||
-                   (roles.late_blocks > 0 && admission >= roles.late_blocks);
+  return breaks(view, kReceiversFirst) ? admission >= blocks - roles.send_blocks
+                                       : admission < roles.send_blocks;
 }
 
 __device__ inline bool all_send(const Roles& roles) {
@@ -124,15 +119,9 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank) continue;
     Head* head = &header(view, peer)->head[ring_half(view, epoch)][view.rank];
-    if (is_inter_node(view, peer)) {
-      put_word(view, peer, &head->signature, view.signature);
-      put_word(view, peer, &head->run, view.run);
-      fence_puts();
-    } else {
-      store_relaxed_sys(&head->signature, view.signature);
-      store_relaxed_sys(&head->run, view.run);
-    }
-    raise_word(view, peer, &head->flag, make_flag(epoch, view.signature));
+    store_relaxed_sys(&head->signature, view.signature);
+    store_relaxed_sys(&head->run, view.run);
+    store_release_sys(&head->flag, make_flag(epoch, view.signature));
   }
 }
 
@@ -140,82 +129,23 @@ __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, in
                                         int chunk) {
   fence_acq_rel_sys();  // The team's rows become visible before the flag.
   uint64_t* flag = &header(view, destination)->chunk[ring_half(view, epoch)][view.rank][chunk];
-  // Not reached: put_chunk() puts the flags of inter-node ranks.
-  if (is_inter_node(view, destination)) {
-    put_word(view, destination, flag, make_flag(epoch, view.signature));
-  } else {
-    store_relaxed_sys(flag, make_flag(epoch, view.signature));
-  }
+  store_relaxed_sys(flag, make_flag(epoch, view.signature));
 }
 
-// Neighbouring slots of a zone.
-struct Slots {
-  int first, count;
-};
-
-// Returns the slots of a chunk from the first to the last one in use. Slots between them may be
-// empty, in a batch of routings or in an exchange between hosts. One warp calls it.
-template <typename IsTaken>
-__device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken) {
-  const int per_chunk = static_cast<int>(slots_per_chunk(num_slots));
-  const int begin = chunk * per_chunk;
-  const int end = min(begin + per_chunk, num_slots);
-  int first = end, last = begin;
-  for (int base = begin; base < end; base += kWarpThreads) {
-    const int slot = base + lane_index();
-    const uint32_t taken = __ballot_sync(kAllLanes, slot < end && is_taken(slot));
-    if (taken == 0) continue;
-    first = min(first, base + __ffs(taken) - 1);
-    last = base + kWarpThreads - __clz(taken);
-  }
-  return {first, max(0, last - first)};
-}
-
-// Puts a chunk from outgoing memory to an inter-node rank, and raises its flag there. One warp
-// calls it. `each_range(destination, chunk, add)` calls add(offset in the zone, bytes) for each
-// range of bytes in the chunk.
-template <typename EachRange>
-__device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
-                                 int64_t zone_bytes, EachRange&& each_range) {
-  fence_acq_rel_sys();  // NVSHMEM reads what the team has written.
-  const int half = ring_half(view, epoch);
-  char* to = view.slab[destination] + half_offset(half, half_stride(view)) + view.rank * zone_bytes;
-  Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));
-  each_range(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
-  puts.end(&header(view, destination)->chunk[half][view.rank][chunk],
-           make_flag(epoch, view.signature));
-}
-
-// Raises the flag of a chunk at a neighbour, after the threads of the team have written its rows.
-// All of them call it.
+// Raises the flag of a chunk at a peer, after the threads of the team have written its rows. All of
+// them call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
   if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
-// Does the same at a neighbour or an inter-node rank.
-template <typename EachRange>
-__device__ inline void deliver_chunk(const RankView& view, const Team& team, uint64_t epoch,
-                                     int destination, int chunk, int64_t zone_bytes,
-                                     EachRange&& each_range) {
-  if (!is_inter_node(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
-  team.sync();
-  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_range);
-}
-
 // Does the same at every peer, for a chunk that has been written to all of them.
-template <typename EachRange>
-__device__ inline void deliver_chunk_everywhere(const RankView& view, const Team& team,
-                                                uint64_t epoch, int chunk, int64_t zone_bytes,
-                                                EachRange&& each_range) {
+__device__ inline void raise_chunk_everywhere(const RankView& view, const Team& team,
+                                              uint64_t epoch, int chunk) {
   team.sync();
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer != view.rank && !is_inter_node(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
-  }
-  if (!team.is_first_warp()) return;
-  for (int peer = 0; peer < view.num_ranks; ++peer) {
-    if (is_inter_node(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_range);
+    if (peer != view.rank) store_chunk_flag(view, epoch, peer, chunk);
   }
 }
 
@@ -268,13 +198,11 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
 }
 
 // Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)`
-// writes the rows. `each_range` is that of put_chunk(), and `asked` is the result of
-// ask_before_entering().
-template <typename SendChunk, typename EachRange>
+// writes the rows, and `asked` is the result of ask_before_entering().
+template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
-                                            int64_t zone_bytes, uint32_t asked,
-                                            SendChunk&& send_chunk, EachRange&& each_range) {
+                                            uint32_t asked, SendChunk&& send_chunk) {
   if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
   const int peers = view.num_ranks - 1;
@@ -282,12 +210,12 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
     const int chunk = item / peers;
     if (breaks(view, kFlagBeforeRows)) {
-      deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, [](int, int, auto&&) {});
+      raise_chunk(view, team, epoch, destination, chunk);
       __nanosleep(20000);  // Otherwise rows on one GPU would still land before a block reads them.
     }
     send_chunk(destination, chunk);
     mark(view, Mark::kWritten);
-    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_range);
+    raise_chunk(view, team, epoch, destination, chunk);
   });
 }
 
@@ -340,8 +268,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
     // Release: all blocks have finished their reads before the source may overwrite the rows.
-    raise_word(view, source, &header(view, source)->credit[ring_half(view, block.epoch)][view.rank],
-               block.epoch);
+    store_release_sys(&header(view, source)->credit[ring_half(view, block.epoch)][view.rank],
+                      block.epoch);
   }
   if (threadIdx.x == 0) {
     Control& own = control(view);

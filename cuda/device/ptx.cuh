@@ -61,12 +61,6 @@ __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   return before;
 }
 
-__device__ inline uint32_t load_acquire_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // Reads a counter that other blocks increment. Orders nothing.
 __device__ inline uint32_t peek(const uint32_t* counter) {
   return *const_cast<const volatile uint32_t*>(counter);

@@ -1,5 +1,4 @@
-// Flags between ranks: how they are written, and the only loops that wait for another rank or
-// another kernel.
+// Flags between ranks: how they are written, and the only loops that wait for another rank.
 //
 // A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow.
 // So no flag is ever reset, and no kernel argument changes from call to call. Flags are compared
@@ -12,7 +11,6 @@
 #ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
-#include "device/network.cuh"
 #include "device/ptx.cuh"
 #include "layout.h"
 #include "params.h"
@@ -25,18 +23,6 @@ __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
 
 __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
-}
-
-// Stores a word of the header of `rank`, after all that this thread has read and written. Only
-// fence_puts() orders it after puts.
-__device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
-                                  uint64_t value) {
-  if (is_inter_node(view, rank)) {
-    fence_acq_rel_sys();
-    put_word(view, rank, address, value);
-  } else {
-    store_release_sys(address, value);
-  }
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -52,9 +38,7 @@ enum Mutation : uint32_t {
   kOtherCall = 7,           // ranks on one GPU: make a different call than the other ranks
   kIgnoreChunk = 8,         // read rows without waiting for their flag
   kIgnoreHead = 9,          // end a launch without waiting for the heads
-  kIgnoreIds = 10,          // read ids without waiting for them
-  kIgnoreSlice = 11,        // sum a slice of columns without waiting for the product
-  kCountBeforeTile = 12     // the product (in the emulator) counts a tile before it stores the tile
+  kIgnoreIds = 10           // read ids without waiting for them
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -113,14 +97,10 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     __threadfence_system();
   }
   if (kind == ErrorKind::kStopped) return;  // The rank that failed first poisons the domain.
-  // Neighbours come first, so that the network cannot delay their poison.
-  for (const bool inter_node : {false, true}) {
 #pragma unroll 1
-    for (int rank = 0; rank < view.num_ranks; ++rank) {
-      if (is_inter_node(view, rank) != inter_node) continue;
-      raise_word(view, rank, &header(view, rank)->control.poison,
-                 make_poison(view.rank, kind, phase, awaited_rank));
-    }
+  for (int rank = 0; rank < view.num_ranks; ++rank) {
+    store_release_sys(&header(view, rank)->control.poison,
+                      make_poison(view.rank, kind, phase, awaited_rank));
   }
 }
 
@@ -254,23 +234,6 @@ __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int
     if (patience.is_long() && !may_wait_for_credit(view, patience, epoch, destination, seen)) {
       return false;
     }
-  }
-}
-
-// Waits until the product that runs on this device has finished `tiles` tiles of a slice. One
-// thread calls it, and a barrier must follow.
-static __device__ __noinline__ bool wait_for_tiles(const RankView& view, const uint32_t* finished,
-                                                   uint32_t tiles, uint64_t epoch) {
-  if (breaks(view, kIgnoreSlice)) return true;
-  Patience patience;
-  while (true) {
-    const uint32_t seen = load_acquire_gpu(finished);
-    if (seen == tiles) return true;
-    if (!patience.is_long()) continue;
-    if (is_poisoned(view)) return false;
-    if (!patience.is_over(timeout_of(view, epoch, view.rank))) continue;
-    fail(view, ErrorKind::kTimeout, Phase::kSlice, view.rank, epoch, tiles, seen);
-    return false;
   }
 }
 

@@ -15,24 +15,22 @@ ffi::Error LacksAttribute() {
 ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
   CallAttributes call;
   ffi::Span<const int64_t> devices;
-  int64_t num_ranks, p2p_world_size, workspace_kind;
+  int64_t num_ranks, workspace_kind;
   const AttributeReader read(attributes);
   if (!read("devices", &devices) || !read("num_ranks", &num_ranks) ||
-      !read("p2p_world_size", &p2p_world_size) || !read("workspace_kind", &workspace_kind) ||
-      !read("num_sms", &call.num_sms) || !read("timeout_ns", &call.timeout_ns) ||
-      !read("first_timeout_ns", &call.first_timeout_ns) || !read("half_bytes", &call.half_bytes) ||
-      !read("scopes", &call.scopes) || !read("raise_failures", &call.raise_failures)) {
+      !read("workspace_kind", &workspace_kind) || !read("num_sms", &call.num_sms) ||
+      !read("timeout_ns", &call.timeout_ns) || !read("first_timeout_ns", &call.first_timeout_ns) ||
+      !read("half_bytes", &call.half_bytes) || !read("scopes", &call.scopes) ||
+      !read("raise_failures", &call.raise_failures)) {
     return ffi::Unexpected(LacksAttribute());
   }
-  if (num_ranks < 1 || num_ranks > kMaxRanks || p2p_world_size < 1 ||
-      devices.size() % num_ranks != 0) {
+  if (num_ranks < 1 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) {
     return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
                                    std::to_string(kMaxRanks) + "; got " +
                                    std::to_string(num_ranks)));
   }
   call.topology.devices.assign(devices.begin(), devices.end());
   call.topology.num_ranks = static_cast<int>(num_ranks);
-  call.topology.p2p_world_size = static_cast<int>(p2p_world_size);
   call.workspace_kind = static_cast<WorkspaceKind>(workspace_kind);
   return call;
 }

@@ -6,9 +6,6 @@
 namespace moe_a2a {
 namespace {
 
-ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
-ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
-
 // Returns the byte whose repetition is a NaN of this type, or 0 if the type has no NaN.
 uint8_t NanOf(ffi::DataType type) {
   switch (type) {
@@ -42,7 +39,7 @@ ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device, Ali
   for (size_t i = 0; i < buffers.size(); ++i) {
     auto any = buffers.template get<ffi::AnyBuffer>(i);
     if (!any) return ffi::Unexpected(any.error());
-    const ffi::AnyBuffer buffer = Buffer(*any);
+    const ffi::AnyBuffer buffer = BufferOf(*any);
     auto dimensions = buffer.dimensions();
     if (ranks_of_device > 1) {
       if (dimensions.size() == 0 || dimensions[0] != ranks_of_device) {
@@ -85,7 +82,7 @@ bool AddressList::ReadBuffers(const Buffers& buffers) {
   for (size_t i = 0; i < count_; ++i) {
     const auto any = buffers.template get<ffi::AnyBuffer>(i);
     if (!any) return false;
-    list_[i] = static_cast<char*>(Buffer(*any).untyped_data());
+    list_[i] = static_cast<char*>(BufferOf(*any).untyped_data());
     bits_ |= reinterpret_cast<uintptr_t>(list_[i]);
   }
   return true;

@@ -18,6 +18,10 @@ namespace moe_a2a {
 // this execution.
 enum class Alignment { kVector, kOfThisExecution };
 
+// Returns the buffer of an operand or of a result.
+inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
+inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
+
 // Returns the operands or results of the first rank of a call. Ranks that share a device have
 // common buffers, with a leading axis of ranks.
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingArgs& buffers, int64_t ranks_of_device,

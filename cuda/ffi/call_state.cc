@@ -69,7 +69,6 @@ ffi::Error CallState::ExecuteAt(const Execution& execution, const DeviceState* s
   first.workspace = &workspace;
   first.kernels = &workspace.kernels();
   first.side = *side;
-  first.is_split = moe_a2a::is_split(attributes_.workspace_kind);
   first.ranks_of_device = first.topology.is_colocated() ? first.topology.num_ranks : 1;
 #ifdef MOE_A2A_TEST_HOOKS
   first.is_uncapped = workspace.is_uncapped();
@@ -91,7 +90,6 @@ ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceStat
   uint64_t& signature = view.signature;
   Mix(signature, kProtocolVersion);
   for (int64_t device : state.topology.devices) Mix(signature, device);
-  Mix(signature, state.topology.p2p_world_size);
   Mix(signature, static_cast<uint64_t>(attributes.workspace_kind));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes.half_bytes);
@@ -99,9 +97,9 @@ ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceStat
   return view;
 }
 
-ffi::ErrorOr<int64_t> MostBlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
-                                       int32_t ordinal) {
-  const int64_t num_ranks = state.topology.num_ranks;
+ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
+                                   int32_t ordinal) {
+  const int64_t num_ranks = state.topology.num_ranks, num_sms = attributes.num_sms;
   const bool is_split = moe_a2a::is_split(attributes.workspace_kind);
   int sms = 0;
   if (const cudaError_t error =
@@ -110,26 +108,6 @@ ffi::ErrorOr<int64_t> MostBlocksOfRank(const CallAttributes& attributes, const D
     return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
                                     cudaGetErrorString(error)));
   }
-  if (state.ranks_of_device == 1) {
-    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) return most;
-    return ffi::Unexpected(
-        Invalid("an exchange of several ranks needs two multiprocessors or more; GPU " +
-                std::to_string(ordinal) + " has " + std::to_string(sms) +
-                ". Use implementation='portable'"));
-  }
-  const int64_t most = colocated_blocks(num_ranks, sms, is_split);
-  if (most > 0) return most;
-  return ffi::Unexpected(
-      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
-              (is_split ? " multiprocessors for whole and as many for split exchanges"
-                        : " multiprocessors") +
-              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms) +
-              ". Use fewer ranks per GPU"));
-}
-
-ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
-                                   int32_t ordinal) {
-  const int64_t num_sms = attributes.num_sms;
   if (num_sms < 1) {
     return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
   }
@@ -137,9 +115,23 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Devic
   // Tests launch more blocks than fit.
   if (state.ranks_of_device == 1 || state.is_uncapped) return num_sms;
 #endif
-  auto most = MostBlocksOfRank(attributes, state, ordinal);
-  if (!most) return most;
-  return std::min(*most, num_sms);
+  if (state.ranks_of_device == 1) {
+    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) {
+      return std::min(most, num_sms);
+    }
+    return ffi::Unexpected(
+        Invalid("an exchange of several ranks needs two multiprocessors or more; GPU " +
+                std::to_string(ordinal) + " has " + std::to_string(sms) +
+                ". Use implementation='portable'"));
+  }
+  const int64_t most = colocated_blocks(num_ranks, sms, is_split);
+  if (most > 0) return std::min(most, num_sms);
+  return ffi::Unexpected(
+      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+              (is_split ? " multiprocessors for whole and as many for split exchanges"
+                        : " multiprocessors") +
+              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms) +
+              ". Use fewer ranks per GPU"));
 }
 
 }  // namespace moe_a2a

@@ -44,8 +44,7 @@ struct DeviceState {
   Topology topology;
   Workspace* workspace = nullptr;
   const Kernels* kernels = nullptr;
-  SideStream* side = nullptr;
-  bool is_split = false;
+  SideStream* side = nullptr;   // null for a whole exchange
   int64_t ranks_of_device = 1;  // if more than one, all ranks share the device and the launch
 #ifdef MOE_A2A_TEST_HOOKS
   bool is_uncapped = false;
@@ -99,10 +98,8 @@ class CallState {
 ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
                               Operation operation, int32_t ordinal);
 
-// Returns how many blocks a launch may have for each rank of a device: as many as its
-// multiprocessors allow, and of these, as many as the call requests.
-ffi::ErrorOr<int64_t> MostBlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
-                                       int32_t ordinal);
+// Returns how many blocks a launch may have for each rank of a device: the number that the call
+// requests, limited by the device's multiprocessors.
 ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
                                    int32_t ordinal);
 

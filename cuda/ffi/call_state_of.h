@@ -27,7 +27,7 @@ namespace moe_a2a {
 template <typename Launcher>
 ffi::Error Start(const Execution& execution, const DeviceState& state, Addresses args,
                  Addresses results, const Launcher& launch) {
-  if (!state.is_split) return ToError(launch(execution.stream));
+  if (state.side == nullptr) return ToError(launch(execution.stream));
   cudaStream_t side;
   if (Problem p = state.side->Fork(execution.stream, execution.run, &side); !p.empty()) {
     return ToError(p);
@@ -37,14 +37,14 @@ ffi::Error Start(const Execution& execution, const DeviceState& state, Addresses
 }
 
 template <typename Call>
-class CallStateOf : public CallState {
+class CallStateOf final : public CallState {
  public:
   using Params = typename Call::Params;
 
   CallStateOf(CallAttributes attributes, Call call)
       : CallState(std::move(attributes)), call_(std::move(call)) {}
 
- protected:
+ private:
   struct LaunchState final : DeviceState {
     explicit LaunchState(const DeviceState& state) : DeviceState(state) {
       // Padding bytes, too, must be equal on all ranks that share a device (device/ranks.cuh).
@@ -58,17 +58,6 @@ class CallStateOf : public CallState {
     size_t name;  // index of the result that identifies a launch; no result: their number
   };
 
-  const Call& call() const { return call_; }
-
-  // Launches the call. `ranks`: the parameters of the first two ranks of the device.
-  virtual ffi::Error LaunchRanks(const Execution& execution, const LaunchState& state,
-                                 Addresses args, Addresses results, Params* ranks) const {
-    return Start(execution, state, args, results, [&](cudaStream_t stream) {
-      return Call::Launch(*state.kernels, ranks, state.blocks, stream);
-    });
-  }
-
- private:
   ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(
       const Execution& execution, const DeviceState& state) const override {
     auto made = MakeLaunchState(execution, state, Alignment::kVector);
@@ -94,11 +83,10 @@ class CallStateOf : public CallState {
                               [](const Array& array) { return array.bytes > 0; }) -
                  results->begin();
     Params& params = made->params;
-    const bool is_multi_host = state.topology.is_multi_host();
     const bool is_colocated = state.ranks_of_device > 1;
-    if (const Problem p = call_.Describe({*view, is_multi_host, is_colocated, *num_sms},
-                                         {args->data(), args->size()},
-                                         {results->data(), results->size()}, &params);
+    if (const Problem p =
+            call_.Describe({*view, is_colocated, *num_sms}, {args->data(), args->size()},
+                           {results->data(), results->size()}, &params);
         !p.empty()) {
       return ffi::Unexpected(Invalid(p));
     }
@@ -141,7 +129,9 @@ class CallStateOf : public CallState {
       Point(state, AddressList(args, state.arg_bytes).addresses(),
             AddressList(results, state.result_bytes).addresses(), ranks[1]);
     }
-    return LaunchRanks(execution, state, args.addresses(), results.addresses(), ranks);
+    return Start(execution, state, args.addresses(), results.addresses(), [&](cudaStream_t stream) {
+      return Call::Launch(*state.kernels, ranks, state.blocks, stream);
+    });
   }
 
   void Point(const LaunchState& state, Addresses args, Addresses results, Params& params) const {

@@ -29,7 +29,7 @@ class Done final : public CallState {
     const bool is_read =
         list_of_args.Read(execution.operands) && list_of_results.Read(execution.outputs);
     const Addresses args = list_of_args.addresses(), results = list_of_results.addresses();
-    if (!is_read || !state.is_split || args.size() < results.size()) {
+    if (!is_read || state.side == nullptr || args.size() < results.size()) {
       return Invalid("done needs the operands and the results of the start of a split exchange");
     }
     if (!std::equal(results.begin(), results.end(), args.end() - results.size())) {

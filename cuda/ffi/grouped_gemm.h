@@ -1,27 +1,15 @@
-// The FFI handlers of the grouped GEMM.
+// The targets of products.
 #ifndef MOE_A2A_FFI_GROUPED_GEMM_H_
 #define MOE_A2A_FFI_GROUPED_GEMM_H_
 
-#include <cstdint>
+#include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi/targets.h"
 
 namespace moe_a2a {
 
-extern "C" {
-// XLA calls the first handler before each execution of a program. The others are the calls, which
-// XLA may capture in a CUDA graph.
-XLA_FFI_Error* moe_a2a_grouped_gemm_initialize(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_grouped_gemm(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_dot_act(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_act_dot_grad(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_fp8_gemm(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_act_encode(XLA_FFI_CallFrame*);
-XLA_FFI_Error* moe_a2a_encode_squares(XLA_FFI_CallFrame*);
-}
-
-// Loads all kernels of this folder's products on a device, once.
-xla::ffi::Error LoadProducts(int32_t ordinal);
+// Adds the targets of ProductCalls. XLA may capture these calls in a CUDA graph.
+void AddProductTargets(std::vector<Target>& targets);
 
 }  // namespace moe_a2a
 

@@ -16,7 +16,6 @@
 #include "ffi/done.h"
 #include "ffi/errors.h"
 #ifdef MOE_A2A_GROUPED_GEMM
-#include "ffi/dot_combine.h"
 #include "ffi/grouped_gemm.h"
 #endif
 #include "xla/ffi/api/ffi.h"
@@ -40,12 +39,12 @@ ffi::ErrorOr<std::unique_ptr<CallState>> Load(const ffi::Dictionary& attributes,
   return state;
 }
 
-template <typename Call, typename State = CallStateOf<Call>>
+template <typename Call>
 ffi::ErrorOr<std::unique_ptr<CallState>> LoadCall(ffi::Dictionary attributes) {
   return Load(attributes, [&](CallAttributes common) -> std::unique_ptr<CallState> {
     Call call = {};
     if (!call.Read(AttributeReader(attributes))) return nullptr;
-    return std::make_unique<State>(std::move(common), std::move(call));
+    return std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
   });
 }
 
@@ -70,20 +69,6 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
                                    .release();
   return handler->Call(frame);
 }
-
-#ifdef MOE_A2A_GROUPED_GEMM
-XLA_FFI_Error* InitializeWithProductHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInitialize()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::State<CallState>>()
-                                   .To([](int32_t ordinal, CallState* state) {
-                                     ffi::Error error = LoadProducts(ordinal);
-                                     return error.failure() ? error : state->Initialize(ordinal);
-                                   })
-                                   .release();
-  return handler->Call(frame);
-}
-#endif
 
 template <bool kMayBeCaptured>
 ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CallState* state,
@@ -135,18 +120,7 @@ std::vector<Target> MakeTargets() {
   targets.push_back(
       {"moe_a2a_fill_slots", nullptr, moe_a2a_fill_slots_initialize, moe_a2a_fill_slots});
 #ifdef MOE_A2A_GROUPED_GEMM
-  for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
-                                      {"moe_a2a_dot_act", moe_a2a_dot_act},
-                                      {"moe_a2a_act_dot_grad", moe_a2a_act_dot_grad},
-                                      {"moe_a2a_fp8_gemm", moe_a2a_fp8_gemm},
-                                      {"moe_a2a_act_encode", moe_a2a_act_encode},
-                                      {"moe_a2a_encode_squares", moe_a2a_encode_squares}}) {
-    targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
-  }
-  // Never captured: nodes of a graph have no order in which the product would come first.
-  targets.push_back({DotCombineCall::kTarget,
-                     InstantiateHandler<LoadCall<DotCombineCall, DotCombineState>>,
-                     InitializeWithProductHandler, ExecuteHandler});
+  AddProductTargets(targets);
 #endif
   return targets;
 }

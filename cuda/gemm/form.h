@@ -50,7 +50,7 @@ enum class Epilogue : int32_t {
 };
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
-          int kStages_, Epilogue kEpilogue_ = Epilogue::kStore, bool kIsSliced_ = false>
+          int kStages_, Epilogue kEpilogue_ = Epilogue::kStore>
 struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
@@ -58,9 +58,6 @@ struct Form {
   static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
-  // Whether tiles are computed and counted by slices of columns (SliceParams).
-  static constexpr bool kIsSliced = kIsSliced_;
-  static_assert(!kIsSliced || (kRows == Axis::kM && kEpilogue == Epilogue::kStore));
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
 
   // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as
@@ -100,19 +97,19 @@ struct Form {
 };
 
 // rows [C, K] by weights [L, K, N]. Two neighbouring tiles of rows share each load of weights.
-template <Epilogue E, bool kIsSliced = false>
+template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
-                     Tuning::kForward.blocks, Tuning::kForward.stages, E, kIsSliced>;
+                     Tuning::kForward.blocks, Tuning::kForward.stages, E>;
 // The same product for few rows in each group. Weights are operand a, so that a tile has few rows.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
          Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E>;
 // rows [C, N] by the transposed weights.
-template <Epilogue E, bool kIsSliced = false>
+template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
-         Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E, kIsSliced>;
+         Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
 // The transposed rows [K, C] by rows [C, N], for each group.
 template <Epilogue E>
 using WeightGradient =
@@ -142,14 +139,6 @@ struct ActivationParams {
   int64_t num_rows;          // C
 };
 
-// The order of tiles by slices of columns: all tiles of a slice, of all groups, come before those
-// of the next.
-struct SliceParams {
-  int32_t num_slices;
-  int32_t tiles;       // of a slice along n; the last slice may have fewer
-  uint32_t* finished;  // [num_slices]
-};
-
 // The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
@@ -166,7 +155,6 @@ struct GemmParams {
   int32_t num_groups;
   int32_t first_spare;
   int32_t* next_tile;  // 0 before the launch
-  SliceParams slices;  // of a form that is sliced
 };
 
 }  // namespace moe_a2a::gemm

@@ -17,21 +17,11 @@
 // through kPreStages more stages, in both blocks of a cluster, whether or not the tile has all
 // these columns.
 //
-// A form that is sliced (Form::kIsSliced) computes all tiles of a slice of columns before those of
-// the next, and counts the tiles whose results are in global memory. A kernel that runs next to
-// this one acquires the count of a slice, and reads the slice when the count is the number of
-// tiles. A tile's stores end while the block computes its next tile, so consumers report them then.
-// Another warp of the last warp group increments the count, because the release waits for all that
-// the block has stored, for as long as a step of products takes.
-//
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
 // its loads may be for both. Consumers wait for the loads, and release a stage of pre-activations
-// when the stores of their gradients have read it. The counting warp waits for the consumers'
-// reports, and reads an entry of work until then: so a report is of the tile that the entry
-// describes. Nothing waits for another cluster.
+// when the stores of their gradients have read it. Nothing waits for another cluster.
 //
-// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` and the counts of slices
-// 0.
+// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 #define MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 
@@ -42,9 +32,6 @@
 namespace moe_a2a::gemm {
 
 constexpr int kWorkEntries = 2;
-// The step of products during which consumers report the stores of the tile before. The stores have
-// ended by then.
-constexpr int kReportStep = 2;
 static_assert(sizeof(Work) == sizeof(int4), "an entry of work is sent in one store");
 
 template <typename F>
@@ -53,11 +40,10 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: the consumers of this block have read the entry, and the counting warp has; in the
-  // first block of a cluster, those of the other block have, too.
+  // work_read: the consumers of this block have read the entry; in the first block of a cluster,
+  // those of the other block have, too.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
-  uint64_t stored;  // the results of a tile are in global memory; its first phase has no tile
 };
 
 // A position in a circular buffer of kSize entries, and the parity of the phase of its barriers.
@@ -237,14 +223,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     release(held);
     held = -1;
   };
-  // Reports the stores of the tile before. Each tile reports once, and the first tile reports none.
-  const auto report_stores = [&] {
-    if (lane_index() == 0) {
-      wait_until_stored();
-      arrive_at(&shared.stored, rank);
-    }
-    __syncwarp();
-  };
   constexpr std::integral_constant<int, 0> kNone;
   constexpr std::integral_constant<int, 1> kLast;
   while (true) {
@@ -257,11 +235,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     const Tile<F> tile(p, work, rank);
     const int steps = tile.steps();
     const int32_t m = tile.m + warp / 4 * kResultM;
-    // The loader may wait for the report before it loads the last kStages steps.
-    const bool reports_early = steps <= kReportStep + F::kStages;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
       if constexpr (F::kDerives) release_held(kNone);
-      if constexpr (F::kIsSliced) report_stores();
       for (int step = 0; step < steps + F::kPreStages; ++step) {
         wait_for(&shared.loaded[stage.place], stage.parity);
         release(stage.place);
@@ -270,9 +245,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       continue;
     }
 
-    if constexpr (F::kIsSliced) {
-      if (reports_early) report_stores();
-    }
     const int32_t warp_m = m + warp % 4 * 16;
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
@@ -309,9 +281,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       } else if constexpr (F::kDerives) {
         release_held(kNone);
       }
-      if constexpr (F::kIsSliced) {
-        if (step == kReportStep && !reports_early) report_stores();
-      }
       previous = stage.place;
       stage.advance();
     }
@@ -340,31 +309,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       store_activations<T, F>(p, writer, work, tile, plane, warp_m, before, d);
     }
   }
-  if constexpr (F::kIsSliced) {
-    report_stores();
-  } else if (lane_index() == 0) {
-    wait_until_stored();
-  }
-}
-
-// Counts this block's tiles; one warp calls it.
-template <typename F>
-__device__ inline void count_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
-  Cursor<kWorkEntries> entry;
-  wait_for(&shared.stored, 0);
-  for (uint32_t parity = 1;; parity ^= 1) {
-    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
-    const Work work = read_work(shared.work[entry.place]);
-    if (work.is_end()) return;
-    wait_for(&shared.stored, parity);
-    if (lane_index() == 0) {
-      if (Tile<F>(p, work, rank).has_results()) {
-        arrive(&p.slices.finished[Tile<F>::slice_of(p, work)], UINT32_MAX);
-      }
-      arrive_at(&shared.work_read[entry.place], rank);
-    }
-    entry.advance();
-  }
+  if (lane_index() == 0) wait_until_stored();
 }
 
 // Makes the barriers of a block, and waits for the cluster's other block.
@@ -380,10 +325,8 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      init_barrier(&shared.work_read[i],
-                   kConsumerWarps + F::kIsSliced + (rank == 0 ? F::kBlocks - 1 : 0));
+      init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
     }
-    if constexpr (F::kIsSliced) init_barrier(&shared.stored, kConsumerWarps);
     fence_load_barriers();
   }
   sync_cluster();
@@ -406,9 +349,6 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   if (warp >= kConsumerWarps) {
     release_registers<kLoaderRegisters>();
     if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
-    if constexpr (F::kIsSliced) {
-      if (warp == kConsumerWarps + 1) count_tiles<F>(p, shared, rank);
-    }
   } else {
     take_registers<kConsumerRegisters>();
     multiply_tiles<T, F>(p, shared, rank);

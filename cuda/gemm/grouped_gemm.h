@@ -14,6 +14,9 @@
 
 namespace moe_a2a {
 
+// The only compute capability that the kernels run on.
+constexpr const char* kGemmCapability = "9.0";
+
 enum class GroupedProduct : int32_t {
   kForward,         // a: rows [C, K], b: weights [L, K, N], d: [C, N]
   kForwardFew,      // the same product, for groups of few rows
@@ -38,14 +41,6 @@ struct ActivatedProduct {
 };
 constexpr int kDotColumns = Tuning::kTransposed.n;
 
-// kForward or kTransposed in slices of columns, one after the other. `finished` counts the tiles of
-// each slice that are complete; it is device memory, and zero before the launch. A slice is
-// complete when its count is slice_tiles(), of all groups together.
-struct ColumnSlices {
-  int num;
-  uint32_t* finished;
-};
-
 struct GroupedGemm {
   GroupedProduct product;
   ElementType type;  // kBFloat16 or kFloat16
@@ -63,7 +58,6 @@ struct GroupedGemm {
   // kWeightGradient.
   const void* spare = nullptr;
   int64_t num_spare = 0;
-  const ColumnSlices* slices = nullptr;  // or null; only without an activation
 };
 
 // Loads the kernels on the current device, so that no later call does.
@@ -77,11 +71,6 @@ Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_g
 
 // Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
-
-// Launches a kernel of one thread that ends when each cluster of a product in slices could have
-// taken a tile, or after `timeout_ns`. The product has been launched on another stream, and has
-// rows and groups.
-Problem LaunchWaitForStart(const GroupedGemm& gemm, int64_t timeout_ns, cudaStream_t stream);
 
 }  // namespace moe_a2a
 

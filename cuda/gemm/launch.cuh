@@ -86,11 +86,6 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   p->num_groups = gemm.num_groups;
   p->first_spare = static_cast<int32_t>(gemm.num_weights);
   p->next_tile = gemm.counter;
-  if constexpr (F::kIsSliced) {
-    const int64_t columns = slice_columns(p->n, gemm.slices->num);
-    p->slices = {static_cast<int32_t>(ceil_div(p->n, columns)),
-                 static_cast<int32_t>(columns / F::kResultN), gemm.slices->finished};
-  }
   return problem;
 }
 

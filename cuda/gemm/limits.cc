@@ -24,9 +24,9 @@ Problem WhyTooLarge(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) 
   if (num_rows / gemm::kLeastTileRows >= kMaxTiles || tiles_k > kMaxTiles || tiles_n > kMaxTiles ||
       num_groups > kMaxAllTiles || tiles_of_rows * std::max(tiles_k, tiles_n) > kMaxAllTiles ||
       tiles_k * tiles_n * num_groups > kMaxAllTiles) {
-    return "the kernel cannot count the tiles of so large a product; got " +
-           std::to_string(num_rows) + " rows, " + std::to_string(num_groups) + " groups and " +
-           WeightsOf(k, n);
+    return Unsupported("the kernel cannot count the tiles of so large a product; got " +
+                       std::to_string(num_rows) + " rows, " + std::to_string(num_groups) +
+                       " groups and " + WeightsOf(k, n));
   }
   return "";
 }
@@ -36,18 +36,18 @@ Problem WhyTooLarge(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) 
 Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_groups, int64_t k,
                           int64_t n) {
   if (type != "bfloat16" && type != "float16") {
-    return "the kernel needs bfloat16 or float16; got " + std::string(type);
+    return Unsupported("the kernel needs bfloat16 or float16; got " + std::string(type));
   }
   if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
-    return "the kernel needs columns in multiples of 8; got " + WeightsOf(k, n);
+    return Unsupported("the kernel needs columns in multiples of 8; got " + WeightsOf(k, n));
   }
   return WhyTooLarge(num_rows, num_groups, k, n);
 }
 
 Problem WhyNotFp8Gemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
   if (k < 1 || n < 1 || k % kFp8Block != 0 || n % 8 != 0) {
-    return "the FP8 kernel needs K in multiples of " + std::to_string(kFp8Block) +
-           " and N in multiples of 8; got " + WeightsOf(k, n);
+    return Unsupported("the FP8 kernel needs K in multiples of " + std::to_string(kFp8Block) +
+                       " and N in multiples of 8; got " + WeightsOf(k, n));
   }
   return WhyTooLarge(num_rows, num_groups, k, n);
 }

@@ -39,21 +39,12 @@ struct Tile {
     end_n = F::kRows == Axis::kN ? work.size : p.n;
     end_k = F::kRows == Axis::kK ? work.size : p.k;
     if (work.weight < 0) end_k = 0;
-    if constexpr (F::kIsSliced)
-      end_n = min(end_n, (slice_of(p, work) + 1) * p.slices.tiles * F::kResultN);
   }
-  // A slice of both blocks of a cluster. If they share a, the second one may have no tile of the
-  // slice.
-  static __device__ int slice_of(const GemmParams& p, const Work& work) {
-    return ((work.tile & 0xFFFF) >> 1) / p.slices.tiles;
-  }
-  __device__ bool has_results() const { return m < end_m && n < end_n; }
 
   __device__ int steps() const { return (end_k + F::kStepK - 1) / F::kStepK; }
 };
 
-// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase. If
-// the form is sliced, each slice has all groups once more.
+// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase.
 template <typename F>
 class Walk {
  public:
@@ -65,7 +56,7 @@ class Walk {
     while (position - before_ >= count) {
       before_ += count;
       first_group_ += kWarpThreads;
-      if (first_group_ >= num_groups()) return {0, -1, 0, 0};
+      if (first_group_ >= p_.num_groups) return {0, -1, 0, 0};
       read_groups();
       count = __shfl_sync(kAllLanes, end_, kWarpThreads - 1);
     }
@@ -73,24 +64,10 @@ class Walk {
     const auto of_lane = [&](int value) { return __shfl_sync(kAllLanes, value, lane); };
     const int32_t size = of_lane(size_);
     const int tile = position - before_ - of_lane(end_ - count_);
-    const Columns columns = columns_of(first_group_ + lane, size);
-    return {of_lane(start_), size, of_lane(weight_),
-            place(tile, tiles_m(size), columns.tiles) + (columns.first << 1)};
+    return {of_lane(start_), size, of_lane(weight_), place(tile, tiles_m(size), tiles_n(size))};
   }
 
  private:
-  __device__ int num_groups() const {
-    return F::kIsSliced ? p_.num_groups * p_.slices.num_slices : p_.num_groups;
-  }
-  // The tiles along n of a group of `size` rows, or of its slice.
-  struct Columns {
-    int first, tiles;
-  };
-  __device__ Columns columns_of(int index, int size) const {
-    if constexpr (!F::kIsSliced) return {0, tiles_n(size)};
-    const int first = index / p_.num_groups * p_.slices.tiles;
-    return {first, min(p_.slices.tiles, tiles_n(size) - first)};
-  }
   __device__ int tiles_m(int size) const {
     return ((F::kRows == Axis::kM ? size : p_.m) + F::kResultM - 1) / F::kResultM;
   }
@@ -100,16 +77,15 @@ class Walk {
 
   // Reads the next groups, one for each lane.
   __device__ void read_groups() {
-    const int index = first_group_ + lane_index();
-    const int group = F::kIsSliced ? index % p_.num_groups : index;
+    const int group = first_group_ + lane_index();
     start_ = size_ = count_ = 0;
     weight_ = -1;
-    if (index < num_groups()) {
+    if (group < p_.num_groups) {
       start_ = p_.starts[group];
       size_ = p_.sizes[group];
       weight_ = p_.weights[group];
       if (F::kRows != Axis::kK || weight_ >= 0) {
-        const int m = tiles_m(size_), n = columns_of(index, size_).tiles;
+        const int m = tiles_m(size_), n = tiles_n(size_);
         count_ = F::kBlocks == 1 ? m * n : m / 2 * n + m % 2 * ((n + 1) / 2);
       }
     }

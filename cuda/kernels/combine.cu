@@ -20,15 +20,7 @@
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
 //
-// Slices: if a product computes the rows while this kernel runs (SlicedRows), all tokens are sent
-// and summed slice by slice of columns. Each team waits until its device's product has counted all
-// tiles of a slice. Then a flag covers this slice of a chunk of slots. Rows of a slice are short,
-// so a warp takes several slots or tokens at a time, because each item, each load of the routing
-// and each flag costs a latency.
-//
-// Launch: any number of blocks; the first `send_blocks` to start send first. With slices, the
-// product has been launched before, and the blocks leave it room; late blocks take the room that
-// the product leaves at its end.
+// Launch: any number of blocks; the first `send_blocks` to start send first.
 #include <type_traits>
 
 #include "device/exchange.cuh"
@@ -43,8 +35,8 @@ namespace {
 // The ways of summing rows. kGeneral: any rows and weights. The others go through a warp's list
 // (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
 // time, where a segment is what one weight covers, or the whole row without weights. Sums in a
-// token format use kSegments. kSlices: kRows by slices of columns.
-enum class Sums { kGeneral, kRows, kSegments, kSlices };
+// token format use kSegments.
+enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
@@ -243,28 +235,6 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
-// put_chunk().
-template <typename Wire, typename Add>
-__device__ void each_range(const CombineParams& p, int source_rank, int chunk, Add&& add) {
-  const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
-  const int32_t* rows = p.routing.slot_rows + int64_t{source_rank} * num_slots * top_k;
-  const Slots slots = taken_slots(num_slots, chunk, [&](int slot) {
-    bool is_taken = false;
-    for (int k = 0; k < top_k; ++k) is_taken = is_taken || rows[slot * top_k + k] != kNoChoice;
-    return is_taken;
-  });
-  const auto add_array = [&](int64_t zone_offset, int64_t stride) {
-    add(zone_offset + slots.first * stride, slots.count * stride);
-  };
-  for (int a = 0; a < p.num_summed; ++a) {
-    add_array(p.summed[a].zone_offset, row_stride(WireRow<Wire>::bytes(p.summed[a].elements)));
-  }
-  for (int a = 0; a < p.num_moved; ++a) {
-    add_array(p.moved[a].zone_offset, row_stride(p.moved[a].row_bytes));
-  }
-}
-
 // Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have
 // landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if that
 // is on this rank.
@@ -443,262 +413,25 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   }
 }
 
-// ---- Slices of columns
-
-// How slots share flags: a flag is for a slice of a chunk of slots.
-struct SliceChunks {
-  int slots, of_slice, count;  // slots of a chunk; chunks of a slice; all chunks
-
-  __device__ explicit SliceChunks(const CombineParams& p) {
-    const int64_t least = slots_per_chunk(int64_t{p.routing.num_tokens} * p.sliced.num);
-    slots = max(static_cast<int>(least), Tuning::kSliceSlots);
-    of_slice = ceil_div(p.routing.num_tokens, slots);
-    count = p.sliced.num * of_slice;
-  }
-};
-
-// The bytes of a slice in a row.
-template <typename T>
-struct SliceBytes {
-  int64_t of_row, first, count;
-
-  __device__ SliceBytes(const CombineParams& p, int slice) {
-    const int64_t most = p.sliced.columns * sizeof(T);
-    of_row = p.summed[0].elements * sizeof(T);
-    first = slice * most;
-    count = min(most, of_row - first);
-  }
-};
-
-// Waits for the slices of this device's product, in their order.
-class SliceWait {
- public:
-  // Returns whether the rows have this slice. All threads of the team call it.
-  __device__ bool wait(const CombineParams& p, const Team& team, uint64_t epoch, int slice) {
-    if (slice < num_complete_) return true;
-    bool is_complete = true;
-    if (team.is_first_warp()) {
-      const int64_t columns = p.summed[0].elements - slice * p.sliced.columns;
-      int tiles = 0;
-      for (int group = lane_index(); group < p.sliced.num_groups; group += kWarpThreads) {
-        tiles += slice_tiles(p.sliced.group_sizes[group], min(columns, p.sliced.columns));
-      }
-      tiles = __reduce_add_sync(kAllLanes, tiles);
-      is_complete =
-          lane_index() > 0 || wait_for_tiles(p.view, p.sliced.finished + slice, tiles, epoch);
-    }
-    if (!team.broadcast(is_complete)) return false;
-    num_complete_ = slice + 1;
-    return true;
-  }
-
- private:
-  int num_complete_ = 0;
-};
-
-// Returns the bits of the i-th slot or token in a mask of choices, as lanes hold them in
-// WarpChoices.
-__device__ inline uint32_t choices_of(uint32_t mask, int i, int top_k) {
-  return i * top_k < kWarpThreads ? mask >> (i * top_k) & (kAllLanes >> (kWarpThreads - top_k)) : 0;
-}
-// Returns the number of lower lanes in a mask.
-__device__ inline int count_below(uint32_t mask, int lane) {
-  return __popc(mask & ((1u << lane) - 1));
-}
-
-__device__ inline void add_own_row(const CombineParams& p, SumBatch& batch, int place,
-                                   const WarpChoices& choices, int64_t row_bytes, int64_t first) {
-  const char* rows = static_cast<const char*>(p.num_pairs > 0 ? p.pair_rows[0] : p.summed[0].rows);
-  batch.rows[place] = rows + choices.row * row_bytes + first;
-  batch.factors[place] = choices.weight;
-}
-
-// Writes a slice of the partial sums of one chunk of slots into the zone at the source rank.
-template <typename T>
-__device__ __forceinline__ void send_slice(const CombineParams& p, const Team& team,
-                                           SumBatch& batch, SliceWait& slices, uint64_t epoch,
-                                           int source_rank, int chunk) {
-  const SliceChunks chunks(p);
-  const int slice = chunk / chunks.of_slice, top_k = p.routing.top_k, lane = lane_index();
-  const SliceBytes<T> bytes(p, slice);
-  // If the wait fails, the flag of the chunk follows the poison.
-  if (!slices.wait(p, team, epoch, slice)) return;
-  const int begin = chunk % chunks.of_slice * chunks.slots;
-  const int end = min(begin + chunks.slots, p.routing.num_tokens);
-  char* to_zone = zone(p.view, source_rank, epoch, p.view.rank, p.zone_bytes);
-  char* to = to_zone + p.summed[0].zone_offset + bytes.first;
-  for (int first = begin; first < end; first += slots_per_look(p)) {
-    const int count = min(end - first, slots_per_look(p)), mine = lane / top_k;
-    const WarpChoices choices(p, source_rank, mine < count ? first + mine : -1, lane % top_k,
-                              epoch);
-    const uint32_t in_use = __ballot_sync(kAllLanes, choices.row != kNoChoice);
-    const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
-    if (choices.row >= 0) {
-      add_own_row(p, batch, count_below(has_row, lane), choices, bytes.of_row, bytes.first);
-    }
-    // Lane i has the i-th slot. An unused slot is no item; a slot whose rows were dropped is zero.
-    const bool is_item = lane < count && choices_of(in_use, lane, top_k) != 0;
-    const uint32_t items = __ballot_sync(kAllLanes, is_item);
-    if (is_item) {
-      batch.items[count_below(items, lane)] = {to + (first + lane) * row_stride(bytes.of_row),
-                                               {__popc(choices_of(has_row, lane, top_k)), 0, 0}};
-    }
-    // Choice arrays travel with the first slice.
-    if (slice == 0 && team.is_first_warp() && mine < count &&
-        choices_of(in_use, mine, top_k) != 0) {
-      send_choice(p, to_zone, first + mine, lane % top_k, choices.row);
-    }
-    sum_batch<T>(team, batch, __popc(items), bytes.count);
-  }
-}
-
-// Waits until a slice of all partial sums of `count` tokens has landed. `slots` has their slots,
-// [count, num_ranks]. Each warp of a team waits for itself. A vote orders no memory: sum_batch()
-// orders loads after every lane's acquire.
-__device__ inline bool wait_for_slice(const CombineParams& p, const int* slots, int count,
-                                      uint64_t epoch, int slice) {
-  const RankView& view = p.view;
-  const SliceChunks chunks(p);
-  bool landed = true;
-  for (int i = lane_index(); i < count * view.num_ranks; i += kWarpThreads) {
-    const int slot = slots[i], rank = i % view.num_ranks;
-    if (slot < 0) continue;
-    if (slot >= p.routing.num_tokens) {
-      fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, epoch, p.routing.num_tokens, slot);
-      landed = false;
-      continue;
-    }
-    if (rank == view.rank) continue;
-    const int chunk = slice * chunks.of_slice + slot / chunks.slots;
-    landed = landed && wait_for_flag(view, chunk_flag(view, epoch, rank, chunk), epoch,
-                                     Phase::kReceiveChunk, rank);
-  }
-  return __all_sync(kAllLanes, landed);
-}
-
-// Lists the rows of `count` tokens: own ones in the order of choices, landed ones in the order of
-// ranks, and the addend, which counts as a landed row.
-template <typename T>
-__device__ __forceinline__ void list_tokens(const CombineParams& p, SumBatch& batch,
-                                            const int* slots, int first, int count,
-                                            const WarpChoices& choices, const SliceBytes<T>& bytes,
-                                            uint64_t epoch) {
-  const RankView& view = p.view;
-  const int lane = lane_index(), top_k = p.routing.top_k, ranks = view.num_ranks;
-  const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
-  const auto* addends = static_cast<const char*>(p.summed[0].addend);
-  // Lane i has the i-th token.
-  const int* of_token = slots + lane * ranks;
-  SourceCounts counts = {};
-  if (lane < count) {
-    counts.own = __popc(choices_of(has_row, lane, top_k));
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == view.rank || of_token[rank] < 0) continue;
-      ++(rank < view.rank ? counts.landed_before : counts.landed_after);
-    }
-    if (addends != nullptr) ++counts.landed_after;
-  }
-  const int total = counts.own + counts.landed_before + counts.landed_after;
-  int inclusive = total;
-  for (int d = 1; d < kWarpThreads; d *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, inclusive, d);
-    if (lane >= d) inclusive += other;
-  }
-  const int begin = inclusive - total, mine = lane / top_k;
-  const int begin_of_mine = __shfl_sync(kAllLanes, begin, mine);
-  if (choices.row >= 0) {
-    const uint32_t of_mine = choices_of(has_row, mine, top_k);
-    add_own_row(p, batch, begin_of_mine + count_below(of_mine, lane % top_k), choices, bytes.of_row,
-                bytes.first);
-  }
-  if (lane < count) {
-    char* out = static_cast<char*>(p.summed[0].out);
-    const int64_t of_result = (first + lane) * bytes.of_row + bytes.first;
-    batch.items[lane] = {out + of_result, counts};
-    int place = begin + counts.own;
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == view.rank || of_token[rank] < 0) continue;
-      batch.rows[place++] = zone(view, view.rank, epoch, rank, p.zone_bytes) +
-                            p.summed[0].zone_offset + of_token[rank] * row_stride(bytes.of_row) +
-                            bytes.first;
-    }
-    if (addends != nullptr) batch.rows[place] = addends + of_result;
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void receive_slices(const CombineParams& p, const Team& team,
-                                               SumBatch& batch, int* slots, uint64_t epoch) {
-  const RankView& view = p.view;
-  const RoutingView& routing = p.routing;
-  const int ranks = view.num_ranks, top_k = routing.top_k, lane = lane_index();
-  // Tokens of an item. At least one: a list has room for a token of any routing (SumBatch).
-  const int most = min(slots_per_look(p), kBatchRows / (top_k + ranks));
-  const int items = ceil_div(routing.num_tokens, most);
-  SliceWait slices;
-  delay_for_test(view, Phase::kReceiveChunk);
-  while (true) {
-    // take_item() is also a barrier, after which the slots of the tokens before have been read.
-    const int item = take_item(control(view).next_receive, team), slice = item / items;
-    if (slice >= p.sliced.num) return;
-    const int first = item % items * most, count = min(most, routing.num_tokens - first);
-    for (int i = lane; i < count * ranks; i += kWarpThreads) {
-      slots[i] = routing.token_slot[int64_t{first} * ranks + i];
-    }
-    __syncwarp();
-    const int mine = lane / top_k;
-    const WarpChoices choices(p, view.rank, mine < count ? slots[mine * ranks + view.rank] : -1,
-                              lane % top_k, epoch);
-    mark(view, Mark::kAwait);
-    if (!slices.wait(p, team, epoch, slice) || !wait_for_slice(p, slots, count, epoch, slice)) {
-      continue;
-    }
-    mark(view, Mark::kLanded);
-    const SliceBytes<T> bytes(p, slice);
-    list_tokens<T>(p, batch, slots, first, count, choices, bytes, epoch);
-    sum_batch<T>(team, batch, count, bytes.count);
-    if (slice == 0 && team.is_first_warp() && mine < count) {
-      receive_choice(p, epoch, first + mine, lane % top_k, choices.row, slots + mine * ranks);
-    }
-    mark(view, Mark::kReceived);
-  }
-}
-
-template <typename T, typename Wire, Sums kSums, bool kAdds = false>
+template <typename T, typename Wire, Sums kSums, bool kAdds>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ Launched<CombineParams> launched) {
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
-  constexpr bool kIsSliced = kSums == Sums::kSlices;
-  using List = std::conditional_t<kIsSliced, SumBatch, SourceList>;
-  __shared__ List lists[kMaxTeams];            // by warp
-  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the tokens that a warp sums
+  __shared__ SourceList lists[kMaxTeams];      // by warp
+  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp sums
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
-    [[maybe_unused]] SliceWait slices;
-    int num_chunks = num_chunks_of(p.routing.num_tokens);
-    if constexpr (kIsSliced) num_chunks = SliceChunks(p).count;
-    send_chunks(
-        p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
-        [&](int source_rank, int chunk) {
-          if constexpr (kIsSliced) {
-            send_slice<T>(p, senders, lists[warp], slices, block.epoch, source_rank, chunk);
-          } else {
-            send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank, chunk);
-          }
-        },
-        [&](int source_rank, int chunk, auto&& add) {
-          each_range<Wire>(p, source_rank, chunk, add);
-        });
+    send_chunks(p.view, block, p.roles, senders, num_chunks_of(p.routing.num_tokens), asked,
+                [&](int source_rank, int chunk) {
+                  send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank,
+                                             chunk);
+                });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
-    if constexpr (kIsSliced) {
-      receive_slices<T>(p, receivers, lists[warp], slots[warp], block.epoch);
-    } else {
-      receive<T, Wire, kSums, kAdds>(p, receivers, lists[warp], slots[warp], block.epoch);
-    }
+    receive<T, Wire, kSums, kAdds>(p, receivers, lists[warp], slots[warp], block.epoch);
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
@@ -722,18 +455,14 @@ struct CombineKernels {
   static void list(Add&& add) {
     for_each(Elements{}, [&](auto element) {
       using T = typename decltype(element)::type;
-#ifndef MOE_A2A_NETWORK
-      add({Element<T>::kType, kNoFormat, WireType::kOfRows, Sums::kSlices, false},
-          combine_kernel<T, T, Sums::kSlices>, 0);
-#endif
       list_forms<T, false>(add);
       list_forms<T, true>(add);
     });
   }
 
  private:
-  // Lists the kernels that need no product, for sums with addends or without. Addends are a form of
-  // their own, because they need registers.
+  // Lists the kernels for sums with addends or without. Addends are a form of their own, because
+  // they need registers.
   template <typename T, bool kAdds, typename Add>
   static void list_forms(Add&& add) {
     constexpr ElementType kType = Element<T>::kType;
@@ -753,11 +482,9 @@ struct CombineKernels {
 };
 
 CombineKernels::Key key_of(const CombineParams& p) {
-  // The form with slices lists addends as rows.
-  const bool adds = p.sliced.num == 0 && p.num_summed > 0 && p.summed[0].addend != nullptr;
+  const bool adds = p.num_summed > 0 && p.summed[0].addend != nullptr;
   if (p.wire_format != kNoFormat) return {p.type, p.wire_format, p.wire, Sums::kSegments, adds};
-  const Sums whole = p.sliced.num > 0 ? Sums::kSlices : Sums::kRows;
-  const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : whole;
+  const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : Sums::kRows;
   return {p.type, kNoFormat, p.wire, p.listed ? listed : Sums::kGeneral, adds};
 }
 
@@ -766,9 +493,6 @@ CombineKernels::Key key_of(const CombineParams& p) {
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
-  if (ranks->sliced.num > 0 && (key_of(*ranks).sums != Sums::kSlices || ranks->num_summed != 1)) {
-    return cudaErrorInvalidValue;  // no other form waits for the product
-  }
   return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
 }
 

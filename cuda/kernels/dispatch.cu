@@ -89,19 +89,6 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
-// put_chunk().
-template <typename Add>
-__device__ void each_range(const DispatchParams& p, int destination, int chunk, Add&& add) {
-  const int num_slots = p.routing.num_tokens;
-  const int32_t* tokens = p.routing.slot_token + int64_t{destination} * num_slots;
-  const Slots slots = taken_slots(num_slots, chunk, [&](int slot) { return tokens[slot] >= 0; });
-  for (int a = 0; a < p.num_arrays; ++a) {
-    const int64_t stride = row_stride(p.arrays[a].row_bytes);
-    add(p.arrays[a].zone_offset + slots.first * stride, slots.count * stride);
-  }
-}
-
 // Does for a weighted dispatch what expand_rows() does for others: stores the scaled row, or its
 // inner product with the row of `w.rows`, or both. `partials`: a word of shared memory for each
 // warp of the block.
@@ -241,12 +228,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   // enter() has a barrier, after which all threads see the initialized mbarriers and zeros.
   if (enter(p.view, block)) {
     const int num_chunks = num_chunks_of(p.routing.num_tokens);
-    send_chunks(
-        p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
-        [&](int destination, int chunk) {
-          send_chunk(p, senders, stream, block.epoch, destination, chunk);
-        },
-        [&](int destination, int chunk, auto&& add) { each_range(p, destination, chunk, add); });
+    send_chunks(p.view, block, p.roles, senders, num_chunks, asked,
+                [&](int destination, int chunk) {
+                  send_chunk(p, senders, stream, block.epoch, destination, chunk);
+                });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);

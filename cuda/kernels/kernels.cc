@@ -9,17 +9,13 @@ constexpr Kernels kKernels = {
     {LoadRouteAssign, LaunchRouteAssign},
     {LoadDispatch, LaunchDispatch},
     {LoadCombine, LaunchCombine},
-#ifndef MOE_A2A_NETWORK
     {LoadFormatDispatch, LaunchFormatDispatch},
     {LoadRoutedDispatch, LaunchRoutedDispatch},
-#endif
 };
 
 }  // namespace
 
-#if defined(MOE_A2A_NETWORK)
-const Kernels& NetworkKernels() { return kKernels; }
-#elif defined(MOE_A2A_COLOCATED)
+#ifdef MOE_A2A_COLOCATED
 const Kernels& ColocatedKernels() { return kKernels; }
 #else
 const Kernels& DirectKernels() { return kKernels; }

@@ -52,8 +52,7 @@ struct Operator {
   }
 };
 
-// The kernels in one form. The multi-host form (runtime/network.h) lacks `format_dispatch` and
-// `routed_dispatch`.
+// The kernels in one form.
 struct Kernels {
   Operator<const RouteParams*, int, cudaStream_t> route_exchange;
   Operator<const RouteParams*, cudaStream_t> route_assign;
@@ -66,18 +65,15 @@ struct Kernels {
   cudaError_t load() const {
     const auto& [a, b, c, d, e, f] = *this;  // all members; any other number does not compile
     for (cudaError_t (*load)() : {a.load, b.load, c.load, d.load, e.load, f.load}) {
-      if (load == nullptr) continue;
       if (const cudaError_t error = load(); error != cudaSuccess) return error;
     }
     return cudaSuccess;
   }
 };
 
-// The forms for ranks with a device each, for ranks that share one device, and for multi-host
-// groups. The multi-host form is in a library of its own.
+// The forms for ranks with a device each, and for ranks that share one device.
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
-const Kernels& NetworkKernels();
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;

@@ -136,7 +136,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   if (enter(view, block)) {
     const Team team(1, block.mailboxes);
     const uint64_t epoch = block.epoch;
-    const int64_t zone_bytes = array_bytes(1, choices_per_source(p) * sizeof(int32_t));
     bool ok = true;
     if (block.admission == 0) {
       ok = *p.rank == view.rank;
@@ -149,10 +148,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     if (index < num_chunks) ok = ok && wait_for_credits(view, team, epoch);
     while (ok && index < num_chunks) {
       send_chunk(p, epoch, index);
-      deliver_chunk_everywhere(view, team, epoch, index, zone_bytes, [&](int, int of, auto&& add) {
-        const Chunk chunk(p, of);
-        add(chunk.first_choice * sizeof(int32_t), chunk.num_choices * sizeof(int32_t));
-      });
+      raise_chunk_everywhere(view, team, epoch, index);
       if (index == 0) raise_heads(view, team, epoch);
       index = take_item(control(view).next_send, team);
     }

@@ -1,4 +1,4 @@
-// Bounds a wait for a call of CUDA or NVSHMEM that may block forever. The call runs in a thread of
+// Bounds a wait for a call of CUDA that may block forever. The call runs in a thread of
 // its own.
 #ifndef MOE_A2A_RUNTIME_BOUNDED_H_
 #define MOE_A2A_RUNTIME_BOUNDED_H_

@@ -14,7 +14,17 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
+  // The kernels do not support a call that is right otherwise, so the lowering takes another path.
+  // Any other problem of a call is a bug of whatever made the call.
+  bool is_unsupported = false;
 };
+
+// Returns the problem of a call that is right, but that no kernel supports.
+inline Problem Unsupported(std::string text) {
+  Problem problem(std::move(text));
+  problem.is_unsupported = true;
+  return problem;
+}
 
 }  // namespace moe_a2a
 

@@ -1,5 +1,5 @@
-// A second stream of a device, for split exchanges and for a combine next to its product, and a
-// table of the split exchanges that were started on it.
+// A second stream of a device, for split exchanges, and a table of the exchanges that were started
+// on it.
 #ifndef MOE_A2A_RUNTIME_SIDE_STREAM_H_
 #define MOE_A2A_RUNTIME_SIDE_STREAM_H_
 
@@ -34,8 +34,9 @@ class SideStream {
   // that it reads, then those that it writes), and removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for all work of the side stream.
-  Problem JoinAll(cudaStream_t stream);
+  // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the
+  // caller has one already.
+  void JoinAll(cudaStream_t stream);
 
   // Empties the table. The device must be idle.
   void Clear();

@@ -12,7 +12,6 @@
 #include "layout.h"
 #include "runtime/bounded.h"
 #include "runtime/driver.h"
-#include "runtime/network.h"
 
 namespace moe_a2a {
 namespace {
@@ -139,7 +138,7 @@ Problem Workspace::OpenRest(Device& device) {
     for (size_t i = 0; i < own.size(); ++i) own[i]->error = &errors_[i];
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
-  if (rank(device) == 0 || !topology_.is_colocated()) {
+  if (is_split(kind_) && (rank(device) == 0 || !topology_.is_colocated())) {
     if (!device.side) device.side = std::make_unique<SideStream>();
     if (Problem p = device.side->Open(); !p.empty()) return p;
   }
@@ -188,11 +187,6 @@ void Workspace::ReleaseOwn() {
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   // If nothing is to be done, no lock is taken, because its holder may wait for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
-  if (topology_.is_multi_host()) {
-    return "a workspace that spans hosts must be opened by all processes together, when they "
-           "lower a program. Call group.reserve() in every process before you run an exported or "
-           "loaded program";
-  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
   half_bytes = std::max(half_bytes, half_bytes_.load());
@@ -216,75 +210,7 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   return {};
 }
 
-Problem Workspace::AllocateMultiHost(Device& own, int64_t half_bytes) {
-  const NetworkLibrary& library = *GetNetwork();
-  constexpr int64_t kPage = int64_t{2} << 20;
-  Network network = {};
-  network.half_stride = round_up(std::max<int64_t>(half_bytes, 1), kPage);
-  const int64_t halves = kRingDepth * network.half_stride;
-  char* slab = static_cast<char*>(library.allocate(kHeaderBytes + halves));
-  network.outgoing = static_cast<char*>(library.allocate(halves));
-  if (slab == nullptr || network.outgoing == nullptr) {
-    return {"NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * halves) +
-                " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE",
-            /*lacks_memory=*/true};
-  }
-  std::vector<char*> slabs;
-  for (const Device& device : devices_) {
-    const int process = device.place.process;
-    network.pe[rank(device)] = process;
-    if (rank(device) / topology_.p2p_world_size != rank(own) / topology_.p2p_world_size) {
-      network.inter_node |= uint64_t{1} << rank(device);
-      slabs.push_back(slab);
-    } else {
-      slabs.push_back(static_cast<char*>(library.address_at(slab, process)));
-    }
-    if (slabs.back() == nullptr) {
-      return "process " + std::to_string(process) +
-             ", which holds a rank of the same host, does not share memory with this process. Use "
-             "Group(p2p_world_size=1), which reaches it through the network";
-    }
-  }
-  network_ = network;
-  for (size_t i = 0; i < slabs.size(); ++i) devices_[i].multi_host_slab = slabs[i];
-  return {};
-}
-
-Problem Workspace::PrepareMultiHost() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::lock_guard<std::mutex> own_lock(own_mutex_);
-  if (!unknown_.empty()) return unknown_;
-  if (OwnDevices().size() != 1) return "NVSHMEM needs one GPU per process";
-  if (GetNetwork() == nullptr) return "the kernels for several hosts are not loaded";
-  Device& own = *OwnDevices().front();
-  DeviceScope scope;
-  Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
-  if (p.empty()) p = OpenRest(own);
-  return p;
-}
-
-Problem Workspace::OpenMultiHost(int64_t half_bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::lock_guard<std::mutex> own_lock(own_mutex_);
-  Device& own = *OwnDevices().front();
-  DeviceScope scope;
-  Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
-  if (p.empty() && own.multi_host_slab == nullptr) p = AllocateMultiHost(own, half_bytes);
-  if (p.empty()) p = ClearHeader(own.place.ordinal, own.base());
-  if (!p.empty()) return p;
-  auto* header = reinterpret_cast<Header*>(own.base());
-  p = OnOwnStream(own.place.ordinal, "writing the header", [&](cudaStream_t stream) {
-    return cudaMemcpyAsync(&header->network, &network_, sizeof(network_), cudaMemcpyHostToDevice,
-                           stream);
-  });
-  if (!p.empty()) return p;
-  half_bytes_ = network_.half_stride;
-  is_open_.store(true, std::memory_order_release);
-  return {};
-}
-
 const Kernels& Workspace::kernels() const {
-  if (topology_.is_multi_host()) return GetNetwork()->kernels;
   return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
 }
 
@@ -364,7 +290,7 @@ Answer Workspace::Serve(const Request& request) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
   const int num_ranks = static_cast<int>(request[kNumRanks]);
-  const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks, num_ranks};
+  const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks};
   return Get(topology, static_cast<WorkspaceKind>(request[kKind]))
       .Share(request[kDevice], request[kGeneration], request[kFirstAllocation],
              request[kHalfBytes]);
@@ -407,16 +333,11 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
-    const bool has_ended = EndsWithin(
-        std::max(left, kLeast),
-        [problem, ordinal = device->place.ordinal, is_multi_host = topology_.is_multi_host()] {
+    const bool has_ended =
+        EndsWithin(std::max(left, kLeast), [problem, ordinal = device->place.ordinal] {
           *problem = Check(cudaSetDevice(ordinal), "choosing a device");
           if (problem->empty()) {
             *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
-          }
-          // Puts of a kernel may arrive after its end.
-          if (problem->empty() && is_multi_host) {
-            *problem = Check(GetNetwork()->quiet(), "waiting for puts");
           }
         });
     if (!has_ended) return StillBusy(*device, timeout_ns);
@@ -523,9 +444,7 @@ std::vector<int64_t> Workspace::MappedBytes() {
   std::lock_guard<std::mutex> lock(own_mutex_);
   std::vector<int64_t> bytes;
   for (const Device* device : OwnDevices()) {
-    bytes.push_back(device->own ? device->own->mapped_bytes()
-                    : is_open() ? kHeaderBytes + 2 * kRingDepth * network_.half_stride
-                                : 0);
+    bytes.push_back(device->own ? device->own->mapped_bytes() : 0);
   }
   return bytes;
 }

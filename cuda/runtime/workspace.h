@@ -27,15 +27,12 @@ struct Topology {
   // for each rank.
   std::vector<int64_t> devices;
   int num_ranks;
-  int p2p_world_size;  // consecutive ranks that share memory; NVSHMEM reaches the other ranks
 
-  bool is_multi_host() const { return p2p_world_size < num_ranks; }
   // Returns true if all ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
 
   bool operator<(const Topology& other) const {
-    return std::tie(num_ranks, p2p_world_size, devices) <
-           std::tie(other.num_ranks, other.p2p_world_size, other.devices);
+    return std::tie(num_ranks, devices) < std::tie(other.num_ranks, other.devices);
   }
 };
 
@@ -61,17 +58,6 @@ class Workspace {
   // other processes have allocated, stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
-  // Does the steps of OpenMultiHost() that can fail in a single process. A process that failed in
-  // OpenMultiHost() before it allocates would leave the others waiting in NVSHMEM, without a bound.
-  Problem PrepareMultiHost();
-
-  // Opens the workspace of a multi-host topology, or opens it again after Close().
-  // PrepareMultiHost() precedes it. All processes make the first call together, after all have
-  // prepared, and launch nothing before all have returned. The first call allocates the memory.
-  // This memory never grows and is never freed, because captured graphs keep its addresses; its
-  // ring halves are adjacent.
-  Problem OpenMultiHost(int64_t half_bytes);
-
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
   // returns a problem that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
@@ -95,8 +81,8 @@ class Workspace {
   // adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // Returns the side stream of `ordinal`, which all its ranks share. Null if the workspace was
-  // never opened.
+  // Returns the side stream of `ordinal`, which all its ranks share. Null in a workspace for
+  // whole exchanges, or if the workspace was never opened.
   SideStream* Side(int ordinal);
 
   // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads
@@ -145,12 +131,9 @@ class Workspace {
     std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // one of errors_
     std::unique_ptr<SideStream> side;
-    char* multi_host_slab = nullptr;  // in place of `own` and `peer`, if the topology is multi-host
 
     bool is_own() const { return place.ordinal != kElsewhere; }
-    char* base() const {
-      return multi_host_slab != nullptr ? multi_host_slab : is_own() ? own->base() : peer->base();
-    }
+    char* base() const { return is_own() ? own->base() : peer->base(); }
   };
 
   std::vector<Device*> OwnDevices();
@@ -182,7 +165,6 @@ class Workspace {
   // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record,
   // side stream.
   Problem OpenRest(Device& device);
-  Problem AllocateMultiHost(Device& own, int64_t half_bytes);
   // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
   Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t half_bytes);
@@ -193,7 +175,6 @@ class Workspace {
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  Network network_ = {};         // for a multi-host topology
   // Two mutexes, because another process may request memory while this process waits for that
   // process's memory. mutex_ is locked first.
   std::mutex mutex_;

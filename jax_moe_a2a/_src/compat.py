@@ -14,8 +14,8 @@ from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
-from jax._src.mesh import get_concrete_mesh
-from jax._src.source_info_util import Scope
+from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, mlir
@@ -87,6 +87,12 @@ def scopes_of(ctx: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
 
+def innermost_scope() -> str | None:
+    """Return the innermost ``jax.named_scope`` around what is being traced, or None without one."""
+    stack = current_name_stack().stack
+    return stack[-1].name if stack and isinstance(stack[-1], Scope) else None
+
+
 def mesh_in_context() -> Mesh | None:
     """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without such a mesh, or
     inside ``jax.shard_map`` over another mesh, which then has the devices."""
@@ -94,6 +100,11 @@ def mesh_in_context() -> Mesh | None:
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
     return mesh
+
+
+def in_context_of_old() -> bool:
+    """Return True inside ``with mesh:``, the context that ``jax.set_mesh`` replaced."""
+    return not thread_resources.env.physical_mesh.empty
 
 
 def mesh_of_program(ctx: Any) -> Mesh | None:
@@ -274,11 +285,6 @@ def coordination_list(folder: str) -> dict[str, str]:
     blocks."""
     entries = _coordination().key_value_dir_get(f"{folder}/")
     return {key.removeprefix(f"{folder}/"): value for key, value in entries}
-
-
-def coordination_delete(key: str) -> None:
-    """Delete a published value, if it exists."""
-    _coordination().key_value_delete(key)
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:

@@ -7,8 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "network.h"
-
 namespace emulation {
 namespace {
 
@@ -37,8 +35,8 @@ void back(char* at, int64_t bytes, unsigned char value) {
 
 }  // namespace
 
-Domain::Domain(int num_ranks, int64_t half_bytes, int p2p)
-    : num_ranks_(num_ranks), p2p_(p2p), half_bytes_(half_bytes), records_(num_ranks) {
+Domain::Domain(int num_ranks, int64_t half_bytes)
+    : num_ranks_(num_ranks), half_bytes_(half_bytes), records_(num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     char* slab = reserve(kSlabAddressBytes);
     back(slab, kHeaderBytes, 0);
@@ -47,19 +45,6 @@ Domain::Domain(int num_ranks, int64_t half_bytes, int p2p)
     }
     slabs_.push_back(slab);
     control(rank).next_epoch = 1;
-#ifdef MOE_A2A_NETWORK
-    Network& network = header(rank)->network;
-    network.outgoing = reserve(kRingDepth * kHalfStride);
-    network.half_stride = kHalfStride;
-    for (int half = 0; half < kRingDepth; ++half) {
-      back(network.outgoing + half * kHalfStride, half_bytes, 0xEE);
-    }
-    for (int peer = 0; peer < num_ranks; ++peer) {
-      network.pe[peer] = peer;
-      if (peer / p2p != rank / p2p) network.inter_node |= uint64_t{1} << peer;
-    }
-    network_base(rank) = slab;
-#endif
   }
 }
 
@@ -68,10 +53,7 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
   RankView view = {};
   view.rank = rank;
   view.num_ranks = num_ranks_;
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    // The address that stands for an inter-node rank is that of the own slab.
-    view.slab[peer] = slabs_[peer / p2p_ == rank / p2p_ ? peer : rank];
-  }
+  for (int peer = 0; peer < num_ranks_; ++peer) view.slab[peer] = slabs_[peer];
   view.error = &records_[rank];
   view.timeout_ns = static_cast<uint64_t>(timeout * 1e9);
   view.first_timeout_ns = static_cast<uint64_t>(first_timeout * 1e9);

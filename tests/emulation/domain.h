@@ -10,9 +10,8 @@ namespace emulation {
 
 class Domain {
  public:
-  // `half_bytes`: the largest ring half of any exchange. `p2p`: the number of consecutive ranks
-  // that share memory.
-  Domain(int num_ranks, int64_t half_bytes, int p2p);
+  // `half_bytes`: the largest ring half of any exchange.
+  Domain(int num_ranks, int64_t half_bytes);
 
   int num_ranks() const { return num_ranks_; }
   moe_a2a::Control& control(int rank) { return header(rank)->control; }
@@ -29,7 +28,7 @@ class Domain {
  private:
   moe_a2a::Header* header(int rank) { return reinterpret_cast<moe_a2a::Header*>(slabs_[rank]); }
 
-  int num_ranks_, p2p_;
+  int num_ranks_;
   int64_t half_bytes_;
   std::vector<char*> slabs_;
   std::vector<moe_a2a::ErrorRecord> records_;

@@ -30,9 +30,7 @@ struct Making {
   int max_groups = 12;  // groups of 128 numbers in a row with a format
   bool at_threshold =
       false;  // the first row that is dropped is that of a token that several sources have
-  bool sliced = false;         // a product computes the rows of each combine in slices
-  bool combine_first = false;  // a combine does not wait until its product has room
-  int corrupt_one_in = 0;      // one in this number of the routing's indices is corrupted; 0: none
+  int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
 // The launches that the ranks of a device make together.
@@ -177,14 +175,9 @@ template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
   typename Call::Params p = {};
-#ifdef MOE_A2A_NETWORK
-  constexpr bool kIsMultiHost = true;
-#else
-  constexpr bool kIsMultiHost = false;
-#endif
-  const moe_a2a::Problem problem = call.Describe(
-      {view, kIsMultiHost, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
-      {a.results.arrays.data(), a.results.arrays.size()}, &p);
+  const moe_a2a::Problem problem =
+      call.Describe({view, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
+                    {a.results.arrays.data(), a.results.arrays.size()}, &p);
   if (!problem.empty()) {
     std::fprintf(stderr, "EMULATOR: %s\n", problem.c_str());
     std::abort();

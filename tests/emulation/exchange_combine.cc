@@ -1,8 +1,5 @@
 // combine: sums of rows, with and without weights and addends, in every wire dtype and format, and
-// choice arrays; also of rows that a product computes in slices of columns meanwhile.
-#include <atomic>
-#include <thread>
-
+// choice arrays.
 #include "device/signal.cuh"
 #include "exchange.h"
 
@@ -25,17 +22,11 @@ class Combine : public Exchange {
       format_ =
           form_ == Form::kFp4 ? TokenFormat::kNvFp4 : static_cast<TokenFormat>(1 + random.below(2));
       elements_ = 128 * int64_t{1 + random.below(making.max_groups)};
-    } else if (form_ == Form::kSliced) {
-      num_slices_ = 1 << random.below(3);
-      num_groups_ = 1 + random.below(3);
-      slice_columns_ = 8 * (1 + random.below(40));
-      elements_ = slice_columns_ * (num_slices_ - 1) +
-                  8 * (1 + random.below(static_cast<int>(slice_columns_ / 8)));
     } else {
       elements_ = random.one_in(2) ? 8 * (1 + random.below(150)) : 1 + random.below(60);
     }
     choose_weights(random);
-    num_summed_ = num_pairs_ > 0 || form_ == Form::kSliced ? 1 : 1 + random.one_in(4);
+    num_summed_ = num_pairs_ > 0 ? 1 : 1 + random.one_in(4);
     has_addends_ = random.one_in(3);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(random, rank));
   }
@@ -51,31 +42,9 @@ class Combine : public Exchange {
     const RoutingArrays routing(making_, on.random, routing_, on.rank);
     Arguments a = arguments(on.rank);
     routing.add_to(a.args, routing_.shape);
-    std::atomic<int> next_tile{0};
-    const int device = on.joint != nullptr ? kAllRanks : on.rank;
-    std::vector<std::thread> product;
-    for (int i = 0; i < 2 && form_ == Form::kSliced; ++i) {
-      // The combine is launched after a block of the product has room, like after
-      // LaunchWaitForStart().
-      const bool has_room = i == 0 && !making_.combine_first;
-      if (has_room) take_room(device);
-      product.emplace_back([&, i, has_room] {
-        if (making_.combine_first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        if (!has_room) take_room(device);
-        multiply(on.view, ranks_[on.rank], next_tile, Random(i));
-        give_room_back(device);
-      });
-    }
-    const cudaError_t error = launch_call(call(), on, a, [&](CombineParams& p, int blocks) {
+    return launch_call(call(), on, a, [&](CombineParams& p, int blocks) {
       vary_roles(on.random, blocks, p.roles);
-      if (form_ != Form::kSliced) return;
-      p.roles.late_blocks = on.random.below(blocks + 1);
-      const Rank& own = ranks_[on.rank];
-      p.sliced = {num_slices_, num_groups_, slice_columns_, own.finished->as<uint32_t>(),
-                  own.group_sizes->as<int32_t>()};
     });
-    for (std::thread& block : product) block.join();
-    return error;
   }
 
   std::string wrong(int rank) const override {
@@ -104,35 +73,29 @@ class Combine : public Exchange {
  private:
   // The operands and the wire dtype or format of partial sums. kWeighted: one pair of rows and
   // weights; kPairs: two.
-  enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4, kSliced };
+  enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4 };
 
   struct Rank {
     std::vector<Array> rows, weights;  // by array, or by pair
-    Array computed;                    // kSliced: rows[0], when the product has stored them
-    Array finished, group_sizes;
     std::vector<Array> sums, addends;  // by array
     Array choices_in, choices_out;
   };
 
   static Form choose_form(const Making& making, Random& random) {
-    const auto form = making.sliced ? Form::kSliced : static_cast<Form>(random.below(6));
+    const auto form = static_cast<Form>(random.below(5));
     const bool fits = making.num_ranks + 4 <= kWarpThreads;  // the sums fit in a warp's list
-#ifdef MOE_A2A_NETWORK
-    if (form == Form::kSliced) return Form::kPlain;
-#endif
     return form >= Form::kFp8 && !fits ? Form::kPlain : form;
   }
   // Returns the largest top_k for which every partial sum is exact in its wire dtype or format.
   int max_top_k() const {
-    if (form_ == Form::kSliced) return kWarpThreads - making_.num_ranks;  // a warp's list has room
     return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;
   }
 
   void choose_weights(Random& random) {
     num_pairs_ = form_ == Form::kPairs ? 2 : form_ == Form::kWeighted ? 1 : 0;
-    if (form_ == Form::kFp8 || form_ == Form::kSliced) num_pairs_ = random.below(2);
+    if (form_ == Form::kFp8) num_pairs_ = random.below(2);
     weights_per_row_ = num_pairs_ > 0 ? 1 : 0;
-    if (num_pairs_ > 0 && form_ != Form::kSliced && random.one_in(3)) {
+    if (num_pairs_ > 0 && random.one_in(3)) {
       const int group = format_ == kNoFormat ? 8 : group_size(format_);
       for (int parts : {4, 3, 2}) {
         if (elements_ % parts == 0 && elements_ / parts % group == 0) {
@@ -166,14 +129,6 @@ class Combine : public Exchange {
       }
       made.rows.push_back(rows);
     }
-    if (form_ == Form::kSliced) {
-      made.computed = make_array(made.rows[0]->bytes());
-      std::memset(made.computed->data(), kNanByte, made.computed->bytes());
-      made.finished = make_array(std::vector<int32_t>(num_slices_));
-      std::vector<int32_t> sizes(num_groups_);
-      for (int row = 0; row < shape.capacity; ++row) ++sizes[random.below(num_groups_)];
-      made.group_sizes = make_array(sizes);
-    }
     for (int i = 0; i < num_pairs_; ++i) {
       const auto per_row = static_cast<size_t>(weights_per_row_);
       Array weights = make_array(capacity * per_row * 4, 4);
@@ -202,44 +157,6 @@ class Combine : public Exchange {
     return made;
   }
 
-  // Stores tiles of the rows like a block of the grouped GEMM (gemm/grouped_gemm.cuh), until none
-  // is left.
-  void multiply(const RankView& view, const Rank& rank, std::atomic<int>& next_tile,
-                Random random) const {
-    const Control& control = header(view, view.rank)->control;
-    if (control.delay_phase == static_cast<uint32_t>(Phase::kSlice)) {
-      std::this_thread::sleep_for(std::chrono::nanoseconds(control.delay_ns));
-    }
-    constexpr int kRows = Tuning::kForward.m, kColumns = Tuning::kForward.n;
-    const int64_t item = item_bytes(type_);
-    int tile = 0, mine = next_tile++;
-    for (int slice = 0; slice < num_slices_; ++slice) {
-      const int64_t end = std::min(elements_, (slice + 1) * slice_columns_);
-      int64_t start = 0;
-      for (int group = 0; group < num_groups_; ++group) {
-        const int64_t group_end = start + rank.group_sizes->as<int32_t>()[group];
-        for (int64_t row = start; row < group_end; row += kRows) {
-          for (int64_t column = slice * slice_columns_; column < end; column += kColumns) {
-            if (tile++ != mine) continue;
-            mine = next_tile++;
-            const auto count = [&] {
-              __atomic_fetch_add(rank.finished->as<uint32_t>() + slice, 1, __ATOMIC_RELEASE);
-            };
-            if (breaks(view, kCountBeforeTile)) count();
-            std::this_thread::sleep_for(std::chrono::microseconds(random.below(2000)));
-            for (int64_t r = row; r < std::min(group_end, row + kRows); ++r) {
-              const int64_t at = (r * elements_ + column) * item;
-              std::memcpy(rank.computed->data() + at, rank.rows[0]->data() + at,
-                          (std::min<int64_t>(end, column + kColumns) - column) * item);
-            }
-            if (!breaks(view, kCountBeforeTile)) count();
-          }
-        }
-        start = group_end;
-      }
-    }
-  }
-
   CombineCall call() const {
     const bool is_encoded = format_ != kNoFormat;
     const DataType& wire = float32_wire_ ? kFloat32 : data_type(type_);
@@ -253,8 +170,7 @@ class Combine : public Exchange {
     const Shape& shape = routing_.shape;
     Arguments a;
     for (const Array& rows : own.rows) {
-      a.args.add(data_type(type_), {shape.capacity, elements_},
-                 form_ == Form::kSliced ? own.computed : rows);
+      a.args.add(data_type(type_), {shape.capacity, elements_}, rows);
     }
     for (const Array& weights : own.weights) {
       a.args.add(kFloat32, {shape.capacity, weights_per_row_}, weights);
@@ -321,8 +237,6 @@ class Combine : public Exchange {
   bool float32_wire_, has_choice_array_, has_addends_;
   int64_t elements_;
   int num_pairs_, weights_per_row_, num_summed_;
-  int num_slices_ = 0, num_groups_ = 0;
-  int64_t slice_columns_ = 0;
   std::vector<Rank> ranks_;
 };
 

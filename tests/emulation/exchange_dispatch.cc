@@ -273,7 +273,6 @@ class Dispatch : public Payload {
   DispatchCall call() const { return {options()}; }
 };
 
-#ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
 class FormatDispatch : public Payload {
  public:
   FormatDispatch(const Making& making, Random& random)
@@ -348,8 +347,6 @@ class RoutedDispatch : public Payload {
   std::vector<Array> ids_, numbers_;  // by rank
   std::vector<PlanOutputs> plans_;
 };
-
-#endif
 
 // A weighted dispatch: one array, whose rows are scaled, or multiplied with other rows, at their
 // destination.
@@ -429,7 +426,7 @@ class WeightedDispatch : public Exchange {
   };
 
   WeightedDispatchCall call() const {
-    return {ranks_[0].weights != nullptr, ranks_[0].rows != nullptr};
+    return {ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
   }
 
   // Returns the operands, except the routing, and the results.
@@ -475,13 +472,11 @@ ExchangePtr make_dispatch(const Making& making, Random& random) {
 ExchangePtr make_weighted_dispatch(const Making& making, Random& random) {
   return std::make_unique<WeightedDispatch>(making, random);
 }
-#ifndef MOE_A2A_NETWORK
 ExchangePtr make_format_dispatch(const Making& making, Random& random) {
   return std::make_unique<FormatDispatch>(making, random);
 }
 ExchangePtr make_routed_dispatch(const Making& making, Random& random) {
   return std::make_unique<RoutedDispatch>(making, random);
 }
-#endif
 
 }  // namespace emulation

@@ -39,19 +39,8 @@ std::atomic<int>& running_on(int rank) {
   return running[rank == kAllRanks ? 0 : 1 + rank];
 }
 
-}  // namespace
-
-void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
-                 std::initializer_list<size_t> param_bytes) {
-  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit), param_bytes};
-}
-
-const std::vector<size_t>& param_bytes_of(const void* kernel) {
-  return loaded_kernels().at(kernel).param_bytes;
-}
-
-void set_residency(int blocks) { residency = blocks; }
-
+// Waits for room for one block on the device of a rank (kAllRanks: that all ranks share), and takes
+// it.
 void take_room(int rank) {
   std::atomic<int>& running = running_on(rank);
   int before = running.load(std::memory_order_relaxed);
@@ -65,6 +54,19 @@ void take_room(int rank) {
   }
 }
 void give_room_back(int rank) { running_on(rank).fetch_sub(1, std::memory_order_relaxed); }
+
+}  // namespace
+
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
+                 std::initializer_list<size_t> param_bytes) {
+  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit), param_bytes};
+}
+
+const std::vector<size_t>& param_bytes_of(const void* kernel) {
+  return loaded_kernels().at(kernel).param_bytes;
+}
+
+void set_residency(int blocks) { residency = blocks; }
 
 void set_seed(uint64_t seed) { next_seed = seed * 1000003 + 1; }
 

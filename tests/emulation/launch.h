@@ -20,11 +20,6 @@ inline cudaStream_t stream_of(int rank) {
 // with a smaller blockIdx.y first.
 void set_residency(int blocks);
 
-// Waits for room for one block on the device of a rank (kAllRanks: that all ranks share), and takes
-// it. Launches do so for their blocks; a product that runs next to a launch does so for its own.
-void take_room(int rank);
-void give_room_back(int rank);
-
 // Returns the sizes of the parameters of a loaded kernel.
 const std::vector<size_t>& param_bytes_of(const void* kernel);
 

@@ -19,7 +19,6 @@
 #include "exchange.h"
 #include "kernels/launch.h"
 #include "launch.h"
-#include "network.h"
 #include "primitives.h"
 #include "site.h"
 
@@ -29,9 +28,7 @@ using namespace moe_a2a;
 namespace {
 
 // The kernels of this variant, and whether all ranks share a device.
-#if defined(MOE_A2A_NETWORK)
-const Kernels& variant_kernels() { return NetworkKernels(); }
-#elif defined(MOE_A2A_COLOCATED)
+#ifdef MOE_A2A_COLOCATED
 const Kernels& variant_kernels() { return ColocatedKernels(); }
 #else
 const Kernels& variant_kernels() { return DirectKernels(); }
@@ -48,28 +45,23 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --steps N       exchanges in the sequence (4)
   --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
   --sms N         blocks of a launch, at most; varies from launch to launch (3)
-  --resident N    blocks that run at a time on a device, a product's included (all)
+  --resident N    blocks that run at a time on a device (all)
   --depth N       ring halves in use (2)
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
-  --sliced 1      in a combine, a product computes the rows in slices of columns meanwhile; only for c
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
   --swap F:L      swap the store that begins in this line and the next one; only in the variant `swaps`
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
-  --combine-first 1  a combine does not wait until its product has room; only with --sliced
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
   --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
   --other RANK    a rank that makes another call than the others; only if they share a device
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
-Only with the kernels for several hosts:
-  --p2p N         number of consecutive ranks that share memory (1)
-  --fences 0      the network ignores fences
 Also:
   --sites 1       print the places that the run has reached and could leave out
 )";
@@ -118,10 +110,8 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
     case 'd': return make_dispatch(making, random);
     case 'w': return make_weighted_dispatch(making, random);
     case 'c': return make_combine(making, random);
-#ifndef MOE_A2A_NETWORK
     case 'f': return make_format_dispatch(making, random);
     case 'x': return make_routed_dispatch(making, random);
-#endif
   }
   std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
   _exit(2);
@@ -130,11 +120,7 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
 std::vector<ExchangePtr> make_sequence(const Options& options, const Making& making,
                                        uint64_t seed) {
   Random random(seed);
-#ifdef MOE_A2A_NETWORK
-  const std::string ops = options.text("ops", "rdwc");
-#else
   const std::string ops = options.text("ops", "rdwfxc");
-#endif
   std::vector<ExchangePtr> sequence;
   for (int i = options.whole("steps", 4); i > 0; --i) {
     sequence.push_back(make_exchange(ops[random.below(ops.size())], making, random));
@@ -172,13 +158,7 @@ class Sequence {
         half_bytes = std::max(half_bytes, exchange->zone_bytes() * making.num_ranks);
       }
     }
-    const int p2p = options.whole("p2p", 1);
-#ifdef MOE_A2A_NETWORK
-    domain_ = std::make_unique<Domain>(making.num_ranks, half_bytes, p2p);
-#else
-    (void)p2p;
-    domain_ = std::make_unique<Domain>(making.num_ranks, half_bytes, kMaxRanks);
-#endif
+    domain_ = std::make_unique<Domain>(making.num_ranks, half_bytes);
     for (int rank = 0; rank < making.num_ranks; ++rank) {
       Control& control = domain_->control(rank);
       control.mutation = static_cast<uint32_t>(options.whole("breaks", 0));
@@ -313,19 +293,10 @@ int main(int argc, char** argv) {
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
-  making.sliced = options.has("sliced");
-  making.combine_first = options.has("combine-first");
   making.corrupt_one_in = options.whole("corrupt", 0);
   if (variant_kernels().load() != cudaSuccess) return 2;
-#ifdef MOE_A2A_NETWORK
-  start_network(making.num_ranks, options.whole("fences", 1) != 0,
-                static_cast<uint64_t>(options.whole("seed", 1)));
-#endif
   Sequence sequence(options, making);
   sequence.run();
-#ifdef MOE_A2A_NETWORK
-  end_network();
-#endif
   if (options.has("sites")) print_sites();
   std::printf("ranks %d, seed %d: %d wrong, %.1f s\n", making.num_ranks, options.whole("seed", 1),
               num_wrong.load(), static_cast<double>(global_time_ns() - start) * 1e-9);

@@ -15,7 +15,7 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
 # Calls that order memory or wait. device/ptx.cuh defines most of them.
 _CALL = re.compile(
-    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_(?:sys|gpu)|store_release_sys|arrive"
+    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
 # The beginning of a function of the device code.
@@ -34,38 +34,25 @@ _LETTERS = {
     "scan.cuh": "rx",
     "stream.cuh": "df",
     "sum.cuh": "c",
-    "network.cuh": "dc",
 }
 _LETTERS_OF_FUNCTION = {
     "count_before": "r",
-    "deliver_chunk": "dc",
-    "deliver_chunk_everywhere": "r",
-    "put_chunk": "dc",
     "raise_chunk": "dc",
+    "raise_chunk_everywhere": "r",
     "raise_heads": "rdc",
     "weigh_rows": "w",
-    "wait_for_tiles": "c",
     "change_teams": "dcf",
     "send_chunks": "dc",
 }
-NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
-    **dict.fromkeys(("wait_for_tiles", "receive_slices", "sum_batch"), ["--sliced", 1]),
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
-# single words is no race, so it takes many runs without a sanitizer.
-_VARIANTS = {
-    "deliver_chunk": "network_tsan",
-    "put_chunk": "network_tsan",
-    "end": "network_tsan",
-    "raise_heads": "network",
-    "write_own_params": "colocated",
-}
+# Functions that only the kernels for ranks on one GPU have.
+_VARIANTS = {"write_own_params": "colocated"}
 
 
 def _letters(file, function):
@@ -94,15 +81,10 @@ class Place:
 
     @property
     def letters(self):
-        letters = _letters(self.file, self.function)
-        if "network" not in self.variant:
-            return letters
-        return "".join(letter for letter in letters if letter not in NOT_FOR_SEVERAL_HOSTS)
+        return _letters(self.file, self.function)
 
     @property
     def variant(self):
-        if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
-            return "network_tsan"
         return _VARIANTS.get(self.function, "tsan")
 
 
@@ -156,14 +138,10 @@ RULES = [
     Rule("kIgnoreChunk", 8, "rdfxc"),
     Rule("kIgnoreHead", 9, "dfc", "plain", _OTHER_HEADS),
     Rule("kIgnoreIds", 10, "x"),
-    Rule("kIgnoreSlice", 11, "c", more=("--sliced", 1)),
-    Rule("kCountBeforeTile", 12, "c", more=("--sliced", 1)),
 ]
 
-_FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"
 _MESSAGE = "the word is the whole message: no other read depends on its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
-_QUEUE = "the queue of the emulator's network orders earlier accesses before a put, like the fence"
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
@@ -172,8 +150,6 @@ MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
-    "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
-    "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
     "route.cu route_assign_kernel: fence_acq_rel_sys": _OVERLAP,
@@ -186,16 +162,13 @@ JUSTIFIED = {
     "stream.cuh Stream: fence_load_barriers": "the fence for zeros follows, with the same effect",
     "team.cuh all: __syncwarp": "all() has it by contract; each caller has another barrier",
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
-    "network.cuh end: __syncwarp": _FIRST_LANE,
-    "network.cuh end: __syncwarp #2": _FIRST_LANE,
-    "exchange.cuh raise_heads: put_word(head->run) before put_word(head->signature)": _FLAG_FOLLOWS,
     "exchange.cuh raise_heads: store_relaxed_sys(head->run) before "
     "store_relaxed_sys(head->signature)": _FLAG_FOLLOWS,
-    "exchange.cuh leave: own.next_send, ... before raise_word": _STATE,
+    "exchange.cuh leave: own.next_send, ... before store_release_sys": _STATE,
     "exchange.cuh leave: own.next_receive before own.next_send": _STATE,
     "exchange.cuh leave: own.owner before own.next_receive": _STATE,
     "exchange.cuh leave: own.next_epoch before own.owner": _STATE,
-    "route.cu route_exchange_kernel: raise_heads before deliver_chunk_everywhere": (
+    "route.cu route_exchange_kernel: raise_heads before raise_chunk_everywhere": (
         "a head says nothing about chunks"
     ),
 }

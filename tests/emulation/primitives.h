@@ -56,12 +56,6 @@ inline uint32_t arrive(uint32_t* counter, uint32_t last, Site site = Site::here(
   return emulation::count_up(counter, last, !emulation::is_left_out(site));
 }
 
-inline uint32_t load_acquire_gpu(const uint32_t* address, Site site = Site::here()) {
-  emulation::yield_sometimes();
-  return __atomic_load_n(address,
-                         emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
-}
-
 inline uint32_t peek(const uint32_t* counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
 
 inline uint4 load_no_allocate(const uint4* address) {

@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
 # Folders of OUT; the Makefile says what each is.
-VARIANTS = ("plain", "tsan", "network", "network_tsan", "colocated", "colocated_tsan", "swaps")
+VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan", "swaps")
 
 
 def build(target):
@@ -44,7 +44,7 @@ def build(target):
 HOST_SANITIZERS = ("asan", "tsan")
 HOST_CHECKS = (
     "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device",
-    "multi_host", "alignment",
+    "alignment",
 )  # fmt: skip
 
 
@@ -174,42 +174,6 @@ KINDS = {
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
                    "--timeout", 0.2, "--first-timeout", 60],
     ),
-    "sums of a product's slices": Kind(
-        "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--ops", "c", "--sliced", 1]
-    ),
-    "races of a product's slices": Kind(
-        "tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--ops", "c", "--sliced", 1]
-    ),
-    # As if a kernel that waits for a peer held the rest of each device.
-    "slices of a product, limited residency": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--sms", 8,
-                   "--resident", _sometimes(s, 1, 2)],
-    ),
-    "slices of a product on one GPU, limited residency": Kind(
-        "colocated",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--sms", 8,
-                   "--resident", _sometimes(s, 3, 4)],
-    ),
-    "a combine that takes the room of its product": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--steps", 1, "--ops", "c", "--sliced", 1, "--combine-first", 1,
-                   "--resident", 1, "--timeout", 1],
-        must_show="failure",
-    ),
-    "slices of a product on one GPU": Kind(
-        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 4), "--ops", "c", "--sliced", 1]
-    ),
-    "a late product": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--stall", s % 3, "--phase", 6,
-                   "--delay", 0.1, "--timeout", 60],
-    ),
-    "a product that stalls": Kind(
-        "plain",
-        lambda s: ["--ranks", 3, "--ops", "c", "--sliced", 1, "--stall", s % 3, "--phase", 6,
-                   "--delay", 0.6, "--timeout", 0.2],
-    ),
     "mismatched calls": Kind(
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]
     ),
@@ -224,13 +188,6 @@ KINDS = {
         "plain",
         lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100),
                    "--timeout", 1, "--ops", "dwfc"],
-    ),
-    "several hosts": Kind(
-        "network",
-        lambda s: ["--ranks", _sometimes(s, 2, 4, 6), "--p2p", _sometimes(s, 1, 2), "--steps", 8],
-    ),
-    "races on several hosts": Kind(
-        "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
     ),
     "ranks on one GPU": Kind(
         "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]
@@ -250,11 +207,6 @@ KINDS = {
     "a rank on one GPU that makes another call": Kind(
         "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--other", s % 2, "--timeout", 1]
     ),
-    "a network without fences": Kind(
-        "network",
-        lambda s: ["--ranks", 4, "--p2p", 1, "--steps", 8, "--fences", 0, "--timeout", 5],
-        must_show="wrong result",
-    ),
 }  # fmt: skip
 
 
@@ -272,6 +224,4 @@ def mutate(mutation, seed):
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:
         options += ["--depth", 1]
-    if "network" in mutation.variant:
-        options += ["--p2p", 1]
     return run(mutation.variant, seed, *options, *mutation.options, seconds=30, ends_at_report=True)

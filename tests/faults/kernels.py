@@ -68,13 +68,6 @@ KINDS = {
     "a rank on one GPU that stops": emulated(  # no rank waits for a reader
         "--stall", any_rank, "--phase", 3, "--delay", 0.6, "--timeout", 0.2, variant="colocated"
     ),
-    "a rank of another host that stops": emulated(
-        "--stall", any_rank, "--phase", 3, "--delay", 0.6, "--timeout", 0.2, "--p2p", 2,
-        variant="network", ranks=(4,),
-    ),
-    "another program on another host": emulated(
-        "--mismatch", any_rank, "--timeout", 1, "--p2p", 2, variant="network", ranks=(4,)
-    ),
     "overlapping launches": emulated("--overlap", 1, "--timeout", 1, may_be_right=True),
     "a damaged routing": emulated(
         "--corrupt", lambda rng: rng.choice((3, 20, 100)), "--steps", 2, "--timeout", 1,

@@ -8,7 +8,7 @@ import checked
 import harness
 import jax
 
-from jax_moe_a2a._src.group import native, network
+from jax_moe_a2a._src.group import native
 
 
 class Mutation(enum.IntEnum):
@@ -25,8 +25,6 @@ class Mutation(enum.IntEnum):
     IGNORE_CHUNK = 8
     IGNORE_HEAD = 9
     IGNORE_IDS = 10
-    IGNORE_SLICE = 11
-    COUNT_BEFORE_TILE = 12
 
 
 class Phase(enum.IntEnum):
@@ -38,7 +36,6 @@ class Phase(enum.IntEnum):
     SEND = 3
     RECEIVE_HEAD = 4
     RECEIVE_CHUNK = 5
-    SLICE = 6
 
 
 # The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
@@ -51,7 +48,6 @@ PHASE_TEXT = {
     Phase.SEND: "sending rows",
     Phase.RECEIVE_HEAD: "waiting for the call to begin",
     Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
-    Phase.SLICE: "waiting for a slice of columns",
 }
 
 
@@ -71,16 +67,15 @@ def set_hooks(
     A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
     sets the hooks of its own ranks.
     """
-    devices, num_ranks, _ = group.topology
+    devices, num_ranks = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
     delayed = int(phase), int(delay * 1e9)
-    kinds = kinds_of(group, kind)
+    assert_open(group, kind)
     with nothing_under_way():
-        for each in kinds:
-            of_all = delayed if rank is None else (0, 0)
-            set_hooks_of(group, -1, mutation, *of_all, depth, each)
-            if rank is not None:  # a rank of another process has its hooks set there
-                set_hooks_of(group, rank, mutation, *delayed, depth, each)
+        of_all = delayed if rank is None else (0, 0)
+        set_hooks_of(group, -1, mutation, *of_all, depth, kind)
+        if rank is not None:  # a rank of another process has its hooks set there
+            set_hooks_of(group, rank, mutation, *delayed, depth, kind)
 
 
 def set_hooks_of(group, index, mutation, phase=0, delay_ns=0, depth=0, kind=native.WHOLE):
@@ -109,24 +104,15 @@ def set_uncapped(group, is_uncapped):
 
 def set_epoch(group, epoch):
     """Continue as if `epoch - 1` whole exchanges had run. Every process calls this."""
-    kinds = kinds_of(group, native.WHOLE)
+    assert_open(group, native.WHOLE)
     with nothing_under_way():
-        for each in kinds:
-            set_epoch_of(group, -1, epoch, each)
+        set_epoch_of(group, -1, epoch)
     checked.restart(group, whole=epoch - 1)
 
 
-def kinds_of(group, kind):
-    """Return the open workspaces of a kind, whole or split. A group that spans hosts has one for
-    each size of exchanges."""
-    kinds = [
-        each
-        for each in network.kinds(group.topology)
-        if native.is_split(each) == native.is_split(kind)
-        and native.reserved_bytes(group.topology, each)
-    ]
-    assert kinds, "run an exchange first: it opens the workspace"
-    return kinds
+def assert_open(group, kind):
+    opened = native.reserved_bytes(group.topology, kind)
+    assert opened, "run an exchange first: it opens the workspace"
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ OWN_DEVICES = sum(device.process_index == jax.process_index() for device in chec
 WARM_LOOP = "moe_a2a_warm_loop"
 OPERATIONS = dict(routed_dispatch=ROUNDS, combine=ROUNDS)  # of the program
 EXCHANGES = checked.exchanges_of(OPERATIONS, SHAPE, checked.GROUP)
-IS_FUSED = EXCHANGES.whole == 2 * ROUNDS and not (checked.ON_GPU and checked.GROUP.is_multi_host)
+IS_FUSED = EXCHANGES.whole == 2 * ROUNDS
 DISPATCH = "routed_dispatch_kernel" if IS_FUSED else "dispatch_kernel"
 KERNELS = (DISPATCH, "combine_kernel")
 NEVER_PER_CALL = re.compile(

@@ -13,8 +13,6 @@ from jax import lax
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native, runtime
 
-pytestmark = pytest.mark.shared_memory("a workspace that spans hosts never grows nor goes")
-
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
 # On one GPU, another number of ranks has a workspace of its own.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])

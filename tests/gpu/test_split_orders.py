@@ -68,7 +68,6 @@ def test_a_scan_may_hold_a_start_and_its_done():
     checked.assert_right(checked.repeat(run, 3))
 
 
-@pytest.mark.shared_memory("across hosts a larger exchange has a workspace of its own")
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
     """Loading a program of a larger shape grows it, while rows in flight are slow."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)

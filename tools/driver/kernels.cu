@@ -528,7 +528,7 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
       view.operation = Kind::kOperation;
       view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
       const bool is_colocated = calls.size() > 1;
-      CHECK(kind.Describe({view, /*is_multi_host=*/false, is_colocated, call.tuning.sms},
+      CHECK(kind.Describe({view, is_colocated, call.tuning.sms},
                           {a.args.arrays.data(), a.args.arrays.size()},
                           {a.results.arrays.data(), a.results.arrays.size()}, &ranks[0]));
       grid = ChooseGrid(ranks[0], call.tuning);

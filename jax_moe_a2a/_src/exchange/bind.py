@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import compat
+from .. import compat, scopes
 from ..plan.plan import PlanOptions, RoutePlan, renumbered_ids
 from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
@@ -23,6 +23,7 @@ from .routed import bind_route, bind_routed_dispatch
 from .two_level import TwoLevelPlan
 
 
+@scopes.exchange
 def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
     """Return the routing of ids int32 [T, K]."""
     planned, plan_options = _planned(ids, options)
@@ -35,6 +36,7 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
     return _routing_of(plan, ids, options)
 
 
+@scopes.exchange
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
@@ -54,6 +56,7 @@ def route_and_dispatch(
     return _routing_of(plan, *checked), moved
 
 
+@scopes.exchange
 def bind(
     exchange: Exchange,
     payload: Sequence[jax.Array],
@@ -70,6 +73,7 @@ def bind(
     return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
 
 
+@scopes.exchange
 def bind_start(
     exchange: Exchange, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
@@ -81,7 +85,8 @@ def bind_start(
     """
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
-        return in_flight, partial(two_level.bind_done, exchange, routing=routing, **params)
+        done = partial(two_level.bind_done, exchange, routing=routing, **params)
+        return in_flight, scopes.exchange(done)
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
@@ -89,6 +94,7 @@ def bind_start(
         # reader. So both read the results of one barrier.
         kept_payload = payload = lax.optimization_barrier(payload)
 
+    @scopes.exchange
     def bind_done(in_flight: Sequence[jax.Array]) -> list[jax.Array]:
         return exchange.done.bind([*in_flight, *kept_payload], routing.arrays, **all_params)
 

@@ -164,7 +164,8 @@ def moved_tangents(
 
 def of_transpose(exchange: Exchange, options: Options) -> Options:
     """Return the options of the exchange that ``exchange`` transposes to."""
-    return Options(options.wire_dtype, tail="zero" if exchange.is_outward else options.tail)
+    tail = "zero" if exchange.is_outward else options.tail
+    return options.unencoded._replace(tail=tail)
 
 
 def _transpose(

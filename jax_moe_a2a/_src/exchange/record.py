@@ -37,7 +37,10 @@ ROW: Layout = ("C",)
 
 class Options(NamedTuple):
     """The options of an exchange that do not concern its routing, as the caller passed them,
-    checked, or as the static parameter of its primitive. A combine has no format."""
+    checked, or as the static parameter of its primitive. A combine has no format.
+
+    Options derived from others keep all fields that the derivation does not name. So a new option
+    reaches each exchange of a split, quantized, transposed or two-level one."""
 
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
@@ -55,8 +58,8 @@ class Options(NamedTuple):
 
     @property
     def unencoded(self) -> Options:
-        """Return the options of a dispatch that does not quantize."""
-        return Options(self.wire_dtype, tail=self.tail)
+        """Return the same options without those that only quantization has."""
+        return self._replace(format=None, decode=False, has_token_scales=False)
 
 
 class Layouts(NamedTuple):

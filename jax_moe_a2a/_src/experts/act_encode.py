@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import compat
+from .. import compat, scopes
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..grouped import lowering as grouped
 from ..grouped.encode_rows import encode_by_kernel
@@ -33,6 +33,7 @@ act_encode_p = compat.Primitive("moe_a2a_act_encode")
 act_encode_p.multiple_results = True
 
 
+@scopes.quantization
 def bind_act_encode(
     product: jax.Array,
     weights: jax.Array,

@@ -10,18 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..exchange.lowering.products import FORWARD, FORWARD_FEW
+from ..group import native
 from ..grouped import lowering as grouped
-from ..grouped.lowering import call, flat, sizes_of, table
+from ..grouped.lowering import FORWARD, FORWARD_FEW, call, flat, sizes_of, table
 from ..grouped.reference import arrays_of, lead_of
 from .activations import KINDS, FusedActivation
 
 DOT_ACT = "moe_a2a_dot_act"
 ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
-TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
 
 
 def why_not_dot_act(
@@ -66,7 +64,7 @@ def dot_act(
 
 def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
     o = tree.unflatten(operands)
-    attributes = dict(attributes_of(FusedActivation("silu")), activation=np.int64(SCALED_BIAS))
+    attributes = dict(attributes_of(FusedActivation("silu")), activation=SCALED_BIAS)
     columns = arrays_of(o.w)[0].shape[-1]
     return _product(o, columns, False, num_sms, attributes)[0]
 
@@ -116,21 +114,21 @@ def act_dot_grad(
     groups = table(sizes, lead_of(ct), ct.shape[-2], *leads, has_tail=False)
     w3, *spare = (flat(w, 3) for w in ws)
     ct2, pre2 = flat(ct, 2), flat(pre, 2)
-    num_rows, num_tiles = ct2.shape[0], -(-columns // TILE_COLUMNS)
+    num_rows, num_dots = ct2.shape[0], -(-columns // native.limit("DOT_COLUMNS"))
     ct_pre, h, partial = call(
         ACT_DOT_GRAD,
         [
             jax.ShapeDtypeStruct(pre2.shape, pre.dtype),
             jax.ShapeDtypeStruct((num_rows, columns), pre.dtype),
-            jax.ShapeDtypeStruct((num_tiles, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_dots, num_rows), jnp.float32),
         ],
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         num_sms,
         aliases={3: 0},  # a warp reads its elements before it writes them
         **attributes_of(activation),
     )
-    # The sum in the order of tiles, which no choice of XLA changes.
-    ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_tiles)))
+    # The sum in the order of columns, which no choice of XLA changes.
+    ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),
         h.reshape(*pre.shape[:-1], columns),
@@ -140,8 +138,8 @@ def act_dot_grad(
 
 def attributes_of(activation: FusedActivation) -> dict[str, Any]:
     return dict(
-        activation=np.int64(activation.code),
-        gated=np.int64(activation.gated),
-        alpha=np.float32(activation.alpha),
-        limit=np.float32(activation.limit),
+        activation=activation.code,
+        gated=int(activation.gated),
+        alpha=float(activation.alpha),
+        limit=float(activation.limit),
     )

@@ -20,9 +20,9 @@ class Group(GroupValue):
 
     If a group has GPUs of several processes, each process must announce itself to the others. A
     process does so when it first lowers a program with an exchange of the group, or first uses
-    ``path``, ``why_portable``, ``topology``, ``is_multi_host`` or ``reserve``. Each of these may
-    wait until the other processes have announced themselves, so use them in all processes. See
-    "When processes announce themselves" in ``docs/processes.md``.
+    ``path``, ``why_portable`` or ``reserve``. Each of these may wait until the other processes have
+    announced themselves, so use them in all processes. See "When processes announce themselves" in
+    ``docs/processes.md``.
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -37,14 +37,6 @@ class Group(GroupValue):
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. For None, and for an operation
         that the mapping lacks, the package chooses, and split exchanges use fewer SMs. A launch
         never uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
-        ``"dot_combine"`` is a combine that runs next to the grouped product of its rows, which has
-        the other SMs. Only a mapping changes when this happens: a positive number means always, and
-        0 means that the combine runs after the product (``docs/overlap.md``).
-      p2p_world_size: None, the default, runs the kernels only between ranks of one host. A number
-        lets the kernels reach ranks of other hosts through NVSHMEM, which is experimental and needs
-        one process per GPU. It is the number of neighbouring ranks that reach each other's memory
-        with loads and stores: normally the GPUs of a host. Results do not depend on it, and the
-        portable path ignores it.
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
@@ -143,15 +135,6 @@ class Group(GroupValue):
         """
         return runtime.topology(self)
 
-    @property
-    def is_multi_host(self) -> bool:
-        """Return True if not all ranks of the group share memory.
-
-        Raises:
-          RuntimeError: as ``why_portable``.
-        """
-        return self.topology.is_multi_host
-
     def placed_by(self, program_mesh: Mesh | None) -> Self:
         """Return the group with the devices of a program that is being lowered.
 
@@ -174,7 +157,7 @@ class Group(GroupValue):
             ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype``, ``format`` and so on.
 
         Returns:
-          The ``MemoryEstimate``. Its ``network_bytes`` is the memory requested from NVSHMEM.
+          The ``MemoryEstimate``.
 
         Raises:
           TypeError: as ``memory_estimate``.
@@ -245,7 +228,6 @@ class Group(GroupValue):
             """Raise an AttributeError for a name that does not exist or was removed."""
             use = {
                 "counters": "check() to find a failure, because the counters are internal",
-                "is_wide": "is_multi_host, its new name",
             }
             remedy = f": it was removed; use {use[name]}" if name in use else ""
             message = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from .. import compat
 from . import extension
@@ -34,34 +36,21 @@ class Topology(NamedTuple):
     share."""
     num_ranks: int
     """Number of ranks of a domain."""
-    p2p_world_size: int
-    """Number of neighbouring ranks that share memory. NVSHMEM reaches all other ranks."""
-
-    @property
-    def is_multi_host(self) -> bool:
-        """Return True if some ranks of a domain cannot reach each other's memory by loads and
-        stores."""
-        return self.p2p_world_size < self.num_ranks
 
 
 def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
     """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
     if device_id is None:
-        return Topology((), num_ranks, num_ranks)
+        return Topology((), num_ranks)
     introduce_devices()
-    return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
+    return Topology((device_id,) * num_ranks, num_ranks)
 
 
 # A topology has two workspaces (``WorkspaceKind`` in ``cuda/layout.h``): for whole exchanges, and
-# for split exchanges. A topology that spans hosts has such a pair for each size of a ring half.
+# for split exchanges.
 WHOLE: int = 0
 SPLIT: int = 1
 WORKSPACE_KINDS = (WHOLE, SPLIT)
-
-
-def is_split(kind: int) -> bool:
-    """Return True if a workspace of this kind serves split exchanges."""
-    return kind % len(WORKSPACE_KINDS) == SPLIT
 
 
 def has_kernels() -> bool:
@@ -147,6 +136,37 @@ def lower_kernel(
     return compat.lower_fun(ctx, kernel, operands, params)
 
 
+def call_product(
+    target: str,
+    results: Sequence[Any],
+    operands: Sequence[jax.Array],
+    aliases: dict[int, int] | None = None,
+    **attributes: int | float,
+) -> list[jax.Array]:
+    """Call a kernel that runs without other ranks (``cuda/calls/products.h``).
+
+    Raises:
+      RuntimeError: if the call is malformed, which is a bug of the lowering.
+    """
+    arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
+    if why := _native.why_not_product(target, attributes, *arrays):
+        raise malformed(target, why)
+    kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
+    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
+    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
+    # from a shared barrier. Two equal calls would then not be merged.
+    return [lax.optimization_barrier(x) for x in found]
+
+
+def attribute(value: Any) -> Any:
+    """Return an attribute in the type that handlers read."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return np.int64(value)
+    return np.float32(value) if isinstance(value, float) else value
+
+
 def protocol_version() -> int:
     """Return the protocol version, which must be equal in all processes; 0 without kernels."""
     return _native.PROTOCOL_VERSION if has_kernels() else 0
@@ -184,10 +204,24 @@ def why_not(
 ) -> tuple[str, int]:
     """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
     call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
+
+    Raises:
+      RuntimeError: if the call is malformed, which is a bug of the lowering.
     """
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
-    return _native.why_not(
-        target, dict(attributes), *arrays, topology.num_ranks, topology.is_multi_host, is_colocated
+    why, is_unsupported, half_bytes = _native.why_not(
+        target, dict(attributes), *arrays, topology.num_ranks, is_colocated
+    )
+    if why and not is_unsupported:
+        raise malformed(target, why)
+    return why, half_bytes
+
+
+def malformed(target: str, why: str) -> RuntimeError:
+    """Return the error of a call that does not fit its kernel."""
+    return RuntimeError(
+        f"jax_moe_a2a has a bug: it lowered a malformed call of {target}: {why}. Please report it "
+        "with the program"
     )
 
 
@@ -204,6 +238,14 @@ def local_gpus() -> list[jax.Device]:
         return []
 
 
+OLDEST_CAPABILITY = 9.0  # the build compiles for no older one (tools/nvcc.py)
+
+
+def is_new_enough(gpu: jax.Device) -> bool:
+    """Return True if the kernels support a GPU of this compute capability."""
+    return float(gpu.compute_capability) >= OLDEST_CAPABILITY
+
+
 def default_gpu() -> jax.Device | None:
     """Return the GPU of programs without a placement: JAX's default device, or the first GPU.
     Return None if JAX sees no GPU."""
@@ -217,8 +259,8 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
     device = default_gpu()
     if device is None:
         return "JAX sees no GPU"
-    if float(device.compute_capability) < 9.0:
-        return f"{device} is older than Hopper (compute capability 9.0)"
+    if not is_new_enough(device):
+        return f"{device} is older than Hopper (compute capability {OLDEST_CAPABILITY})"
     num_sms = getattr(device, "core_count", None)
     if num_sms is not None and not _native.colocated_blocks(num_ranks, num_sms, False):
         return (
@@ -242,11 +284,11 @@ def why_no_gpus() -> str:
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
-    unreachable = why_unreachable(Topology(own, len(own), len(own)))
+    unreachable = why_unreachable(Topology(own, len(own)))
     return f"says that {unreachable}" if unreachable else ""
 
 
-def failure(topology: Topology, kinds: Sequence[int] = WORKSPACE_KINDS) -> str:
+def failure(topology: Topology) -> str:
     """Return the first failure of this topology, or ''.
 
     Either a kernel of this process recorded the failure, or another rank reported it to a rank of
@@ -257,7 +299,7 @@ def failure(topology: Topology, kinds: Sequence[int] = WORKSPACE_KINDS) -> str:
     """
     if not has_kernels():
         return ""
-    for kind in kinds:
+    for kind in WORKSPACE_KINDS:
         problem, failure = _native.failure(*topology, kind)
         _raise(problem)
         if failure:
@@ -297,54 +339,6 @@ def listen() -> tuple[str, str]:
     return socket, secret
 
 
-def network_library() -> pathlib.Path:
-    """Return the path of the library of multi-host kernels. It exists only if they were built."""
-    folder = pathlib.Path(_native.__file__).parent if _native else extension.FOLDER
-    return folder / "libmoe_a2a_network.so"
-
-
-def load_network() -> None:
-    """Load the library of multi-host kernels. Load NVSHMEM's host library first."""
-    _raise(_native.load_network(str(network_library())))
-
-
-def network_id() -> bytes:
-    """Return a new id for NVSHMEM. One process makes the id for all processes."""
-    status, unique_id = _native.network_id()
-    if status:
-        raise RuntimeError(f"jax_moe_a2a: NVSHMEM could not make an id (status {status})")
-    return unique_id
-
-
-def prepare_network() -> None:
-    """Prepare ``start_network`` with all steps that can fail in this process alone."""
-    _raise(_native.prepare_network(_only_gpu()))
-
-
-def start_network(unique_id: bytes) -> None:
-    """Start NVSHMEM on this process's GPU, together with all other processes."""
-    index, count = jax.process_index(), jax.process_count()
-    _raise(_native.start_network(_only_gpu(), unique_id, index, count))
-
-
-def _only_gpu() -> int:
-    """Return the ordinal of this process's GPU."""
-    (device,) = jax.local_devices(backend="gpu")
-    return device.local_hardware_id
-
-
-def prepare_multi_host(topology: Topology, kind: int) -> None:
-    """Prepare ``open_multi_host`` with all steps that can fail in this process alone."""
-    introduce_devices()
-    _raise(_native.prepare_multi_host(*topology, kind))
-
-
-def open_multi_host(topology: Topology, kind: int, half_bytes: int) -> None:
-    """Open a multi-host workspace after ``prepare_multi_host``. All processes must make the first
-    call together."""
-    _raise(_native.open_multi_host(*topology, kind, half_bytes))
-
-
 def reserved_bytes(topology: Topology, kind: int = WHOLE) -> int:
     """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
     return _native.reserved_bytes(*topology, kind)
@@ -377,7 +371,7 @@ def counters(topology: Topology, kind: int = WHOLE) -> list[tuple]:
     return values
 
 
-def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
+def wait(topology: Topology, timeout: float) -> None:
     """Wait until the devices of this process have finished all of their work, if the workspace is
     open.
 
@@ -386,11 +380,11 @@ def wait(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KI
         what they still run. Also if the CUDA runtime fails.
     """
     if has_kernels():
-        for kind in kinds:
+        for kind in WORKSPACE_KINDS:
             _raise(_native.wait(*topology, kind, int(timeout * 1e9)))
 
 
-def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_KINDS) -> None:
+def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
     again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between.
 
@@ -398,7 +392,7 @@ def close(topology: Topology, timeout: float, kinds: Sequence[int] = WORKSPACE_K
       RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
-        _raise(_native.close(*topology, sorted(kinds), int(timeout * 1e9)))
+        _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 
 
 def _raise(problem: tuple[str, bool]) -> None:

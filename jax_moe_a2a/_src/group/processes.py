@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from .. import compat
-from . import extension, native, network
+from . import extension, native
 
 KEY = "jax_moe_a2a/process/{}"
 
@@ -46,8 +46,6 @@ class Notice:
     """Process id of the operating system."""
     pid_namespace: str = ""
     """Namespace of ``pid``; '' if it is not known."""
-    why_no_network: str = ""
-    """Why the process cannot reach other hosts; '' if it can."""
 
 
 @compat.per_job
@@ -67,7 +65,6 @@ def publish() -> None:
             secret=secret,
             pid=os.getpid(),
             pid_namespace=_namespace("pid"),
-            why_no_network=network.why_not(),
         )
     compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))
 
@@ -80,17 +77,13 @@ def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> 
     return runs.pop() if len(runs) == 1 else 0
 
 
-def why_not_together(
-    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float, network: bool
-) -> str:
+def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) -> str:
     """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
     the same result.
 
     Args:
       domains: the devices of each exchange domain.
-      p2p_world_size: number of neighbouring ranks that share memory.
       timeout: seconds to wait for each process to announce itself.
-      network: True if NVSHMEM may reach ranks that do not share memory.
 
     Raises:
       RuntimeError: if a process has not announced itself in time.
@@ -106,21 +99,10 @@ def why_not_together(
     for domain in domains:
         notices = {index: everyone[index] for index in {d.process_index for d in domain}}
         num_hosts = len({notice.host for notice in notices.values()})
-        if num_hosts > 1 and not network:
+        if num_hosts > 1:
             return (
                 f"the ranks of processes {sorted(notices)} are on {num_hosts} hosts, and the "
                 "kernels run within a host"
-            )
-        if p2p_world_size < len(domain):
-            if missing := sorted(set(range(jax.process_count())) - set(members)):
-                return f"NVSHMEM needs all processes, but the mesh has no device of {missing}"
-            for index, notice in sorted(notices.items()):
-                if notice.why_no_network:
-                    return f"process {index} {notice.why_no_network}"
-        elif num_hosts > 1:
-            return (
-                f"processes {sorted(notices)} are on {num_hosts} hosts, but p2p_world_size says "
-                f"that {p2p_world_size} neighbouring ranks share memory"
             )
     return ""
 

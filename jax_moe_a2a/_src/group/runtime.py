@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .. import compat
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
-from . import extension, native, network, processes
+from . import extension, native, processes
 from .value import (
     GroupValue,
     check_seconds,
@@ -31,8 +31,6 @@ LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
 
 G = TypeVar("G", bound=GroupValue)
 
-# Number of ranks that share a host, as the processes have announced. The key is (device ids, size).
-_ranks_of_a_host = compat.per_job(dict[tuple[tuple[int, ...], int], int])
 # For a group without devices: the group with the devices of each program lowered for it.
 _of_programs: dict[GroupValue, dict[GroupValue, None]] = {}
 
@@ -104,17 +102,16 @@ def why_portable(group: GroupValue) -> str:
     if not isinstance(group.mesh, Mesh):
         return native.why_not_on_one_gpu(group.size)
     if spans_processes(group):
-        shared, network = _ranks_that_share_memory(group), group.p2p_world_size is not None
-        if why := processes.why_not_together(domains_of(group), shared, group.patience, network):
-            if not network and (how := how_to_divide(group, shared)):
+        domains = domains_of(group)
+        if why := processes.why_not_together(domains, group.patience):
+            ranks_of_host = processes.ranks_of_a_host(domains, group.patience)
+            if ranks_of_host and (how := how_to_divide(group, ranks_of_host)):
                 why += f". To run the kernels within each host, {how}"
                 if group.implementation is None:
                     message = f"jax_moe_a2a: {group} takes the portable path: {why}"
                     warnings.warn(message, stacklevel=2)
             return why
         processes.meet((device.process_index for device in devices_of(group)), group.patience)
-    elif topology(group).is_multi_host:
-        return "ranks outside p2p_world_size need NVSHMEM, which needs one process per GPU"
     return ""
 
 
@@ -136,9 +133,10 @@ def _why_no_workspace(group: GroupValue) -> str:
         )
     if any(d.platform != "gpu" for d in group.mesh.devices.flat):
         return "the mesh has devices that are not GPUs"
-    if any(float(d.compute_capability) < 9.0 for d in group.mesh.devices.flat):
-        return "the mesh has GPUs older than Hopper (compute capability 9.0)"
-    return native.why_unreachable(native.Topology(device_ids(group), group.size, group.size))
+    if not all(map(native.is_new_enough, group.mesh.devices.flat)):
+        oldest = native.OLDEST_CAPABILITY
+        return f"the mesh has GPUs older than Hopper (compute capability {oldest})"
+    return native.why_unreachable(_topology_of(group))
 
 
 def topology(group: GroupValue) -> native.Topology:
@@ -146,35 +144,14 @@ def topology(group: GroupValue) -> native.Topology:
     placed = group.placed_on(compat.mesh_in_context())
     if isinstance(placed.mesh, Mesh):
         announce(placed)
-        ranks = _ranks_that_share_memory(placed)
-        return native.Topology(device_ids(placed), placed.size, ranks)
+        return _topology_of(placed)
     device = native.default_gpu()
     return native.on_one_gpu(None if device is None else device.id, group.size)
 
 
-def _open_topology(group: GroupValue) -> native.Topology:
-    """Return the topology of an open workspace. Never wait for another process.
-
-    If the hosts of the processes are not known yet, no multi-host workspace is open.
-    """
-    ranks = _known_ranks_that_share_memory(group)
-    return native.Topology(device_ids(group), group.size, group.size if ranks is None else ranks)
-
-
-def _ranks_that_share_memory(group: GroupValue) -> int:
-    """Return the number of neighbouring ranks that share memory. May wait for other processes."""
-    if (ranks := _known_ranks_that_share_memory(group)) is not None:
-        return ranks
-    ranks = processes.ranks_of_a_host(domains_of(group), group.patience) or group.size
-    _ranks_of_a_host()[device_ids(group), group.size] = ranks
-    return ranks
-
-
-def _known_ranks_that_share_memory(group: GroupValue) -> int | None:
-    """Return the number of neighbouring ranks that share memory, or None if it is not known yet."""
-    if group.size == 1 or group.p2p_world_size is not None or not spans_processes(group):
-        return min(group.p2p_world_size or group.size, group.size)
-    return _ranks_of_a_host().get((device_ids(group), group.size))
+def _topology_of(group: GroupValue) -> native.Topology:
+    """Return the topology of a group with devices."""
+    return native.Topology(device_ids(group), group.size)
 
 
 def _places(group: GroupValue) -> list[_Place]:
@@ -184,7 +161,7 @@ def _places(group: GroupValue) -> list[_Place]:
         if _why_no_workspace(group):
             return []
         own = (d for d in devices_of(group) if d.process_index == jax.process_index())
-        return [_Place(_open_topology(group), tuple(own))]
+        return [_Place(_topology_of(group), tuple(own))]
     places = [place for placed in _of_programs.get(group, ()) for place in _places(placed)]
     if group.implementation == "cuda" and native.has_kernels():
         for gpu in native.local_gpus():
@@ -204,27 +181,18 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
     levels = (group.single_rank,) if sizes.get("replicated") else group.levels
     group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
     estimate = memory_estimate(group_size=group_size, **sizes)
-    network_bytes, workspace_bytes = 0, estimate.workspace_bytes
-    collective_bytes = estimate.collective_bytes
+    workspace_bytes, collective_bytes = estimate.workspace_bytes, estimate.collective_bytes
     for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
         if why_portable(level):
             continue
         # In a split exchange, the level within the host is whole.
         kind = native.SPLIT if split and level is levels[0] else native.WHOLE
-        of_devices = topology(level)
-        if of_devices.is_multi_host:
-            network_bytes += network.bytes_to_reserve(of_level.half_bytes)
-            network.reserve(of_devices, of_level.half_bytes, group.patience, kind)
-        else:
-            native.reserve(of_devices, of_level.half_bytes, group.timeout, kind)
+        native.reserve(topology(level), of_level.half_bytes, group.timeout, kind)
         if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
             collective_bytes = 0
-            workspace_bytes += 0 if of_devices.is_multi_host else of_level.workspace_bytes
+            workspace_bytes += of_level.workspace_bytes
     return dataclasses.replace(
-        estimate,
-        workspace_bytes=workspace_bytes,
-        collective_bytes=collective_bytes,
-        network_bytes=network_bytes,
+        estimate, workspace_bytes=workspace_bytes, collective_bytes=collective_bytes
     )
 
 
@@ -232,7 +200,7 @@ def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:
     """Return what the workspace has mapped on each device of this process. See ``Group``."""
     found = []
     for of_devices, own_devices in _all_places(group):
-        for kind in network.kinds(of_devices):
+        for kind in native.WORKSPACE_KINDS:
             half_bytes = native.reserved_bytes(of_devices, kind)
             mapped = native.mapped_bytes(of_devices, kind)
             for device, mapped_bytes in zip(own_devices, mapped, strict=True):
@@ -262,23 +230,20 @@ def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
     found = []
     for of_devices, own_devices in _places(group):
         ids = list(of_devices.devices)
-        for kind in network.kinds(of_devices):
-            if native.is_split(kind):
-                continue
-            values = native.counters(of_devices, kind)  # [] while closed
-            for i, (next_epoch, _, credits, heads) in enumerate(values):
-                device = own_devices[i]
-                is_shared = ids.count(device.id) > 1
-                rank = (i if is_shared else ids.index(device.id)) % group.size
-                words = by_slot(credits), by_slot(heads)
-                found.append(DeviceCounters(device, rank, next_epoch - 1, *words))
+        values = native.counters(of_devices)  # [] while closed
+        for i, (next_epoch, _, credits, heads) in enumerate(values):
+            device = own_devices[i]
+            is_shared = ids.count(device.id) > 1
+            rank = (i if is_shared else ids.index(device.id)) % group.size
+            words = by_slot(credits), by_slot(heads)
+            found.append(DeviceCounters(device, rank, next_epoch - 1, *words))
     return tuple(found)
 
 
 def check(group: GroupValue) -> None:
     """Raise the error that a kernel of the group has reported, if there is one. See ``Group``."""
     topologies = [place.topology for place in _all_places(group)]
-    failures = (native.failure(each, network.kinds(each)) for each in topologies)
+    failures = map(native.failure, topologies)
     for failure in filter(None, failures):
         several = isinstance(group.mesh, Mesh) and spans_processes(group)
         where = " in every process" if several else ""
@@ -294,10 +259,6 @@ def close(group: GroupValue, timeout: float | None) -> None:
     check_seconds("timeout", timeout)
     topologies = [place.topology for place in _all_places(group)]
     for each in topologies:  # Wait first, so that either all close or none.
-        if not each.is_multi_host:  # ``network.close`` waits itself, and tells all processes.
-            native.wait(each, timeout)
+        native.wait(each, timeout)
     for each in topologies:
-        if each.is_multi_host:
-            network.close(each, group.timeout, timeout)
-        else:
-            native.close(each, timeout)
+        native.close(each, timeout)

@@ -23,7 +23,7 @@ from ..plan.capacity import MAX_TOP_K
 MOST_SECONDS = 1e9  # of a timeout: 31 years
 IMPLEMENTATIONS = (None, "portable", "cuda")
 ON_FAILURE = ("raise", "nan")
-OPERATIONS = ("route", "dispatch", "combine", "dot_combine")
+OPERATIONS = ("route", "dispatch", "combine")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -34,7 +34,6 @@ class GroupValue:
     axis_name: str | tuple[str, ...]
     size: int
     num_sms: int | tuple[tuple[str, int], ...] | None
-    p2p_world_size: int | None
     timeout: float
     first_timeout: float
     on_failure: str
@@ -54,7 +53,6 @@ class GroupValue:
         *,
         size: int | None = None,
         num_sms: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
-        p2p_world_size: int | None = None,
         timeout: float = 30.0,
         first_timeout: float = 600.0,
         on_failure: str = "raise",
@@ -63,8 +61,11 @@ class GroupValue:
         two_level: bool | None = None,
     ):
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+            is_name = isinstance(mesh, str | tuple) and axis_name is None
+            remedy = f"Group(mesh, {mesh!r}), or {mesh!r} in place of the Group" if is_name else ""
             raise TypeError(
-                f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
+                f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}. Pass "
+                f"{remedy or 'the result of jax.make_mesh'}"
             )
         axes = check_axis_name(axis_name)
         axis_name = axes[0] if len(axes) == 1 else axes
@@ -81,26 +82,10 @@ class GroupValue:
             raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
 
         size = _check_size(mesh, axes, size)
-        if p2p_world_size is not None and (
-            not _is_int(p2p_world_size)
-            or p2p_world_size < 1
-            or (p2p_world_size < size and size % p2p_world_size)
-        ):
-            raise ValueError(
-                f"p2p_world_size must be a positive int that divides the group's {size} ranks, or "
-                f"exceeds them, or None; got {p2p_world_size!r}"
-            )
         num_sms = _check_num_sms(num_sms)
         two_level = _check_two_level(mesh, axes, two_level)
         given = locals()
         self._set(**{field.name: given[field.name] for field in dataclasses.fields(self)})
-        if self.two_level and p2p_world_size is not None:
-            _, per_host = (level.size for level in self.levels)
-            if p2p_world_size % per_host and per_host % p2p_world_size:
-                raise ValueError(
-                    f"p2p_world_size must divide the number of ranks of a host, {per_host}, or be "
-                    f"a multiple of it, with two levels; got {p2p_world_size!r}"
-                )
 
     def __repr__(self) -> str:
         """Return the arguments that make this group, except those that equal their defaults."""
@@ -129,12 +114,11 @@ class GroupValue:
         """Return the SMs of an operation, or None if the package chooses.
 
         Args:
-          operation: ``"route"``, ``"dispatch"``, ``"combine"`` or ``"dot_combine"``.
+          operation: ``"route"``, ``"dispatch"`` or ``"combine"``.
         """
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
-        # One number limits exchanges. It does not say that a combine runs next to its product.
-        return None if operation == "dot_combine" else self.num_sms
+        return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
         """Return the group with the devices of ``mesh``. Return the group itself if it already has
@@ -163,15 +147,14 @@ class GroupValue:
         assert self.mesh is not None
         sizes = self.mesh.shape
         hosts, ranks = self.axes
-        p2p, implementation = self.p2p_world_size, self.implementation
-        if p2p is None and implementation == "cuda":
+        implementation = self.implementation
+        if implementation == "cuda":
             implementation = None  # the kernels are required within a host only
         return (
             self._with(
                 axis_name=hosts,
                 size=sizes[hosts],
                 two_level=False,
-                p2p_world_size=None if p2p is None else max(1, p2p // sizes[ranks]),
                 implementation=implementation,
             ),
             self._with(axis_name=ranks, size=sizes[ranks], two_level=False),
@@ -181,13 +164,12 @@ class GroupValue:
         """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
         and a group of two levels without devices over this mesh.
 
-        Return None if the axis is not on several hosts, or if another option chooses how tokens
-        reach other hosts.
+        Return None if the axis is not on several hosts.
 
         Args:
           mesh: a mesh with devices and the group's axis.
         """
-        if mesh is None or len(self.axes) > 1 or self.p2p_world_size is not None:
+        if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
         ranks_of_host = int((hosts[0] == hosts[0, 0]).sum())
@@ -269,11 +251,10 @@ def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     for operation, number in budgets.items():
         if operation not in OPERATIONS:
             raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
-        least = 0 if operation == "dot_combine" else 1
-        if num_sms is not None and (not _is_int(number) or number < least):
+        if num_sms is not None and (not _is_int(number) or number < 1):
             raise ValueError(
-                "num_sms must be a positive int, a mapping of operations to positive ints (0 for "
-                f'"dot_combine" means one after the other), or None; got {num_sms!r}'
+                "num_sms must be a positive int, a mapping of operations to positive ints, or "
+                f"None; got {num_sms!r}"
             )
     return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
 

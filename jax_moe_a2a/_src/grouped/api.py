@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import scopes
 from ..checks import Tail, as_array, check_int, check_tail, is_known, short
 from ..formats.formats import Quantized
 from . import lowering as lowered
@@ -17,6 +18,7 @@ from .primitives import bind_dot
 from .weights import QuantizedExperts, check_scales
 
 
+@scopes.products
 def grouped_dot(
     rows: ArrayLike | Quantized,
     w: ArrayLike | QuantizedExperts,
@@ -33,9 +35,9 @@ def grouped_dot(
     All JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays
     is one launch of the kernel.
 
-    Neither the result nor a derivative depends on the rows after the last group. An empty group has
-    zeros as the gradient of its weights. Sums are computed in float32 (float64 for float64) and
-    rounded once.
+    Neither the result nor a derivative depends on the rows after the last group, or on the weights
+    of an empty group, which may hold NaN. The gradient of these weights is zero. Sums are computed
+    in float32 (float64 for float64) and rounded once.
 
     Rows and weights may be quantized to ``BlockwiseFp8``, as ``dispatch`` with this format and
     ``quantize_experts`` return them. docs/fp8.md defines such a product. It has no derivatives.

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from .. import compat
+from .. import compat, scopes
 from ..formats.formats import BlockwiseFp8, Quantized
+from ..group import native
 from . import lowering as lowered
 from .primitives import bind, register, rows_like
 from .quantized import refusing_jvp
@@ -26,12 +25,13 @@ from .reference import lead_of
 from .weights import BLOCK
 
 TARGET = "moe_a2a_act_encode"
-IDENTITY = dict(activation=np.int64(0), gated=np.int64(0), alpha=np.float32(0), limit=np.float32(0))
+IDENTITY = dict(activation=0, gated=0, alpha=0.0, limit=0.0)
 
 encode_rows_p = compat.Primitive("moe_a2a_encode_rows")
 encode_rows_p.multiple_results = True
 
 
+@scopes.quantization
 def bind_encode_rows(rows: jax.Array, sizes: jax.Array, num_sms: int | None) -> Quantized:
     """Bind ``encode_rows_p``. Rows are bfloat16 or float32, and K is a multiple of 128."""
     return Quantized(*bind(encode_rows_p, rows, sizes, num_sms=num_sms))
@@ -66,11 +66,8 @@ def encode_by_kernel(
     ]
     weights = jnp.zeros(0, jnp.float32) if weights is None else weights.reshape(rows)
     operands = product.reshape(*rows, width), groups, weights
-    found = jax.ffi.ffi_call(TARGET, results)(
-        *operands, num_sms=np.int64(num_sms or 0), **activation
-    )
-    # The barriers are those of lowering.py.
-    return [lax.optimization_barrier(x).reshape(*lead, num_rows, x.shape[-1]) for x in found]
+    found = native.call_product(TARGET, results, operands, num_sms=num_sms or 0, **activation)
+    return [x.reshape(*lead, num_rows, x.shape[-1]) for x in found]
 
 
 def _abstract(rows: Any, *_: Any, **__: Any) -> list[Any]:

@@ -22,15 +22,16 @@ import numpy as np
 from jax import lax
 
 from .. import compat
-from ..exchange.lowering.products import FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT
-from ..exchange.lowering.products import GROUPED_GEMM as TARGET
 from ..group import native
 from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
+TARGET = "moe_a2a_grouped_gemm"
+# GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
-CAPABILITY = "9.0"
+CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # Gradients of weights that are computed before they are added to a total.
 ADDED_BYTES = 2**28
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
@@ -302,14 +303,9 @@ def call(
     **attributes: Any,
 ) -> list[jax.Array]:
     """Call a kernel, and return its results without the counter, its last result."""
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    kernel = jax.ffi.ffi_call(target, [*results, counter], input_output_aliases=aliases)
-    *found, _ = kernel(*operands, num_sms=np.int64(num_sms or 0), **attributes)
-    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
-    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
-    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
-    # from a shared barrier. Two equal calls would then not be merged.
-    return [lax.optimization_barrier(x) for x in found]
+    all_results = [*results, jax.ShapeDtypeStruct((1,), jnp.int32)]
+    attributes["num_sms"] = num_sms or 0
+    return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]
 
 
 # JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.

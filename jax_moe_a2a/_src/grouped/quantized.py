@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import Tail, as_array, short
 from ..exchange.rules import is_zero, zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
@@ -126,6 +126,7 @@ def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> Quantized
     return QuantizedExperts(values, scales, w.transposed)
 
 
+@scopes.quantization
 def encode_rows(rows: jax.Array, name: str) -> Quantized:
     """Quantize rows [C, K] for a product. Asking for their gradient raises an error."""
     fmt = BlockwiseFp8()

@@ -60,7 +60,10 @@ rows. Rows after the last group are zero."""
 def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
 ) -> jax.Array:
-    """Compute a ``Dot`` with ``lax.ragged_dot``."""
+    """Compute a ``Dot`` with ``lax.ragged_dot``, which may multiply zeros by the weights of groups
+    without rows. Zeros replace these weights, because they may hold NaN, as in an empty slot whose
+    weights were never written."""
+    w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
     return out.astype(dtype)

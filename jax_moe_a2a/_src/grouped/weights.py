@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import as_array, check_bool, is_known, short
 from ..exchange.rules import zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
@@ -189,6 +189,7 @@ def _turned(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 1, -1)
 
 
+@scopes.quantization
 def encode_experts(
     w: jax.Array, *, k_axis: int = -2, turned: bool = True, plain: bool = True
 ) -> QuantizedExperts:
@@ -283,11 +284,10 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
     shapes = (num, n, k) if turned else (0,), (num, k, n) if plain else (0,)
     results = [jax.ShapeDtypeStruct(shape, VALUE_DTYPE) for shape in shapes]
     squares = jax.ShapeDtypeStruct((num, n // BLOCK, k // BLOCK), SCALE_DTYPE)
-    *values, scales = jax.ffi.ffi_call(TARGET, [*results, squares])(matrices)
+    *values, scales = native.call_product(TARGET, [*results, squares], [matrices])
     outs = [scales, *[values[0]] * turned, *[values[1]] * plain]
     avals = _abstract(jax.typeof(w), k_axis=k_axis, turned=turned, plain=plain)
-    # The barriers are those of lowering.py.
-    return [jax.lax.optimization_barrier(x).reshape(a.shape) for x, a in zip(outs, avals)]
+    return [x.reshape(a.shape) for x, a in zip(outs, avals)]
 
 
 def _why_no_kernel(ctx: Any, w: Any, k_axis: int) -> str:

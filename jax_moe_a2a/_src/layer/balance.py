@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_factor, short
+from .. import scopes
+from ..checks import as_array, check_bool, check_factor, is_known, short
 from ..compat import align_varying
+from ..exchange.reference import accumulation_dtype
 from .router import check_logits, check_mask, one_hot
 
 AxisNames: TypeAlias = str | Sequence[str] | None
 
 
+@scopes.losses
 def load_balancing_loss(
     scores: ArrayLike, ids: ArrayLike, *, axis_name: AxisNames = None
 ) -> jax.Array:
@@ -34,11 +37,13 @@ def load_balancing_loss(
     scores and ids with an axis of layers. Switch in transformers returns the mean of
     this loss over sequences.
 
-    A token takes part if at least one of its ids is valid. Choices count before any capacity drops
-    them. To balance each sequence by itself, use the mean of ``jax.vmap(load_balancing_loss)``.
+    A token takes part if at least one of its ids is valid. If all of its scores are 0, they count
+    as equal. Choices count before any capacity drops them. To balance each sequence by itself, use
+    the mean of ``jax.vmap(load_balancing_loss)``.
 
     Args:
-      scores: floats [..., E], not negative: the ``scores`` of ``top_k_router``, or a softmax.
+      scores: floats [..., E], not negative: the ``scores`` of ``top_k_router``, or others, such as
+        sigmoids.
       ids: integers [..., K]: the ``ids`` of ``top_k_router``. Ids outside [0, E), such as -1, are
         not counted.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
@@ -71,16 +76,16 @@ def load_balancing_loss(
       ```
     """
     axes = _check_axes(axis_name)
-    scores = check_logits(scores, "scores")
+    scores = _check_scores(scores)
     ids = _check_ids(ids, scores)
     num_experts = scores.shape[-1]
     chosen = one_hot(ids, num_experts)
     is_token = chosen.any(axis=(-2, -1))[..., None]
     # Divided by the largest score first, a sum is at least 1, and its derivative cannot overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    is_counted = is_token & (largest != 0)
-    ratios = jnp.where(is_counted, scores, 0) / jnp.where(is_counted, largest, 1)
-    probs = ratios / jnp.where(is_counted, ratios.sum(axis=-1, keepdims=True), 1)
+    is_known = is_token & (largest != 0)
+    ratios = jnp.where(is_known, scores, 1) / jnp.where(is_known, largest, 1)
+    probs = jnp.where(is_token, ratios / ratios.sum(axis=-1, keepdims=True), 0)
 
     leading = tuple(range(scores.ndim - 1))
     counts = chosen.sum(axis=(*leading, chosen.ndim - 2), dtype=jnp.int32)
@@ -91,6 +96,7 @@ def load_balancing_loss(
     return num_experts * jnp.sum(shares * means)
 
 
+@scopes.losses
 def router_z_loss(
     logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name: AxisNames = None
 ) -> jax.Array:
@@ -142,6 +148,7 @@ def update_select_bias(
     counts: ArrayLike,
     *,
     rate: float = 0.001,
+    recenter: bool = False,
     axis_name: AxisNames = None,
 ) -> jax.Array:
     """Return the next ``select_bias``: higher for experts below the mean load, lower above it.
@@ -157,8 +164,11 @@ def update_select_bias(
     Args:
       bias: floats [..., E] of 32 bits or more. Leading axes are for layers.
       counts: integers or floats with the shape of ``bias``: how many choices of the batch chose
-        each expert, before any capacity dropped them.
+        each expert, before any capacity dropped them. Integers are compared with their mean
+        exactly. Their sum must be below 2**31.
       rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
+      recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
+        mean drifts, because more experts are below the mean load than above it, or fewer.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
         if counts are those of the whole batch already. Counts may already be the sums over some of
         these axes, because only the sign of their differences matters.
@@ -184,7 +194,7 @@ def update_select_bias(
       ```
     """
     axes = _check_axes(axis_name)
-    rate = check_factor("rate", rate)
+    rate, recenter = check_factor("rate", rate), check_bool("recenter", recenter)
     bias, counts = jnp.asarray(as_array(bias)), jnp.asarray(as_array(counts))
     if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
         raise TypeError(
@@ -202,10 +212,27 @@ def update_select_bias(
             f"expert; got counts {short(counts)} and bias {short(bias)}. Pass one count and one "
             "bias for each expert of all ranks"
         )
-    bias = jnp.asarray(bias)
-    (counts,) = _sum_over(axes, jnp.asarray(counts).astype(bias.dtype))
-    counts = lax.stop_gradient(counts)
-    return bias + rate * jnp.sign(counts.mean(axis=-1, keepdims=True) - counts)
+    (counts,) = _sum_over(axes, counts.astype(_sum_dtype(counts.dtype)))
+    bias += rate * _below_mean(lax.stop_gradient(counts)).astype(bias.dtype)
+    return bias - bias.mean(axis=-1, keepdims=True) if recenter else bias
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Return the dtype of sums of counts."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return dtype if dtype.itemsize == 8 else jnp.dtype(jnp.int32)
+    return accumulation_dtype(dtype)
+
+
+def _below_mean(counts: jax.Array) -> jax.Array:
+    """Return 1 for counts [..., E] below their mean, -1 above it, and 0 at the mean."""
+    num_experts = counts.shape[-1]
+    total = counts.sum(axis=-1, keepdims=True, dtype=counts.dtype)
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        return jnp.sign(total - num_experts * counts)
+    # A product of a count and E may not fit into 32 bits.
+    mean, rest = jnp.divmod(total, num_experts)
+    return jnp.sign(mean - counts) + ((counts == mean) & (rest > 0)).astype(counts.dtype)
 
 
 def _sum_over(axes: tuple[str, ...], *arrays: jax.Array) -> Iterable[jax.Array]:
@@ -234,12 +261,23 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _check_scores(value: Any) -> jax.Array:
+    """Return scores as an array, or raise an error. Numbers are checked if they are known."""
+    scores = check_logits(value, "scores")
+    if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
+        raise ValueError(
+            f"scores must not be negative; got {short(scores)} with the number {least:.3g}. Pass "
+            "the scores of top_k_router, or jax.nn.softmax(logits) in place of logits"
+        )
+    return scores
+
+
 def _check_ids(value: Any, scores: jax.Array) -> jax.Array:
     """Return ids as an array with the leading axes of ``scores``, or raise an error."""
     ids = as_array(value)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must hold integers; got {short(ids)}")
-    if ids.ndim != scores.ndim or ids.shape[:-1] != scores.shape[:-1] or ids.ndim < 2:
+    if ids.ndim != scores.ndim or ids.shape[:-1] != scores.shape[:-1]:
         raise ValueError(
             f"ids must have the shape {list(scores.shape[:-1])} and an axis of choices, because "
             f"scores have the shape {list(scores.shape)}; got {short(ids)}. Pass scores and ids of "

@@ -89,23 +89,13 @@ def in_chunks(
     def step(totals: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> Any:
         own = {name: with_total(w, first[name]) for name, w in arrays.items()}
         result, found = layer(**chunk, **others, **own, totals=totals)
-        axes = {name: compat.varying_axes(total) for name, total in found.items()}
-        if any(axes[name] != compat.varying_axes(total) for name, total in totals.items()):
-            raise _MoreAxes(axes)
         return found, result
 
-    while True:
-        try:
-            # The loop already keeps XLA from merging both computations of a chunk.
-            return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]
-        except _MoreAxes as more:
-            for name, axes in more.axes.items():
-                (totals[name],) = compat.align_varying([totals[name]], axes)
-
-
-class _MoreAxes(Exception):
-    """The mesh axes over which totals vary after a chunk, which are more than before it."""
-
-    def __init__(self, axes: dict[str, frozenset[str]]) -> None:
-        super().__init__(axes)
-        self.axes = axes
+    if totals:
+        # After a chunk, totals also vary over the mesh axes of the tokens.
+        first_chunk = {name: x[0] for name, x in divided.items()}
+        found, _ = jax.eval_shape(step, totals, first_chunk)
+        for name, total in found.items():
+            (totals[name],) = compat.align_varying([totals[name]], compat.varying_axes(total))
+    # The loop already keeps XLA from merging both computations of a chunk.
+    return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import compat
+from .. import compat, scopes
 from ..checks import PyTree, as_array, short
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.record import Options
 from ..exchange.reference import own_rank
 from ..group.group import Group
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..plan.plan import RoutingArrays, number_slots, quotient, rows_of_slots, values_by_row
 from ..routing.checks import GroupOrAxes, check_scope
 
@@ -45,8 +45,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
         experts. Any dtype, for example FP8 values and their scales.
-      placement: a placement in the home form, without leading axes, equal on all ranks. Only its
-        shapes are static. The form is checked only if the arrays are known when the call is traced.
+      placement: a placement in the home form for these ranks, without leading axes, equal on all
+        ranks. Its arrays may be traced.
       group: the ranks, as in ``route``. A group of two levels is not supported.
 
     Returns:
@@ -55,8 +55,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
     Raises:
       TypeError: if an argument has the wrong type or dtype, or the placement other shapes.
-      ValueError: if an argument has the wrong shape, the placement does not have the home form, or
-        the group has two levels.
+      ValueError: if an argument has the wrong shape, the placement has other ranks or not the home
+        form, or the group has two levels.
 
     Example:
       Two ranks have two experts and a spare slot each. Both spare slots have expert 0:
@@ -79,7 +79,7 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
     found = check_scope(group)
     leaves, treedef = jax.tree.flatten(w)
     arrays = [jnp.asarray(as_array(leaf)) for leaf in leaves]
-    num_experts = placement.num_experts
+    num_experts = check_placement(placement, found.size).num_experts
     per_rank = num_experts // found.size
     for array in arrays:
         if array.ndim < 1 or array.shape[0] != per_rank:
@@ -90,15 +90,15 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
     return jax.tree.unflatten(treedef, fetch(arrays, placement, found))
 
 
+@scopes.placement
 def fetch(
     arrays: list[jax.Array], placement: Placement, group: Group, *, first: int = 0
 ) -> list[jax.Array]:
     """Return the weights of spare slots. Each array begins with ``first`` experts that have no
     replicas, such as a shared expert."""
     num_experts, num_ranks = placement.num_experts, group.size
-    placement.check_home(num_ranks)
-    placement = Placement(*map(jnp.asarray, placement))
-    placement.check("placement", num_experts, num_ranks)
+    check_placement(placement, num_ranks).check_home()
+    placement = jax.tree.map(jnp.asarray, placement)
     if group.two_level:
         raise ValueError(
             f"group must not have two levels, in which weights are not fetched; got {group}. Pass "

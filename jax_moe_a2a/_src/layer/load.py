@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import scopes
 from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..plan.plan import running_sum
+from ..routing.checks import check_scope
 from ..routing.two_level import AnyRouting
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class ExpertLoad:
     wanted_per_expert: jax.Array
     """[..., E]: choices of each expert on all ranks, dropped or not. Use it to update the bias of a
     router, because an expert whose rows were dropped looks idle in ``rows_per_expert``."""
+    invalid_per_rank: jax.Array
+    """[..., R]: ids of each rank's tokens outside [-1, E), which no expert receives. If all ranks
+    hold the same tokens, rank 0 counts them."""
 
     @property
     def max_over_mean(self) -> jax.Array:
@@ -73,10 +78,11 @@ jax.tree_util.register_dataclass(
 )
 
 
+@scopes.load
 def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 2R
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 3R
     integers over the ranks with one ``lax.psum``, so call it only in steps that log the load.
 
     Args:
@@ -86,12 +92,14 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
         sums over their slots, so E is the number of experts of the placement.
 
     Returns:
-      An ``ExpertLoad`` with arrays [E], [R], [R] and [E]. It may be a result of ``jax.jit``,
+      An ``ExpertLoad`` with arrays [E], [R], [R], [E] and [R]. It may be a result of ``jax.jit``,
       ``jax.shard_map`` (with ``out_specs=P()``), ``jax.vmap`` and ``lax.scan``, and an auxiliary
       output of ``jax.grad``.
 
     Raises:
-      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``.
+      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``, or its arrays have another
+        dtype or shape.
+      ValueError: if the group's axes are not in scope, or the placement has other ranks or slots.
 
     Example:
       Two ranks have two experts each. Expert 0 receives most of the tokens:
@@ -123,22 +131,30 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
         raise TypeError(
             f"recv must be a Recv, as dispatch returns it, or a Routing; got {type(recv).__name__}"
         )
-    group, rank = routing.group, own_rank(routing.group)
+    group = check_scope(routing.group)
+    routing.check("recv")
+    if placement is not None:
+        check_placement(placement, group.size, or_none=True)
+    rank = own_rank(group)
     # Rows with a token come first in each group, but group sizes count padding too.
     is_row = (routing.row_rank >= 0).astype(jnp.int32)
     rows_before = jnp.concatenate([jnp.zeros((1,), jnp.int32), running_sum(is_row)])
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     here = jnp.diff(rows_before[jnp.concatenate([jnp.zeros_like(ends[:1]), ends])])
     here = here[int(routing.shared_expert) :]
-    counts = jnp.stack([routing.num_rows, routing.num_dropped])
+    invalid = routing.num_invalid
+    if routing.replicated:
+        invalid = jnp.where(rank == 0, invalid, 0)
+    counts = jnp.stack([routing.num_rows, routing.num_dropped, invalid])
     per_expert = jnp.zeros((group.size, *here.shape), jnp.int32).at[rank].set(here)
-    per_rank = jnp.zeros((group.size, 2), jnp.int32).at[rank].set(counts)
+    per_rank = jnp.zeros((group.size, len(counts)), jnp.int32).at[rank].set(counts)
     found = align_varying([per_expert, per_rank, _wanted(routing, rank)], ())
     per_expert, per_rank, wanted = lax.psum(found, group.axis_name)
     per_expert = per_expert.reshape(-1)
     if placement is not None:
         per_expert, wanted = (_of_experts(x, placement) for x in (per_expert, wanted))
-    return ExpertLoad(per_expert, per_rank[:, 0], per_rank[:, 1], wanted)
+    num_rows, num_dropped, num_invalid = per_rank.T
+    return ExpertLoad(per_expert, num_rows, num_dropped, wanted, num_invalid)
 
 
 def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:

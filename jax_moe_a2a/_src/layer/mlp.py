@@ -9,6 +9,7 @@ is (w a)^T D.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import scopes
 from ..checks import as_array, check_int, check_static, merge_axes, short, taken_from
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
@@ -40,6 +42,7 @@ from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
 from ..placement.types import Placement
+from ..plan.capacity import shared_tokens
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
@@ -328,6 +331,7 @@ def mlp_and_routing(
     arguments = check_dispatch(*arrays, route_arguments, exchanged)
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
+    _warn_of_few_rows(route_arguments, options, tokens.shape[0])
     hidden, experts = tokens.shape[1], options.num_local_experts
     spare = 0  # slots whose weights are not given
     if placement is not None:
@@ -352,18 +356,20 @@ def mlp_and_routing(
         raise TypeError(f"activation must be a function; got {activation!r}")
 
     bias_in, bias_out = biases
-    fused = None
+    # A listed activation replaces the user's function on all paths, because its derivatives exist
+    # in every supported JAX.
+    products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
+    known = recognize(activation, products)
+    if known is not None and known.width(intermediate) != width:
+        known = None
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    if experts_format is None and arguments.options.tail == "unspecified":
-        products = jax.ShapeDtypeStruct((options.capacity, width), tokens.dtype)
-        fused = recognize(activation, products)
-        if fused is not None and fused.width(intermediate) != width:
-            fused = None
+    is_fused = experts_format is None and arguments.options.tail == "unspecified"
+    fused = known if is_fused else None
     weights = Weights(weights_in, bias_in, weights_out, bias_out)
     multiply = _product
     if experts_format is not None:
         multiply = partial(_product, quantized=quantized or {})
-    activate = partial(_activate, activation, intermediate)
+    activate = partial(_activate, known or activation, intermediate)
     apply: Callable[..., tuple[jax.Array, Totals]]
     if in_fp8:
         steps = steps_in_fp8(activate, fused, dtype=tokens.dtype, tail=arguments.options.tail)
@@ -390,9 +396,30 @@ def mlp_and_routing(
         y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     routing = recv.routing
     back = check_combine(y, routing, None, wire_dtype)
-    # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    back = back._replace(options=back.options._replace(tail=arguments.options.tail))
+    # The tail, too: only grouped products read the gradient of y, and they ignore rows after the
+    # last group.
+    back = back._replace(options=arguments.options.unencoded)
     return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
+
+
+def _warn_of_few_rows(given: RouteArguments, options: RouteOptions, num_tokens: int) -> None:
+    """Warn if an argument limits the rows of all ranks to less than one for each token."""
+    size, replicated = options.group.size, options.replicated
+    num_rows = options.capacity
+    if options.shared_expert:
+        num_rows -= shared_tokens(num_tokens, size, replicated)
+    if given.capacity is None and given.capacity_factor is None:
+        return
+    if max(0, num_rows) * (size if replicated else 1) >= num_tokens:
+        return
+    name = "capacity" if given.capacity_factor is None else "capacity_factor"
+    warnings.warn(
+        f"{name}={getattr(given, name)!r} leaves {max(0, num_rows)} rows for the experts of each "
+        f"of {size} ranks, and {'all ranks have the same' if replicated else 'each rank has'} "
+        f"{num_tokens} tokens, so some tokens reach no expert. Pass a larger one, for example "
+        "capacity_factor=1.25, or omit it to drop nothing",
+        stacklevel=2,
+    )
 
 
 def _product(
@@ -427,6 +454,7 @@ def _is_trained(w: Any) -> bool:
     return len(shape) == 3 and not any(size % BLOCK for size in shape[1:])
 
 
+@scopes.products
 def _fused_experts(
     rows: Rows, weights: Weights, sizes: jax.Array, *, totals: Totals, activation: FusedActivation
 ) -> tuple[jax.Array, Totals]:
@@ -439,6 +467,7 @@ def _fused_experts(
     return y, {**totals, **dict(zip(names, found, strict=True))}
 
 
+@scopes.products
 def experts_of(
     rows: Rows,
     weights: Weights,
@@ -528,6 +557,7 @@ def why_not_fused(
     )
 
 
+@scopes.activation
 def _activate(
     activation: Activation,
     intermediate: int,
@@ -607,19 +637,25 @@ def _check_weights(
       axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
       hidden: expected size of that axis.
     """
+    if isinstance(value, tuple | list):
+        raise TypeError(
+            f"{name} must be one array; got a {type(value).__name__} of {len(value)}. Put gate and "
+            f"up side by side: jnp.concatenate({name}, axis=-1)"
+        )
     w = as_array(value)
     check_static(name, w)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2
     if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:
-        has_all = w.ndim == 3 and w.shape[0] == options.num_experts > experts
-        remedy = (
-            ", the experts of all ranks. Split them over the ranks, in jax.shard_map with the "
-            f"in_specs P({options.group.axis_name!r}) for {name}"
-        )
+        remedy = _side_by_side(name, w, 2)
+        if w.ndim == 3 and w.shape[0] == options.num_experts > experts:
+            remedy = (
+                ", the experts of all ranks. Split them over the ranks, in jax.shard_map with the "
+                f"in_specs P({options.group.axis_name!r}) for {name}"
+            )
         raise ValueError(
             f"{name} must have the shape {expected}, for the L local experts (a shared expert is "
-            f"one of them) and x {short(x)}; got {short(w)}{remedy if has_all else ''}"
+            f"one of them) and x {short(x)}; got {short(w)}{remedy}"
         )
     return _with_dtype_of(x, name, w)
 
@@ -630,9 +666,18 @@ def _check_bias(name: str, value: Any, x: jax.Array, shape: tuple[int, int]) -> 
     if bias.shape != shape:
         raise ValueError(
             f"{name} must have the shape {list(shape)}, a row for each local expert; got "
-            f"{short(bias)}"
+            f"{short(bias)}{_side_by_side(name, bias, 1)}"
         )
     return _with_dtype_of(x, name, bias)
+
+
+def _side_by_side(name: str, array: Any, axis: int) -> str:
+    """Return the end of a message about an array of ``moe``, with gate and up on an axis of their
+    own: how to make the form of ``moe_mlp``. Return "" for other arrays."""
+    if array.ndim != axis + 2 or array.shape[axis] != 2:
+        return ""
+    sizes = ", ".join(map(str, array.shape[:axis]))
+    return f". Put gate and up side by side: {name}.reshape({sizes}, -1)"
 
 
 def _with_dtype_of(x: jax.Array, name: str, array: Any) -> jax.Array:

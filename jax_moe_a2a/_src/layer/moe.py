@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -16,20 +17,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import compat
-from ..checks import as_array, check_bool, check_int, short, taken_from
+from .. import compat, scopes
+from ..checks import as_array, check_bool, check_int, fitting_experts, short, taken_from
 from ..exchange.reference import accumulation_dtype
+from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
 from ..group.group import Group
 from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
 from .fp8 import check_quantized
 from .load import ExpertLoad, expert_load
+from .logits import router_logits
 from .mlp import (
     QUANTIZED,
     SUMMED,
@@ -72,6 +75,12 @@ class MoEStatistics(NamedTuple):
         """Return the number of rows that all ranks dropped, [] int32."""
         return self.load.dropped_per_rank.sum(axis=-1)
 
+    @property
+    def num_invalid(self) -> jax.Array:
+        """Return the number of ids outside [-1, E) that ``choose`` returned, [] int32. Such choices
+        add nothing to the output."""
+        return self.load.invalid_per_rank.sum(axis=-1)
+
 
 def moe(
     x: ArrayLike,
@@ -112,8 +121,8 @@ def moe(
 ) -> tuple[jax.Array, MoEStatistics]:
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
-    The call computes ``logits = x @ router + router_bias``, chooses experts with ``top_k_router``,
-    and applies them with ``moe_mlp``. Expert e maps a token to
+    The call computes ``logits = x @ router + router_bias`` with the precision of float32, chooses
+    experts with ``top_k_router``, and applies them with ``moe_mlp``. Expert e maps a token to
     ``activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]``. The result does not
     depend on the mesh, except for rounding, and for drops if a capacity is given. Call it inside
     ``jax.jit``, because outside JAX compiles each operation alone.
@@ -131,7 +140,8 @@ def moe(
       ``route``), and with fewer tokens than ``data_axes`` have indices, all devices do.
     - Experts are divided over the group's axes. Over ``tensor_axis``, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
-      repeat the work.
+      repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
+      JAX does not know how Auto axes divide an array in ``jax.jit``.
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
@@ -167,7 +177,8 @@ def moe(
       choose: a function that chooses experts in place of ``top_k_router``, whose options must then
         be omitted; or None. It maps one rank's logits [T, E] to ``RouterChoices`` with ids [T, K],
         weights [T, K] and scores [T, E]. Over Explicit axes, it cannot read traced arrays of the
-        enclosing function, because JAX refuses this in ``jax.shard_map``.
+        enclosing function, because JAX refuses this in ``jax.shard_map``. The statistics count ids
+        outside [-1, E) as ``num_invalid``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
       shared_gate_up: the first weights of a shared expert, which all tokens have in addition, in
@@ -246,6 +257,7 @@ def moe(
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
     has_mask = mask is not None
     tokens = _divide_tokens(scope, x, replicated)
+    _warn_of_repeated_work(scope, x)
     x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
 
     in_fp8 = isinstance(w_gate_up, QuantizedExperts)
@@ -276,7 +288,7 @@ def moe(
         if has_mask and mask is not None:
             rows = jnp.where(mask[:, None], rows, 0)
         only = {name: arrays[0] for name, arrays in params.items()}
-        logits = _logits(rows, only["router"], only.get("router_bias"))
+        logits = router_logits(rows, only["router"], only.get("router_bias"))
         if choose is None:
             own = router_options | {"select_bias": only.get("select_bias")}
             choices = top_k_router(logits, top_k, mask=mask, **own)
@@ -345,6 +357,15 @@ def _experts(
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
 
+    @scopes.shared_expert
+    def shared_expert(x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
+        product = jnp.dot(x, w_in)
+        rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
+        act = (recognize(options.activation, rows) or options.activation)(product)
+        act_dtype = accumulation_dtype(act.dtype)
+        weighted = act.astype(act_dtype) * weights.astype(act_dtype)[:, None]
+        return jnp.dot(weighted.astype(x.dtype), w_out)
+
     def layer(
         x: jax.Array,
         shared_weights: jax.Array | None = None,
@@ -354,10 +375,7 @@ def _experts(
     ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
         y, routing, totals = mlp_and_routing(route_arguments, options, x=x, **of_chunk(arrays))
         if shared_weights is not None:
-            act = options.activation(jnp.dot(x, shared_in))
-            act_dtype = accumulation_dtype(act.dtype)
-            weighted = act.astype(act_dtype) * shared_weights.astype(act_dtype)[:, None]
-            y += jnp.dot(weighted.astype(x.dtype), shared_out)
+            y += shared_expert(x, shared_weights, shared_in, shared_out)
         return (y, expert_load(routing, placement=options.placement)), totals
 
     if num_chunks == 1:
@@ -365,7 +383,7 @@ def _experts(
     num_tokens = tokens["x"].shape[0]
     more = -num_tokens % num_chunks
     padded = {
-        name: jnp.pad(
+        name: scopes.padding(jnp.pad)(
             array,
             ((0, more), *((0, 0),) * (array.ndim - 1)),
             constant_values=-1 if name == "topk_ids" else 0,
@@ -377,16 +395,6 @@ def _experts(
     y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return lax.collapse(y, 0, -1)[:num_tokens], load
-
-
-def _logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
-    """Return the logits of tokens [T, E]."""
-    dtypes = accumulation_dtype(x.dtype), accumulation_dtype(router.dtype)
-    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
-    if x.dtype != router.dtype:
-        x, router = x.astype(dtype), router.astype(dtype)
-    logits = jnp.dot(x, router, preferred_element_type=dtype)
-    return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
 
 
 def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:
@@ -405,6 +413,34 @@ def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
         *(x.reshape(x.shape[0], -1, x.shape[-1]) for x in (values, scales)),
         *(_side_by_side((x,)) for x in transposed),
     )
+
+
+def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
+    """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
+    named = (*scope.data_axes, *scope.group.axes)
+    if math.prod(x.shape[:-1]) < 2 * scope.size(named):
+        return  # too few tokens for one more axis
+    explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
+    spec = scope.spec_of(x) if explicit else None
+    is_traced = isinstance(x, jax.core.Tracer)
+    if auto and not is_traced:
+        spec = getattr(x.sharding, "spec", None)
+    dividing = {name for entry in spec or () for name in names_of(entry)}
+    if auto and is_traced:
+        dividing |= auto
+    repeating = tuple(
+        axis
+        for axis in scope.mesh.axis_names
+        if axis in dividing - {*named, scope.tensor_axis} and scope.size((axis,)) > 1
+    )
+    if repeating:
+        each = " and ".join(f"{axis!r} of size {scope.size((axis,))}" for axis in repeating)
+        data_axes = (*scope.data_axes, *repeating)
+        warnings.warn(
+            f"no argument of moe names the mesh axes {each}, so their devices repeat its work. If "
+            f"they divide the tokens, pass data_axes={data_axes}",
+            stacklevel=2,
+        )
 
 
 class _Tokens(NamedTuple):
@@ -458,6 +494,7 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
     return _Tokens(spec, axes, replicated, sizes, more, home)
 
 
+@scopes.padding
 def _with_padding(
     scope: _Scope, tokens: _Tokens, x: jax.Array, of_tokens: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -474,6 +511,7 @@ def _with_padding(
     return arrays.pop("x"), arrays
 
 
+@scopes.padding
 def _without_padding(
     scope: _Scope, tokens: _Tokens, y: jax.Array, **last: str | tuple[str, ...] | None
 ) -> jax.Array:
@@ -545,12 +583,12 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
         is_known = True
     else:
         is_known = compat.mesh_in_context() is not None
-    if not is_known or mesh is None:
-        raise ValueError(
-            "moe needs a mesh with devices; got "
-            f"{'no mesh in scope' if here.empty else f'the abstract mesh {dict(here.shape)}'} and "
-            f"group={group!r}. Call it under jax.set_mesh(mesh), where the program is traced"
+    if mesh is None or (here.empty and not is_known):
+        # JAX does not show the mesh of ``with mesh:`` to the program.
+        found = (
+            "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
         )
+        raise _no_devices(found, group)
     data = (data_axes,) if isinstance(data_axes, str) else data_axes
     if not isinstance(data, tuple) or not all(isinstance(axis, str) for axis in data):
         raise TypeError(f"data_axes must be a str or a tuple of str; got {data_axes!r}")
@@ -578,6 +616,8 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
                     f"group, data_axes and tensor_axis must name different axes; got {axis!r} twice"
                 )
             seen.add(axis)
+    if not is_known:
+        raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not have any.
         # Only the choice of two levels reads them.
@@ -597,6 +637,13 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
             "the mesh with jax.sharding.AxisType.Auto"
         )
     return scope
+
+
+def _no_devices(found: str, group: Any) -> ValueError:
+    return ValueError(
+        f"moe needs a mesh with devices; got {found} and group={group!r}. Call it in `with "
+        "jax.set_mesh(mesh):`, where the program is traced"
+    )
 
 
 def _check_arrays(
@@ -621,7 +668,8 @@ def _check_arrays(
     if experts % scope.group.size:
         raise ValueError(
             f"router must have E columns, a multiple of the {scope.group.size} ranks along "
-            f"{scope.group.axis_name!r}; got {short(router)}"
+            f"{scope.group.axis_name!r}; got {short(router)}. "
+            f"{fitting_experts(experts, scope.group.size)}"
         )
     in_fp8 = {
         name: check_experts(name, given[name], may_be_pairs=name == "w_gate_up")
@@ -630,13 +678,11 @@ def _check_arrays(
     }
     first = _one_or_two(given["w_gate_up"])
     if placement is not None:
-        if not isinstance(placement, Placement):
-            raise TypeError(f"placement must be a Placement or None; got {placement!r}")
-        placement.check("placement", experts, scope.group.size)
+        check_placement(placement, scope.group.size, num_experts=experts, or_none=True)
         if first and first[0].shape[:1] == (placement.num_slots,):
             experts = placement.num_slots  # weights that are already placed
         else:
-            placement.check_home(scope.group.size)  # inside shard_map, nothing is known
+            placement.check_home()
     width = first[0].shape[-1] if first and first[0].ndim else 0
     forms = {
         "[E, H, 2, I]": [(experts, hidden, 2, width)],

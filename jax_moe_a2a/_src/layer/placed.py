@@ -23,7 +23,7 @@ from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..group.group import Group
 from ..placement.choice import choose_slots
-from ..placement.types import Placement
+from ..placement.types import Placement, check_placement
 from ..routing.checks import RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
@@ -59,24 +59,30 @@ def to_slots(
 ) -> tuple[Any, RouteArguments]:
     """Return the ids of slots in place of the ids of experts, and the arguments of their route. A
     routing is already one of slots."""
-    if not isinstance(placement, Placement):
-        raise TypeError(f"placement must be a Placement or None; got {placement!r}")
-    placed = given._replace(num_experts=placement.num_slots)
     if isinstance(topk_ids, AnyRouting):
+        check_placement(placement, topk_ids.group.size, or_none=True)
+        if topk_ids.num_experts != placement.num_slots:
+            raise ValueError(
+                f"topk_ids must be a Routing of the {placement.num_slots} slots of the placement; "
+                f"got one of {topk_ids.num_experts} experts. Call route with the ids of "
+                f"choose_slots and num_experts={placement.num_slots}"
+            )
+        placed = given._replace(num_experts=placement.num_slots)
         if given.num_experts in (None, placement.num_experts):
             given = placed if given.num_experts is not None else given
         return topk_ids, given
     if given.group is None:
         return topk_ids, given  # whose check raises the error
+    group = check_scope(given.group)
+    check_placement(placement, group.size, or_none=True)
     if given.num_experts not in (None, placement.num_experts):
         raise ValueError(
             f"num_experts must be {placement.num_experts}, the number of experts of the placement; "
             f"got {given.num_experts}"
         )
-    group = check_scope(given.group)
     rank = None if given.replicated else own_rank(group)
     slots = choose_slots(topk_ids, placement, rank=rank, num_ranks=group.size)
-    return slots, placed
+    return slots, given._replace(num_experts=placement.num_slots)
 
 
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:

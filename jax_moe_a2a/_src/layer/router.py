@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import as_array, check_bool, check_factor, check_floats, check_int, short
 from ..exchange.reference import accumulation_dtype
 from ..plan.capacity import check_top_k
@@ -24,10 +25,11 @@ class RouterChoices(NamedTuple):
     weights: jax.Array
     """[..., K] float32: the router weight of each choice; 0 in masked tokens."""
     scores: jax.Array
-    """[..., E] float32: the scores of all experts, for ``load_balancing_loss``; 0 in masked
-    tokens."""
+    """[..., E] float32: the scores of all experts, divided by their sum, for
+    ``load_balancing_loss``; 0 in masked tokens."""
 
 
+@scopes.router
 def top_k_router(
     logits: ArrayLike,
     top_k: int,
@@ -45,7 +47,8 @@ def top_k_router(
     The scores of a token are the softmax or the sigmoid of its logits, in float32. The token
     chooses the experts with the highest ``scores + select_bias``. The weights are the scores of
     these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
-    equally good, the expert with the lower id comes first. The function communicates nothing.
+    equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
+    The function communicates nothing.
 
     The routers of published models:
 
@@ -83,8 +86,9 @@ def top_k_router(
 
     Returns:
       A ``RouterChoices`` with ids [..., K], weights [..., K] and scores [..., E]. ``moe_mlp`` and
-      ``dispatch`` accept ids and weights in this order. Weights and scores are differentiable in
-      the logits, and are float64 for float64 logits.
+      ``dispatch`` accept ids and weights in this order. The scores of each token are divided by
+      their sum, so that sigmoids that are too small for float32 count in a balance loss, too.
+      Weights and scores are differentiable in the logits, and are float64 for float64 logits.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -131,7 +135,11 @@ def top_k_router(
         mask = check_mask(mask, logits)[..., None]
         logits = jnp.where(mask, logits, 0)
 
-    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    is_softmax = score == "softmax"
+    # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
+    log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
+    probs = jax.nn.softmax(log_scores)
+    scores = probs if is_softmax else jax.nn.sigmoid(logits)
     # Logits have the order of their scores, and stay apart where scores round to the same number.
     keys = logits if select_bias is None and groups is None else scores
     keys = lax.stop_gradient(keys)
@@ -140,25 +148,31 @@ def top_k_router(
         keys += bias.reshape((1,) * (keys.ndim - 1) + bias.shape)
     if groups is not None:
         keys = _only_best_groups(keys, *groups)
-    ids = lax.top_k(keys, top_k)[1]
-    if renormalize:
-        # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
-        log_scores = logits if score == "softmax" else jax.nn.log_sigmoid(logits)
-        weights = jax.nn.softmax(_at(log_scores, ids))
-    else:
-        weights = _at(scores, ids)
+    ids = _best(keys, top_k)[1]
+    weights = jax.nn.softmax(_at(log_scores, ids)) if renormalize else _at(scores, ids)
     weights *= scale
     if mask is not None:
         ids = jnp.where(mask, ids, -1)
-        weights, scores = (jnp.where(mask, x, 0) for x in (weights, scores))
-    return RouterChoices(ids, weights, scores)
+        weights, probs = (jnp.where(mask, x, 0) for x in (weights, probs))
+    return RouterChoices(ids, weights, probs)
+
+
+def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Return the highest keys of the last axis and their indices, both from high to low. Of equal
+    keys, the one with the lower index comes first."""
+    # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
+    values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
+    # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
+    # (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id, prevents it.
+    return values, jnp.minimum(ids, keys.shape[-1] - 1)
 
 
 def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
     """Return the keys of a token's best groups, and minus infinity for all other experts."""
-    grouped = keys.reshape(*keys.shape[:-1], num_groups, -1)
-    values = lax.top_k(grouped, 2)[0].sum(axis=-1)
-    best = lax.top_k(values, top_groups)[1]
+    size = keys.shape[-1] // num_groups
+    grouped = keys.reshape(*keys.shape[:-1], num_groups, size)
+    values = _best(grouped, 2)[0].sum(axis=-1)
+    best = _best(values, top_groups)[1]
     is_best = one_hot(best, num_groups).any(axis=-2)
     eligible = jnp.where(is_best[..., None], grouped, -jnp.inf)
     return eligible.reshape(keys.shape)

@@ -10,15 +10,17 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import check_int, short
 from ..plan.plan import count_and_number, running_sum
 from ..routing.checks import GroupOrAxes, as_int32, check_ids, check_scope
-from .types import ALL, SHARE_BITS, Placement
+from .types import ALL, SHARE_BITS, Placement, check_placement
 
 # Multiples of this odd number, modulo ALL, are spread evenly: it is close to ALL / 1.618.
 STRIDE = 20253
 
 
+@scopes.placement
 def choose_slots(
     ids: ArrayLike,
     placement: Placement,
@@ -44,10 +46,10 @@ def choose_slots(
     Args:
       ids: integers [T, K], the expert of each choice. -1 sends nothing and stays -1. Other ids
         outside [0, E) stay outside [0, P), so that ``route`` counts them as invalid.
-      placement: the placement, without leading axes. Only its shapes are static.
+      placement: the placement, without leading axes. Its arrays may be traced.
       rank: this rank, an int32 scalar, for example ``jax.lax.axis_index("ep")``. None if all ranks
         have the same tokens: all ranks then choose the same slots, with exact shares.
-      num_ranks: R, the number of ranks.
+      num_ranks: R, the number of ranks, which the placement must have, too.
       counts: int32 [R, E], how many choices of each rank choose each expert, as ``gather_counts``
         returns it; or None.
 
@@ -56,7 +58,7 @@ def choose_slots(
 
     Raises:
       TypeError: if an argument has the wrong type, dtype, or a placement the wrong shapes.
-      ValueError: if an argument has the wrong shape or range.
+      ValueError: if an argument has the wrong shape or range, or the placement other ranks.
 
     Example:
       Expert 0 has replicas on both ranks, and each receives half of its rows. Rank 1 has three of
@@ -77,12 +79,9 @@ def choose_slots(
       [ 5  5  0 -1]
       ```
     """
-    if not isinstance(placement, Placement):
-        raise TypeError(f"placement must be a Placement; got {type(placement).__name__}")
     num_ranks = check_int("num_ranks", num_ranks, least=1)
-    placement = Placement(*map(jnp.asarray, placement))
+    placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))
     num_experts, num_slots = placement.num_experts, placement.num_slots
-    placement.check("placement", num_experts, num_ranks)
     ids = as_int32(check_ids("ids", ids), num_experts)
     if counts is not None:
         counts = jnp.asarray(counts)

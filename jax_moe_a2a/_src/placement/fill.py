@@ -111,8 +111,9 @@ def why_no_kernel(num_ranks: int, num_experts: int) -> str:
     if not native.has_kernels():
         return "jax_moe_a2a was built without kernels"
     gpus = native.local_gpus()
-    if not gpus or any(float(gpu.compute_capability) < 9.0 for gpu in gpus):
-        return f"the kernel needs GPUs of compute capability 9.0 or newer; JAX sees {gpus}"
+    if not gpus or not all(map(native.is_new_enough, gpus)):
+        oldest = native.OLDEST_CAPABILITY
+        return f"the kernel needs GPUs of compute capability {oldest} or newer; JAX sees {gpus}"
     ranks, experts = native.limit("MAX_RANKS"), native.limit("MAX_PLANNED_EXPERTS")
     if num_ranks > ranks or num_experts > experts:
         return (

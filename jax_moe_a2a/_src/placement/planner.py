@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .. import scopes
 from ..checks import as_array, check_bool, check_int, short
 from .fill import INT32_MAX, fill_slots, repeat
 from .types import Placement, home_experts, map_leading, max_replicas, placement_of
 
 
+@scopes.placement
 def plan_placement(
     load: ArrayLike,
     *,
@@ -52,7 +54,8 @@ def plan_placement(
     Returns:
       The placement, with the shapes of ``Placement.identity(E, R, spare=spare)`` after the leading
       axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
-      call can be part of a program, and its plan is equal to NumPy's, bit for bit.
+      call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
+      ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -110,7 +113,7 @@ def plan_placement(
 
         slots, rows = map_leading(xp, plan_host, by_host)
         flat = (num_ranks, num_local + spare)
-        return placement_of(xp, slots.reshape(flat), rows.reshape(flat), num_experts)
+        return placement_of(xp, slots.reshape(flat), rows.reshape(flat), num_experts, home)
 
     return map_leading(xp, plan, array.astype(np.int32))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_int, is_known, short
+from ..checks import as_array, check_int, short
 from ..plan import plan
 
 # A token's slots on ranks, and the ranks of an expert's replicas, are sets of at most 32 bits.
@@ -19,7 +20,9 @@ SHARE_BITS = 15  # shares are multiples of 2**-15, so products with them fit in 
 ALL = 2**SHARE_BITS
 
 
-class Placement(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Placement:
     """The expert slots of all ranks, and the expert whose weights each slot holds.
 
     Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. An expert in
@@ -27,7 +30,9 @@ class Placement(NamedTuple):
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
     A placement is a pytree of int32 arrays, so another placement of the same shapes does not
-    compile a program again. All arrays may have the same leading axes, for example for layers.
+    compile a program again. The number of ranks and the form are static: a program that is traced
+    with a placement for other ranks, or of another form, raises an error. All arrays may have the
+    same leading axes, for example for layers.
 
     In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
     their order, as without a placement. Only the *spare* slots after them differ. Training uses
@@ -44,6 +49,10 @@ class Placement(NamedTuple):
     share_ends: Any
     """[..., E, M]: how much of an expert's rows its slots up to this one should receive together,
     in units of 2**-15. It is 2**15 from the last slot on."""
+    num_ranks: int = dataclasses.field(metadata=dict(static=True))
+    """R, the number of ranks."""
+    home: bool = dataclasses.field(metadata=dict(static=True))
+    """True if the placement has the home form."""
 
     @property
     def num_experts(self) -> int:
@@ -70,7 +79,8 @@ class Placement(NamedTuple):
 
         Returns:
           The placement, of NumPy arrays. All slots of an expert have equal shares of its rows. The
-          shapes depend only on P and E: M is ``min(31, P - E + 1)``.
+          shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
+          has the home form in all layers.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -119,7 +129,11 @@ class Placement(NamedTuple):
                 f"{wrong[0][-1]}: {remedy}"
             )
         table = table.reshape(*table.shape[:-1], num_ranks, -1).astype(np.int32)
-        of_table = lambda table: placement_of(np, table, np.ones_like(table), num_experts)
+        home = num_experts % num_ranks == 0
+        if home:
+            experts = home_experts(num_experts, num_ranks)
+            home = bool((table[..., : experts.shape[1]] == experts).all())
+        of_table = lambda table: placement_of(np, table, np.ones_like(table), num_experts, home)
         return map_leading(np, of_table, table, ndim=2)
 
     @classmethod
@@ -140,46 +154,59 @@ class Placement(NamedTuple):
         slots = np.concatenate([experts, empty], axis=1).ravel()
         return cls.from_slots(slots, num_experts, num_ranks=num_ranks)
 
-    def is_home(self, num_ranks: int) -> bool:
-        """Return True if the placement has the home form. It reads the arrays, so call it outside
-        ``jax.jit``."""
-        table = concrete("slot_experts", self.slot_experts)
-        home = home_experts(self.num_experts, num_ranks)
-        slots = table.reshape(*table.shape[:-1], num_ranks, -1)
-        return bool((slots[..., : home.shape[1]] == home).all())
-
-    def check_home(self, num_ranks: int) -> None:
-        """Raise a ValueError if the arrays are known and do not have the home form."""
-        if all(map(is_known, self)) and not self.is_home(num_ranks):
+    def check_home(self) -> None:
+        """Raise a ValueError if the placement does not have the home form."""
+        if not self.home:
             raise ValueError(
                 "placement must have the home form, because weights of all other slots stay where "
                 "they are; got another one. Plan it with home=True, or pass weights of all slots"
             )
 
-    def check(self, argument: str, num_experts: int, num_ranks: int) -> None:
-        """Check the dtypes and shapes of a placement without leading axes, but not its values.
 
-        Raises:
-          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
-        """
-        num_slots = self.num_slots if self.slot_experts.ndim else 0
-        if num_slots < num_experts or num_slots % num_ranks:
+def check_placement(
+    placement: Any, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
+) -> Placement:
+    """Return the argument ``placement`` if it is one without leading axes for these ranks and
+    experts. Its values are not checked.
+
+    Args:
+      num_experts: E, or None for any number.
+      or_none: True if the caller also accepts None, for the message.
+
+    Raises:
+      TypeError: if it is no ``Placement``, or an array has another dtype or shape.
+      ValueError: if it is for other ranks or experts.
+    """
+    if not isinstance(placement, Placement):
+        kinds = "a Placement or None" if or_none else "a Placement"
+        raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")
+    tables = placement.slot_experts, placement.expert_slots
+    if tuple(table.ndim for table in tables) != (1, 2):
+        raise TypeError(
+            "placement must have slot_experts [P] and expert_slots [E, M]; got "
+            f"{' and '.join(map(short, tables))}. Pass the placement of one layer"
+        )
+    own = placement.num_experts, placement.num_ranks
+    expected = own[0] if num_experts is None else num_experts, num_ranks
+    if own != expected:
+        raise ValueError(
+            "placement must have {} experts on {} ranks; got one with {} experts on {} ranks. Plan "
+            "it from the load of these experts with num_ranks={}".format(*expected, *own, num_ranks)
+        )
+    num_slots = placement.num_slots
+    slots = own[0], max_replicas(num_slots, own[0])
+    shapes: dict[str, tuple[int, ...]] = dict(
+        slot_experts=(num_slots,), expert_slots=slots, num_replicas=slots[:1], share_ends=slots
+    )
+    for name, shape in shapes.items():
+        array = getattr(placement, name)
+        if array.shape != shape or array.dtype != np.int32:
             raise TypeError(
-                f"{argument} must have at least {num_experts} slots, and a multiple of "
-                f"{num_ranks}, because there are {num_experts} experts on {num_ranks} ranks; got "
-                f"slot_experts {short(self.slot_experts)}"
+                f"placement must be a placement of {own[0]} experts as Placement.from_slots "
+                f"returns it: {name} must be int32[{','.join(map(str, shape))}]; got "
+                f"{short(array)}. Pass the placement of one layer"
             )
-        most = max_replicas(num_slots, num_experts)
-        slots = num_experts, most
-        shapes = ((num_slots,), slots, (num_experts,), slots)
-        for name, array, shape in zip(self._fields, self, shapes):
-            if array.shape != shape or array.dtype != np.int32:
-                expected = ",".join(map(str, shape))
-                raise TypeError(
-                    f"{argument} must be a placement of {num_experts} experts as "
-                    f"Placement.from_slots returns it: {name} must be int32[{expected}]; got "
-                    f"{short(array)}. Pass the placement of one layer"
-                )
+    return placement
 
 
 def max_replicas(num_slots: int, num_experts: int) -> int:
@@ -187,7 +214,9 @@ def max_replicas(num_slots: int, num_experts: int) -> int:
     return min(MAX_REPLICAS, num_slots - num_experts + 1)
 
 
-def placement_of(xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int) -> Placement:
+def placement_of(
+    xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
+) -> Placement:
     """Return the placement of a valid table.
 
     Args:
@@ -196,6 +225,7 @@ def placement_of(xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int) -
       slot_rows: int32 [R, P / R]. The shares of the slots of an expert are proportional to them. If
         they are all zero, the first slot has all rows.
       num_experts: E.
+      home: True if the table has the home form.
     """
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
@@ -213,6 +243,8 @@ def placement_of(xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int) -
         expert_slots=xp.where(is_replica, expert_slots, -1),
         num_replicas=num_replicas,
         share_ends=_shares(xp, running_sum(xp, rows, axis=1)),
+        num_ranks=len(slot_experts),
+        home=home,
     )
 
 

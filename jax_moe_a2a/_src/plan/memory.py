@@ -38,11 +38,6 @@ class MemoryEstimate:
     """Expected bytes of rows that leave a rank in one dispatch, if routing is uniform: every set of
     ``top_k`` distinct experts is equally likely. Between hosts, XLA sends each token to each other
     host."""
-    network_bytes: int = 0
-    """Bytes that NVSHMEM allocates for a multi-host group, set by ``Group.reserve`` and otherwise
-    0. NVSHMEM allocates the landing zones, rounded up, and as many bytes for outgoing rows. Headers
-    are not included. This memory replaces the workspace; with two levels, it replaces
-    ``collective_bytes``."""
     collective_bytes: int = 0
     """With two levels: bytes of the buffers that XLA's collective between hosts sends from and
     receives into. They are in XLA's memory pool during an exchange."""
@@ -65,8 +60,6 @@ class MemoryEstimate:
             f"workspace:   {readable(self.workspace_bytes)}",
             f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
         ]
-        if self.network_bytes:
-            lines.append(f"by NVSHMEM:  {readable(self.network_bytes)}")
         if self.levels:
             between, within = (readable(level.wire_bytes) for level in self.levels)
             if self.collective_bytes:

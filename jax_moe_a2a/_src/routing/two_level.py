@@ -59,7 +59,7 @@ class TwoLevelRouting(RoutedRows):
                 f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
                 f"int32{list(expected)}, because ranks.choice_rank is "
                 f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
-                f"{short(self.hosts.choice_rank)}"
+                f"{short(self.hosts.choice_rank)}. Pass the routing of one rank unchanged"
             )
         self.check_rows(argument, self.num_tokens, self.top_k)
 

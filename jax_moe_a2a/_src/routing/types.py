@@ -217,7 +217,8 @@ def check_arrays(
     if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
         expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
         raise TypeError(
-            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}"
+            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}. Pass the "
+            "routing of one rank unchanged"
         )
     num_tokens, top_k = choices.shape[len(lead) :]
     shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)

@@ -9,7 +9,6 @@
 //   descriptors  a process without free file descriptors
 //   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
 //   per_device   threads publish and find objects of devices
-//   multi_host   every call before and after NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //   alignment    a leaf of a token format at any address is refused with the reason
 //
 // A check prints a summary. Exit status 1: the check failed.
@@ -36,31 +35,9 @@
 
 #include "calls/encoded_payload.h"
 #include "fake_driver.h"
-#include "runtime/network.h"
 #include "runtime/per_device.h"
 #include "runtime/slab.h"
 #include "runtime/workspace.h"
-
-namespace {
-std::atomic<int> allocations{0};  // in NVSHMEM, where all processes wait for each other
-}
-
-// The library that LoadNetwork() finds in this program.
-extern "C" __attribute__((visibility("default"))) const moe_a2a::NetworkLibrary* moe_a2a_network() {
-  using namespace moe_a2a;
-  static const NetworkLibrary library = {
-      kProtocolVersion,
-      ColocatedKernels(),  // any kernels except those for ranks with a device each
-      [](char*) { return 0; },
-      [](const char*, int, int) { return 0; },
-      [](size_t bytes) {
-        ++allocations;
-        return std::calloc(1, bytes);
-      },
-      [](const void* address, int) { return const_cast<void*>(address); },
-      [] { return cudaSuccess; }};
-  return &library;
-}
 
 namespace {
 
@@ -80,7 +57,7 @@ void require_no(const Problem& problem) { require(problem.empty(), problem); }
 
 Topology topology_of(std::vector<int64_t> devices) {
   const int ranks = static_cast<int>(devices.size());
-  return {std::move(devices), ranks, ranks};
+  return {std::move(devices), ranks};
 }
 
 int open_descriptors() {
@@ -573,44 +550,6 @@ void check_per_device(int seconds) {
   std::printf("per_device: %ld rounds\n", rounds);
 }
 
-// ---- multi_host
-
-void check_multi_host(int) {
-  AddDevice(0, {0, 0});
-  AddDevice(1, {1, kElsewhere});
-  Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, WorkspaceKind::kSplit);
-  require(!workspace.PrepareMultiHost().empty(), "prepared without NVSHMEM");
-  require_no(LoadNetwork(""));
-  // Every call fails in turn. A call before the allocation must fail in PrepareMultiHost(), which
-  // allocates nothing.
-  const auto fail_each = [&](auto&& open) {
-    for (int failing = 0;; ++failing) {
-      fake_driver::calls_until_failure = failing;
-      const Problem problem = open();
-      const bool reached = fake_driver::calls_until_failure < 0;
-      fake_driver::calls_until_failure = -1;
-      require(problem.empty() != reached, "call " + std::to_string(failing) + ": " + problem);
-      if (!reached) return failing;
-    }
-  };
-  const int before = fail_each([&] { return workspace.PrepareMultiHost(); });
-  require(before > 0 && allocations == 0 && !workspace.is_open(),
-          "PrepareMultiHost() has allocated");
-  const int after = fail_each([&] {
-    require(allocations == 0 || allocations == 2, "allocated again");
-    const Problem problem = workspace.OpenMultiHost(1 << 20);
-    require(allocations == 2, "OpenMultiHost() ended before it has allocated: " + problem);
-    return problem;
-  });
-  require(after > 0 && workspace.is_open(), "it is not open");
-  require_no(workspace.Close(kTimeoutNs));
-  require_no(workspace.PrepareMultiHost());
-  require_no(workspace.OpenMultiHost(0));
-  require(allocations == 2 && workspace.is_open(), "it was not opened again with its memory");
-  require(fake_driver::direct_loads == 0, "kernels were loaded that several hosts never launch");
-  std::printf("multi_host: %d calls failed before the allocation, %d after it\n", before, after);
-}
-
 // ---- alignment
 
 void check_alignment(int) {
@@ -655,15 +594,13 @@ int main(int argc, char** argv) {
     check_failures(seconds);
   } else if (name == "per_device") {
     check_per_device(seconds);
-  } else if (name == "multi_host") {
-    check_multi_host(seconds);
   } else if (name == "alignment") {
     check_alignment(seconds);
   } else {
     std::fprintf(
         stderr,
-        "checks threads|processes|requests|memory|failures|descriptors|per_device|multi_host|"
-        "alignment [SECONDS]\n");
+        "checks threads|processes|requests|memory|failures|descriptors|per_device|alignment "
+        "[SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

@@ -21,7 +21,6 @@ std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<bool> are_busy{false};
 std::atomic<long> launches{0};
-std::atomic<long> direct_loads{0};
 std::atomic<long> calls_until_failure{-1};
 
 namespace {
@@ -283,22 +282,13 @@ cudaError_t launch(const Params*, int, cudaStream_t) {
 // The second launch of a route.
 cudaError_t launch_assign(const RouteParams*, cudaStream_t) { return result(); }
 
-cudaError_t load_direct() {
-  ++direct_loads;
-  return result();
-}
-
-constexpr Kernels kernels_of(cudaError_t (*load)()) {
-  return {{load, launch},    {nullptr, launch_assign}, {nullptr, launch},
-          {nullptr, launch}, {nullptr, launch},        {nullptr, launch}};
-}
-
-constexpr Kernels kDirect = kernels_of(load_direct), kColocated = kernels_of(result);
+constexpr Kernels kKernels = {{result, launch}, {result, launch_assign}, {result, launch},
+                              {result, launch}, {result, launch},        {result, launch}};
 
 }  // namespace
 
-const Kernels& DirectKernels() { return kDirect; }
-const Kernels& ColocatedKernels() { return kColocated; }
+const Kernels& DirectKernels() { return kKernels; }
+const Kernels& ColocatedKernels() { return kKernels; }
 
 cudaError_t LoadFillSlots() { return result(); }
 cudaError_t LaunchFillSlots(const FillSlots&, cudaStream_t) { return result(); }

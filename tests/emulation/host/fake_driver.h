@@ -21,10 +21,6 @@ extern std::atomic<bool> are_busy;
 // The number of launches of exchanges.
 extern std::atomic<long> launches;
 
-// The number of loads of the kernels for ranks with a device each. Loads of other kernels do not
-// count.
-extern std::atomic<long> direct_loads;
-
 // The number of calls of the driver or the runtime until one fails; negative: none fails. All calls
 // that can fail count.
 extern std::atomic<long> calls_until_failure;

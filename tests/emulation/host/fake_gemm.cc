@@ -11,10 +11,6 @@ cudaError_t LoadGroupedGemm() { return cudaSuccess; }
 
 Problem LaunchGroupedGemm(const GroupedGemm&, cudaStream_t) { return "there is no kernel"; }
 
-Problem LaunchWaitForStart(const GroupedGemm&, int64_t, cudaStream_t) {
-  return "there is no kernel";
-}
-
 cudaError_t LoadFp8Gemm() { return cudaSuccess; }
 
 Problem LaunchFp8Gemm(const Fp8Gemm&, cudaStream_t) { return "there is no kernel"; }

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from ... import compat
-from ...group import native, network
+from ... import compat, scopes
+from ...group import native
 from .. import reference
 from .call_placement import CallPlacement, Refused, barrier
 
@@ -54,7 +54,6 @@ def custom_call(
     num_sms: int,
     half_bytes: int,
     is_split: bool = False,
-    may_be_captured: bool = True,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
     """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
@@ -64,28 +63,24 @@ def custom_call(
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
     logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     kind = native.SPLIT if is_split else native.WHOLE
-    if topology.is_multi_host:  # Handlers open other workspaces later.
-        kind = network.open_workspace(topology, half_bytes, group.patience, kind)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
         graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
-        in_graph = graphs and may_be_captured
-        rule = jax.ffi.ffi_lowering(target + "_in_graph" if in_graph else target)
+        rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
     results = rule(
         ctx,
         *operands,
         devices=np.array(topology.devices, np.int64),
         num_ranks=np.int64(topology.num_ranks),
-        p2p_world_size=np.int64(topology.p2p_world_size),
         workspace_kind=np.int64(kind),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
         first_timeout_ns=np.int64(group.patience * 1e9),
         raise_failures=group.on_failure == "raise",
         half_bytes=np.int64(half_bytes),
-        scopes=_hash("/".join(compat.scopes_of(ctx))),
-        **{name: _attribute(value) for name, value in attributes.items()},
+        scopes=_hash("/".join(scopes.of_user(ctx))),
+        **{name: native.attribute(value) for name, value in attributes.items()},
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
@@ -93,13 +88,6 @@ def custom_call(
     # barrier. Two equal calls with different used results would then not be merged.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
-
-
-def _attribute(value: Any) -> Any:
-    """Return an attribute in the type that handlers read."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return np.int64(value)
-    return np.float32(value) if isinstance(value, float) else value
 
 
 def _hash(text: str) -> np.int64:

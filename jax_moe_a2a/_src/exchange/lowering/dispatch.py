@@ -62,7 +62,7 @@ def weighted_dispatch_calls(
             "moe_a2a_weighted_dispatch",
             range(len(payload)),
             range(num_rows + num_weights),
-            dict(scaled=num_weights > 0, dotted=num_rows > 0),
+            dict(num_rows=num_rows, num_weights=num_weights),
             call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
         )
     ]

@@ -13,7 +13,6 @@ from ..record import Exchange, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement
 from .custom_call import custom_call, half_bytes_of
-from .dot_combine import dot_combine
 
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
@@ -50,10 +49,6 @@ def whole(
     """Lower an exchange."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    if not exchange.is_outward and len(calls) == 1:
-        found = dot_combine(ctx, call_placement, inputs, avals, calls[0][0].attributes)
-        if found is not None:
-            return found
     return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
 
 

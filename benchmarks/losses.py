@@ -1,0 +1,138 @@
+"""Train the example model in several ways on the same text, and record the loss of each step.
+
+    python -m benchmarks.losses --steps 1000                 # each way; record and plot
+    python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
+
+All ways have the same initial parameters, text and batches (``examples/train_moe.py``), so their
+losses differ by rounding: first by its size, later because rounding errors grow in training and
+change choices of the router. No row is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+import numpy as np
+
+from . import record
+
+FOLDER = record.FOLDER / "losses"
+PROGRAM = record.ROOT / "examples/train_moe.py"
+WAYS = {
+    "bf16": "",
+    "fp8": "--experts fp8",
+    "portable": "--implementation portable",
+    "dense": "--experts dense --dtype float32",
+}
+NAMES = {
+    "bf16": "this package, bfloat16",
+    "fp8": "this package, experts in FP8",
+    "portable": "portable path, bfloat16",
+    "dense": "every expert for every token, float32",
+}
+# Modules of the standard library that are the same in Python 3.11.7, 3.12.1 and 3.13.0.
+MODULES = """difflib optparse zoneinfo/_zoneinfo email/header heapq concurrent/futures/_base
+tomllib/_parser weakref email/headerregistry tracemalloc xml/sax/handler _markupbase json/__init__
+xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize xml/sax/saxutils
+string xml/dom/pulldom multiprocessing/heap pyclbr email/contentmanager email/quoprimime graphlib
+multiprocessing/spawn multiprocessing/reduction urllib/robotparser email/_encoded_words"""
+SEQUENCES = 16
+
+
+def text() -> bytes:
+    """Return the text that all runs read."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    return b"\n".join((root / f"{name}.py").read_bytes() for name in MODULES.split())
+
+
+def digest(data: bytes) -> str:
+    """Return the digest of a text, which a record has so that other texts are noticed."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def train(way: str, steps: int, stop: int, devices: int | None = None) -> list[float]:
+    """Return the losses of the first ``stop`` steps of a training of ``steps`` steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
+        source.write_bytes(text())
+        options = f"--steps {steps} --stop {stop} --sequences {SEQUENCES} --capacity-factor 0"
+        options += f" --dtype bfloat16 {WAYS[way]} --sample 0 --log-every {max(stop // 10, 1)}"
+        if devices:
+            options += f" --mesh 1,{devices}"
+        paths = f"--text {source} --losses {losses} --out {folder}/losses.png"
+        path = os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH"))))
+        subprocess.run(
+            [sys.executable, PROGRAM, *options.split(), *paths.split()],
+            env=os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            check=True,
+        )
+        return json.loads(losses.read_text())
+
+
+def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
+    """Return the running mean over ``steps`` steps."""
+    return np.convolve(losses, np.full(steps, 1 / steps), "valid")
+
+
+def draw(rows: record.Rows, path: pathlib.Path) -> None:
+    """Plot the losses, and how far each is from that of the dense reference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    smoothed = {row["way"]: smooth(row["losses"]) for row in rows}
+    for way, losses in smoothed.items():
+        style = "k--" if way == "dense" else "-"
+        left.plot(losses, style, linewidth=1, label=NAMES[way])
+        if way != "dense" and "dense" in smoothed:
+            right.plot(100 * (losses / smoothed["dense"] - 1), linewidth=1, label=NAMES[way])
+    left.set(xlabel="step", ylabel="nats per byte", title="training loss, mean of 20 steps")
+    right.set(xlabel="step", ylabel="%", title="difference from the dense model in float32")
+    left.legend()
+    right.axhline(0, color="black", linestyle=":")
+    figure.savefig(path, dpi=120)
+
+
+def newest() -> record.Found:
+    """Return the newest record of losses."""
+    path = max(FOLDER.glob("*.json"))
+    return record.Found(path, json.loads(path.read_text()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--out", type=pathlib.Path, help="default: a record of today")
+    parser.add_argument("--draw", type=pathlib.Path, help="draw this record, train nothing")
+    args = parser.parse_args(argv)
+    if args.draw:
+        draw(json.loads(args.draw.read_text())["rows"], args.draw.with_suffix(".png"))
+        return 0
+
+    import jax  # its version and devices; each training is a process of its own
+
+    devices = jax.devices()
+    gpus = f"{len(devices)} x {devices[0].device_kind}"
+    found = record.head(gpus, len(devices), text=digest(text()), steps=args.steps)
+    path = args.out or record.default_path(found, folder=FOLDER)
+    for way in args.only:
+        losses = train(way, args.steps, args.steps)
+        found["rows"].append(dict(way=way, end=round(float(smooth(losses)[-1]), 4), losses=losses))
+        record.write(found, path)
+        print(f"{NAMES[way]}: {losses[0]} -> {found['rows'][-1]['end']}: {path}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

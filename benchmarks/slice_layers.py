@@ -1,0 +1,165 @@
+"""Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
+
+Each is ``layer(x [T, H], ids [T, K], weights [T, K], *, w_in [L, H, 2 I], w_out [L, I, H], b_in,
+b_out, prepared)`` of a rank, and returns the sums [T, H] and the number of dropped choices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jax_moe_a2a as ma
+
+from . import experts as products
+from .methods import METHODS as MAKERS
+from .methods import Links, sort_by_key, spread, weighted_sum
+from .slices import MoE
+from .workload import Workload, round_up
+
+CAPACITY_FACTOR = 1.25  # of each expert
+EXACT = 5e-3  # the difference of losses of methods that round at other places
+ALONE = "self"  # the axis of one rank
+
+
+class Layer(NamedTuple):
+    """A MoE layer, and what is compared with it."""
+
+    make: Callable[[Workload, Any], MoE]
+    """Makes it from the sizes and the activation."""
+    tolerance: float | None = EXACT
+    """By how much its first losses may differ from those of the reference; None for a bound, which
+    computes something else."""
+    has_our_products: bool = True
+    """The time above the bound without an exchange is then that of the exchange."""
+    prepare: Callable[[Any, Any], Any] | None = None
+    """For several micro-batches: ``slices.Model.prepare``."""
+
+
+def no_layer(workload: Workload, activation: Any) -> MoE:
+    """Make the bound without MoE layer."""
+    return lambda x, ids, weights, **experts: (x, 0)
+
+
+def moe_mlp(workload: Workload, activation: Any, axis: str = "ep", **options: Any) -> MoE:
+    """Make the layer of this package."""
+
+    def layer(x: Any, ids: Any, weights: Any, *, prepared: Any = None, **experts: Any) -> Any:
+        num_experts = experts["w_in"].shape[0] * lax.axis_size(axis)
+        routing = ma.route(ids, group=axis, num_experts=num_experts)
+        more = options if prepared is None else dict(options, quantized=prepared)
+        y = ma.moe_mlp(x, routing, weights, activation=activation, **experts, **more)
+        return y, routing.num_dropped
+
+    return layer
+
+
+def local(workload: Workload, activation: Any) -> MoE:
+    """Make the bound without an exchange: each choice goes to an expert of the token's rank."""
+    layer = moe_mlp(workload, activation, ALONE)
+    return lambda x, ids, weights, **experts: layer(
+        x, ids % experts["w_in"].shape[0], weights, **experts
+    )
+
+
+def multiply(dot: Any, activation: Any, rows: Any, sizes: Any, experts: dict[str, Any]) -> Any:
+    """Return the outputs of experts by a grouped product.
+
+    Biases are products with the one-hot expert of each row, because their gradients are products,
+    too. Rows after the last group are zeroed then, because they may be NaN.
+    """
+    expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
+    one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
+    is_row = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+
+    def product(x: Any, name: str, bias: str) -> Any:
+        y = dot(x, experts[name], sizes)
+        return jnp.where(is_row, y + one_hot @ experts[bias], 0) if bias in experts else y
+
+    return product(activation(product(rows, "w_in", "b_in")), "w_out", "b_out")
+
+
+def exchanged(method: str, product: str, workload: Workload, activation: Any) -> MoE:
+    """Make a layer of a plain exchange and a grouped product."""
+    made = MAKERS[method](workload, ma.Group(axis_name="ep", size=workload.ranks))
+    dot = products.PRODUCTS[product]()
+
+    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
+        rows, _, sizes, state = made.dispatch(x, ids, weights)
+        return made.combine(multiply(dot, activation, rows, sizes, experts), state), 0
+
+    return layer
+
+
+def fsdp(workload: Workload, activation: Any) -> MoE:
+    """Make a layer without expert parallelism: every rank gathers the weights of all experts."""
+    dot = products.PRODUCTS["grouped_dot"]()
+
+    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
+        experts = {name: lax.all_gather(w, "ep", tiled=True) for name, w in experts.items()}
+        order, place, sizes = sort_by_key(ids.ravel(), len(experts["w_in"]), ids.size)
+        links = Links(order, place.reshape(ids.shape))
+        rows = multiply(dot, activation, spread(x, links), sizes, experts)
+        return weighted_sum(rows, weights, links), 0
+
+    return layer
+
+
+def capacity(workload: Workload, activation: Any) -> MoE:
+    """Make a layer with a capacity for each expert and source, by all_to_all and cuBLAS."""
+    ranks, num_experts = workload.ranks, workload.setting.experts
+
+    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
+        flat, hidden = ids.ravel(), x.shape[1]
+        rows = round_up(math.ceil(CAPACITY_FACTOR * flat.size / num_experts), 8)
+        order, place, sizes = sort_by_key(flat, num_experts, flat.size)
+        starts = jnp.cumsum(sizes) - sizes
+        slot = jnp.arange(rows)[None]
+        choice = order.at[starts[:, None] + slot].get(mode="clip")
+        choice = jnp.where(slot < sizes[:, None], choice, -1)
+        place -= starts[flat]
+        is_kept = place < rows
+        links = Links(
+            choice.ravel(), jnp.where(is_kept, flat * rows + place, -1).reshape(ids.shape)
+        )
+        blocks = lax.all_to_all(spread(x, links).reshape(ranks, -1, rows, hidden), "ep", 0, 0)
+        blocks = blocks.transpose(1, 0, 2, 3).reshape(-1, ranks * rows, hidden)
+        biased = lambda y, name: y + experts[name][:, None] if name in experts else y
+        h = biased(jnp.einsum("lch,lhi->lci", blocks, experts["w_in"]), "b_in")
+        y = biased(jnp.einsum("lci,lih->lch", activation(h), experts["w_out"]), "b_out")
+        y = y.reshape(-1, ranks, rows, hidden).transpose(1, 0, 2, 3)
+        back = lax.all_to_all(y, "ep", 0, 0).reshape(-1, hidden)
+        return weighted_sum(back, weights, links), jnp.sum(~is_kept)
+
+    return layer
+
+
+def quantize(w_in: Any, w_out: Any) -> Any:
+    """Quantize the experts of all layers for the micro-batches of a step."""
+    once = jax.vmap(functools.partial(ma.quantize_experts, transposed=True))
+    return once(w_in), once(w_out)
+
+
+LAYERS = {  # report.STEP_METHODS has them in words
+    "none": Layer(no_layer, None),
+    "local": Layer(local, None),
+    "moe_mlp": Layer(moe_mlp),
+    "all_gather": Layer(functools.partial(exchanged, "all_gather", "grouped_dot")),
+    "fsdp": Layer(fsdp),
+    "moe_mlp_to_fp8": Layer(
+        functools.partial(moe_mlp, experts_format=ma.BlockwiseFp8()),
+        **dict(tolerance=5e-2, has_our_products=False, prepare=quantize),
+    ),
+    "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),  # it may drop rows
+    "mosaic": Layer(
+        functools.partial(exchanged, "all_gather", "Mosaic GPU"), has_our_products=False
+    ),
+    "ragged32": Layer(functools.partial(exchanged, "ragged32", "grouped_dot")),
+    "ragged": Layer(functools.partial(exchanged, "ragged", "grouped_dot")),
+}

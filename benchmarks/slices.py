@@ -1,0 +1,365 @@
+"""Define slices of real MoE models, and a training step of one around any MoE layer.
+
+A slice has the widths of its model, fewer layers, and a vocabulary that is reduced in proportion.
+Layers are RMSNorm, causal attention with RoPE, and a router with its MoE layer, in a scan with
+rematerialization. Weights and the two moments of AdamW are float32. A step casts the weights to
+bfloat16 once, and computes in it. The batch, the dense weights (as FSDP) and the experts are
+divided over the ranks. Attention has neither the windows nor the sinks and biases of GPT-OSS, and
+routers are softmax over the chosen experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .workload import round_up
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
+BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
+CLIP, BETAS, EPSILON, DECAY = 1.0, (0.9, 0.95), 1e-8, 0.1
+NOISE = 0.1  # share of the tokens that do not follow from the one before
+IN_F32 = ("norm", "router")  # weights with these words in their names are not cast
+
+MoE = Callable[..., tuple[jax.Array, jax.Array]]
+"""Maps a rank's x [T, H], ids and weights [T, K], and experts by name to sums [T, H] and the number
+of choices that the rank dropped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The sizes of a slice."""
+
+    title: str
+    of_layers: int
+    """Layers of the model."""
+    of_vocabulary: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    experts: int
+    top_k: int
+    intermediate: int
+    layers: int
+    shared: int = 0
+    """Columns of the shared expert."""
+    qk_norm: bool = False
+    q_rank: int = 0
+    """Of MLA, like ``kv_rank``."""
+    kv_rank: int = 0
+    clamped: bool = False
+    """Experts have biases and the clamped SwiGLU of GPT-OSS."""
+    length: int = 4096
+    """Tokens of a sequence, at most."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the reduced vocabulary."""
+        return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
+
+    def tokens(self, rows: int, ranks: int) -> int:
+        """Return the tokens of a rank with which an expert gets this many rows on average."""
+        return max(1, rows * self.experts // (self.top_k * ranks))
+
+
+GEOMETRIES = {
+    "qwen3": Geometry(
+        *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
+    ),
+    # As a rank of 16 has it: 64 of 256 experts on 4 ranks. Heads are 64 + 64 wide (128 + 64).
+    "dsv3": Geometry(
+        *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
+        **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
+    ),
+    "mixtral": Geometry(*("Mixtral 8x7B", 32, 32000, 4096, 32, 8, 128, 8, 2, 14336), layers=4),
+    "gpt_oss": Geometry(
+        *("GPT-OSS-120B", 36, 201088, 2880, 64, 8, 64, 128, 4, 2880), layers=2, clamped=True
+    ),
+}
+
+
+def tiny(g: Geometry) -> Geometry:
+    """Return the same form in a size for CPUs."""
+    return dataclasses.replace(
+        g,
+        **dict(hidden=128, heads=4, kv_heads=max(1, 4 * g.kv_heads // g.heads), head=32),
+        **dict(experts=min(g.experts, 16), intermediate=128, layers=2, of_vocabulary=256),
+        **dict(of_layers=2, shared=min(g.shared, 128), length=32),
+        **dict(q_rank=min(g.q_rank, 64), kv_rank=min(g.kv_rank, 64)),
+    )
+
+
+def shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's weights; the first axis of a matrix is divided over ranks."""
+    q, kv, h = g.heads * g.head, g.kv_heads * g.head, g.hidden
+    rope = g.head // 2
+    found: dict[str, tuple[int, ...]] = dict(norm_attention=(h,), norm_moe=(h,), o=(q, h))
+    if g.q_rank:
+        found |= dict(q_down=(h, g.q_rank), norm_q=(g.q_rank,), q_up=(g.q_rank, q))
+    else:
+        found |= dict(q=(h, q))
+    if g.kv_rank:
+        found |= dict(kv_down=(h, g.kv_rank + rope), norm_kv=(g.kv_rank,))
+        found |= dict(kv_up=(g.kv_rank, g.heads * (2 * g.head - rope)))
+    else:
+        found |= dict(k=(h, kv), v=(h, kv))
+    if g.qk_norm:
+        found |= dict(norm_q=(g.head,), norm_k=(g.head,))
+    found |= dict(router=(h, g.experts), w_in=(g.experts, h, 2 * g.intermediate))
+    found |= dict(w_out=(g.experts, g.intermediate, h))
+    if g.clamped:
+        found |= dict(b_in=(g.experts, 2 * g.intermediate), b_out=(g.experts, h))
+    if g.shared:
+        found |= dict(shared_in=(h, 2 * g.shared), shared_out=(g.shared, h))
+    return found
+
+
+def specs(g: Geometry) -> dict[str, Any]:
+    """Return how the weights are divided over the ranks."""
+    divided = PartitionSpec(None, "ep")  # after the layers
+    kept = lambda name: len(shapes(g)[name]) == 1 or name == "router"
+    layers = {name: EVERYWHERE if kept(name) else divided for name in shapes(g)}
+    return dict(embed=divided, layers=layers, norm=EVERYWHERE, unembed=EP)
+
+
+def init(g: Geometry, seed: int = 0) -> dict[str, Any]:
+    """Return the state of the training: weights, moments and the number of steps."""
+    keys = iter(jax.random.split(jax.random.key(seed), 64))
+    normal = lambda shape, scale: jax.random.normal(next(keys), shape, F32) * scale
+    layers: dict[str, jax.Array] = {}
+    for name, shape in shapes(g).items():
+        if "norm" in name:
+            layers[name] = jnp.ones((g.layers, *shape), F32)
+            continue
+        scale = 0.1 if name.startswith("b_") else shape[-2] ** -0.5
+        if name in ("o", "w_out", "shared_out"):
+            scale *= (2 * g.layers) ** -0.5
+        layers[name] = normal((g.layers, *shape), scale)
+    params = dict(embed=normal((g.vocabulary, g.hidden), 1), layers=layers)
+    params |= dict(norm=jnp.ones(g.hidden, F32))
+    params |= dict(unembed=normal((g.hidden, g.vocabulary), 0.3 * g.hidden**-0.5))
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return dict(params=params, m=zeros(params), v=zeros(params), count=jnp.zeros((), F32))
+
+
+def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
+    """Return the placement of the state."""
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+    put = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(g), is_leaf=is_spec)
+    return dict(params=put, m=put, v=put, count=NamedSharding(mesh, EVERYWHERE))
+
+
+def flops(g: Geometry, length: int) -> tuple[int, int]:
+    """Return the operations of a token, forward and backward, without those of rematerialization:
+    all of them, and those of the routed experts."""
+    dense = sum(
+        int(np.prod(shape))
+        for name, shape in shapes(g).items()
+        if len(shape) == 2 and "b_" not in name
+    )
+    routed = 3 * g.top_k * g.hidden * g.intermediate
+    attention = length * g.heads * g.head  # two products over half of the pairs
+    all_layers = g.layers * (dense + routed + attention)
+    return 6 * (all_layers + g.hidden * g.vocabulary), 6 * g.layers * routed
+
+
+def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
+    """Return tokens [number, *shape], most of which follow from the one before."""
+    rng = np.random.default_rng(0)
+    follows = rng.permutation(g.vocabulary)
+    tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
+    is_noise = rng.random(tokens.shape) < NOISE
+    for t in range(1, shape[-1]):
+        before = follows[tokens[..., t - 1]]
+        tokens[..., t] = np.where(is_noise[..., t], tokens[..., t], before)
+    return tokens
+
+
+# The model.
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x [..., H] with a mean square of one, times scale [H]."""
+    y = x.astype(F32)
+    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+    return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Apply RoPE to [B, S, N, D]."""
+    half = x.shape[-1] // 2
+    frequency = 1e6 ** (-np.arange(half, dtype=np.float32) / half)
+    angle = (np.arange(x.shape[1], dtype=np.float32)[:, None] * frequency)[None, :, None]
+    a, b = jnp.split(x.astype(F32), 2, -1)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(x.dtype)
+
+
+def swiglu(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """Return the output of a dense expert."""
+    gate, up = jnp.split((x @ w_in).astype(F32), 2, -1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype) @ w_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A slice with a MoE layer."""
+
+    g: Geometry
+    mesh: Mesh
+    moe: MoE
+    attention: str
+    """The implementation of ``jax.nn.dot_product_attention``."""
+    prepare: Callable[[Any, Any], Any] | None = None
+    """Maps w_in and w_out of all layers, once in a step, to arrays that ``moe`` gets."""
+
+    def everywhere(self, w: jax.Array) -> jax.Array:
+        """Gather a dense weight on all ranks, as FSDP does."""
+        return lax.with_sharding_constraint(w, NamedSharding(self.mesh, EVERYWHERE))
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """Keep a batch divided over the ranks."""
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, EP))
+
+    def on_ranks(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Apply a function to each rank's part of the arguments."""
+        mapped = jax.shard_map(fn, mesh=self.mesh, in_specs=EP, out_specs=EP, check_vma=False)
+        return mapped(*args)
+
+    def attend(self, x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+        """Return causal attention of x [B, S, H]."""
+        g, times = self.g, lambda x, name: x @ self.everywhere(p[name])
+        heads = lambda y: y.reshape(*x.shape[:2], -1, g.head)
+        if g.q_rank:
+            q = heads(times(rms_norm(times(x, "q_down"), p["norm_q"]), "q_up"))
+        else:
+            q = heads(times(x, "q"))
+        if g.kv_rank:
+            rope = g.head // 2
+            latent, common = jnp.split(times(x, "kv_down"), [g.kv_rank], -1)
+            kv = times(rms_norm(latent, p["norm_kv"]), "kv_up")
+            k, v = jnp.split(kv.reshape(*x.shape[:2], g.heads, -1), [g.head - rope], -1)
+            common = jnp.broadcast_to(rotate(common[:, :, None]), (*k.shape[:3], rope))
+            k = jnp.concatenate([k, common], -1)
+            alone, rotated = jnp.split(q, [g.head - rope], -1)
+            q = jnp.concatenate([alone, rotate(rotated)], -1)
+        else:
+            k, v = heads(times(x, "k")), heads(times(x, "v"))
+            if g.qk_norm:
+                q, k = rms_norm(q, p["norm_q"]), rms_norm(k, p["norm_k"])
+            q, k = rotate(q), rotate(k)
+        attention = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=self.attention
+        )
+        return times(self.on_ranks(attention, q, k, v).reshape(*x.shape[:2], -1), "o")
+
+    def route(self, x: jax.Array, router: jax.Array, given: jax.Array | None) -> Any:
+        """Return ids and weights [B, S, K], the router's loss, and the choices of each expert."""
+        experts = self.g.experts
+        logits = x.astype(F32) @ router
+        scores = jax.nn.softmax(logits, -1)
+        if given is None:
+            weights, ids = lax.top_k(scores, self.g.top_k)
+        else:
+            weights, ids = jnp.take_along_axis(scores, given, -1), given
+        weights /= weights.sum(-1, keepdims=True)
+        counts = (ids[..., None] == jnp.arange(experts)[None, None, None]).sum((0, 1, 2))
+        loss = BALANCE * experts * jnp.sum(counts / ids.size * scores.mean((0, 1)))
+        loss += Z_LOSS * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+        return ids, weights, loss, counts
+
+    def layer(self, given: jax.Array | None, x: jax.Array, scanned: Any) -> Any:
+        """Apply a layer to x [B, S, H]; return it, and the router's loss, the dropped choices and
+        the choices of each expert."""
+        number, p = scanned
+        x += self.attend(rms_norm(x, p["norm_attention"]), p)
+        h = rms_norm(x, p["norm_moe"])
+        if given is not None:  # each layer has other experts
+            given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
+        ids, weights, loss, counts = self.route(h, p["router"], given)
+
+        def on_rank(h: Any, ids: Any, weights: Any, experts: Any) -> Any:
+            flat = [a.reshape(-1, a.shape[-1]) for a in (h, ids, weights)]
+            y, dropped = self.moe(*flat, **experts)
+            return y.reshape(h.shape), jnp.full(1, dropped, jnp.int32)
+
+        names = ("w_in", "w_out", "b_in", "b_out", "prepared")
+        y, dropped = self.on_ranks(on_rank, h, ids, weights, {n: p[n] for n in names if n in p})
+        if self.g.shared:
+            y += swiglu(h, *(self.everywhere(p[name]) for name in ("shared_in", "shared_out")))
+        return self.divided(x + y), (loss, dropped.sum(), counts)
+
+    def loss(self, params: Any, prepared: Any, tokens: jax.Array, given: Any) -> Any:
+        """Return the loss of tokens [B, S + 1], and the cross-entropy, dropped choices, counts."""
+        g, layers = self.g, params["layers"]
+        layers = layers if prepared is None else layers | dict(prepared=prepared)
+        x = self.divided(self.everywhere(params["embed"])[tokens[:, :-1]])
+        body = jax.checkpoint(functools.partial(self.layer, given), prevent_cse=False)
+        x, (router, dropped, counts) = lax.scan(body, x, (jnp.arange(g.layers), layers))
+        logits = rms_norm(x, params["norm"]) @ self.everywhere(params["unembed"])
+        logits = logits.astype(F32)
+        is_right = tokens[:, 1:, None] == jnp.arange(g.vocabulary)[None, None]
+        right = jnp.where(is_right, logits, 0).sum(-1)  # its gradient needs no scatter
+        nats = jnp.mean(jax.nn.logsumexp(logits, -1) - right)
+        return nats + router.sum(), (nats, dropped.sum(), counts)
+
+    def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
+        """Return gradients, averaged over micro-batches tokens [M, B, S + 1], and what ``loss``
+        returns with its value."""
+        cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
+        compute = jax.tree.map_with_path(cast, params)
+        layers, prepared = compute["layers"], None
+        if self.prepare:
+            prepared = self.prepare(layers["w_in"], layers["w_out"])
+        gradient = jax.grad(self.loss, has_aux=True)
+        if len(tokens) == 1:
+            return gradient(compute, prepared, tokens[0], given)
+
+        def add(total: Any, micro_batch: Any) -> Any:
+            found, more = gradient(compute, prepared, micro_batch, given)
+            return jax.tree.map(lambda t, g: t + g.astype(F32) / len(tokens), total, found), more
+
+        placed = shardings(self.g, self.mesh)["params"]
+        zeros = lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), placed)
+        total, (nats, dropped, counts) = lax.scan(add, zeros, tokens)
+        return total, (nats.mean(), dropped.sum(), counts.sum(0))
+
+    def step(self, state: Any, tokens: jax.Array, given: Any, rate: jax.Array) -> Any:
+        """Return the next state, and the cross-entropy, dropped choices and counts of the step.
+
+        Args:
+          tokens: [M, B, S + 1], for M micro-batches.
+          given: the choices [B, S, K] in place of the router's, or None.
+          rate: of learning. With zero, weights stay as they are.
+        """
+        gradients, results = self.gradients(state["params"], tokens, given)
+        return adamw(state, gradients, rate), results
+
+
+def adamw(state: Any, gradients: Any, rate: jax.Array) -> Any:
+    """Return the next state; the norm of all gradients is clipped."""
+    leaves, form = jax.tree.flatten(jax.tree.map(lambda g: g.astype(F32), gradients))
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
+    scale, count = jnp.minimum(1.0, CLIP / (norm + 1e-6)), state["count"] + 1
+    biases = [1 - beta**count for beta in BETAS]
+
+    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        g = g * scale
+        m, v = (b * old + (1 - b) * new for b, old, new in zip(BETAS, (m, v), (g, g * g)))
+        change = m / biases[0] / (jnp.sqrt(v / biases[1]) + EPSILON) + DECAY * p
+        return p - rate * change, m, v
+
+    states = (jax.tree.leaves(state[name]) for name in ("params", "m", "v"))
+    updated = zip(*(update(*arrays) for arrays in zip(*states, leaves)))
+    named = {name: form.unflatten(new) for name, new in zip(("params", "m", "v"), updated)}
+    return dict(named, count=count)

@@ -1,0 +1,542 @@
+// The calls of products, which run without other ranks. A call is a struct as in calls/call.h, but
+// has no state: its handler describes it at each execution, so arrays are described without
+// allocations.
+//
+// moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
+// int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
+// rows, weights, table, biases [L, P] or [0], router weights, float32 [C]; results activations [C,
+// I], pre-activations [C, P] or [0], counter. moe_a2a_act_dot_grad, the gradient of activations [C,
+// I] times weights [L, I, N]: operands gradient [C, N], weights, table, pre-activations [C, P],
+// router weights; results gradient of the pre-activations [C, P], weighted activations [C, I],
+// partial dots, float32 [ceil(I / kDotColumns), C], counter. moe_a2a_fp8_gemm: operands rows [C, K]
+// and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and of weights [L,
+// ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The
+// kernel reads the scales of rows where they are: a lane loads the scales of its own rows, so their
+// order costs nothing. moe_a2a_act_encode, the pass between two products in FP8: operands product
+// [B, C, P], bfloat16 or float32; the table of B times L groups; router weights, float32 [B, C], or
+// [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I /
+// 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of weights: operand
+// weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the same values [L, K,
+// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
+//
+// Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
+// [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
+// / 128, K / 128].
+//
+// The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
+// Its values are not checked. Groups must lie within the rows, and indices within the weights; the
+// lowering in Python ensures both.
+#ifndef MOE_A2A_CALLS_PRODUCTS_H_
+#define MOE_A2A_CALLS_PRODUCTS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "gemm/act_encode.h"
+#include "gemm/encode_squares.h"
+#include "gemm/fp8_gemm.h"
+#include "gemm/grouped_gemm.h"
+#include "lists.h"
+#include "runtime/problem.h"
+#include "runtime/slice.h"
+
+namespace moe_a2a {
+
+// The types of arrays of products, and their names in XLA.
+enum class NumberType { kBFloat16, kFloat16, kFloat32, kInt32, kFp8, kOther };
+constexpr const char* kNumberTypeNames[] = {"BF16", "F16", "F32", "S32", "F8E4M3FN"};
+
+inline NumberType NumberTypeNamed(std::string_view name) {
+  const auto found = std::find(std::begin(kNumberTypeNames), std::end(kNumberTypeNames), name);
+  return static_cast<NumberType>(found - std::begin(kNumberTypeNames));
+}
+
+struct ProductArray {
+  NumberType type;
+  Slice<const int64_t> axes;
+  void* data;  // null while a program is lowered
+
+  bool is_empty() const { return std::find(axes.begin(), axes.end(), 0) != axes.end(); }
+};
+using ProductArrays = Slice<const ProductArray>;
+
+inline std::string ToString(NumberType type, Slice<const int64_t> axes) {
+  std::string text = type == NumberType::kOther ? "an array of another type "
+                                                : kNumberTypeNames[static_cast<int>(type)];
+  text += "[";
+  for (size_t i = 0; i < axes.size(); ++i) text += (i ? "," : "") + std::to_string(axes[i]);
+  return text + "]";
+}
+
+inline std::string ToString(const ProductArray& array) { return ToString(array.type, array.axes); }
+
+inline Problem CheckShape(const ProductArray& array, const char* name, NumberType type,
+                          std::initializer_list<int64_t> axes) {
+  if (array.type == type &&
+      std::equal(axes.begin(), axes.end(), array.axes.begin(), array.axes.end())) {
+    return {};
+  }
+  return std::string(name) + " of grouped_dot must be " +
+         ToString(type, {axes.begin(), axes.size()}) + "; got " + ToString(array);
+}
+
+inline Problem CheckCounts(const char* call, ProductArrays args, size_t least, size_t most,
+                           ProductArrays results, size_t num_results) {
+  if (args.size() >= least && args.size() <= most && results.size() == num_results) return {};
+  return std::string(call) + " needs " + std::to_string(least) + " to " + std::to_string(most) +
+         " operands and " + std::to_string(num_results) + " results; got " +
+         std::to_string(args.size()) + " and " + std::to_string(results.size());
+}
+
+inline Problem CheckAxes(const ProductArray& rows, const ProductArray& weights,
+                         const ProductArray& table) {
+  if (rows.axes.size() == 2 && weights.axes.size() == 3 && table.axes.size() == 2) return {};
+  return "grouped_dot needs rows of two axes, weights of three and a table of two; got " +
+         ToString(rows) + ", " + ToString(weights) + " and " + ToString(table);
+}
+
+// Sets the groups and the counter, after checks. The table has two axes.
+template <typename Gemm>
+Problem DescribeGroups(const ProductArray& table, const ProductArray& counter, Gemm* gemm) {
+  const int64_t num_groups = table.axes[1];
+  gemm->starts = static_cast<const int32_t*>(table.data);
+  gemm->sizes = gemm->starts + num_groups;
+  gemm->weights = gemm->sizes + num_groups;
+  gemm->num_groups = static_cast<int32_t>(num_groups);
+  gemm->counter = static_cast<int32_t*>(counter.data);
+  return FirstOf({CheckShape(table, "the table of groups", NumberType::kInt32, {3, num_groups}),
+                  CheckShape(counter, "the counter", NumberType::kInt32, {1})});
+}
+
+// Sets the second array of weights, if there is one. `like` is the first.
+template <typename Gemm>
+Problem DescribeSpare(ProductArrays spare, const ProductArray& like, Gemm* gemm) {
+  if (spare.size() == 0) return {};
+  if (spare[0].axes.size() != 3) {
+    return "spare weights must have three axes; got " + ToString(spare[0]);
+  }
+  gemm->spare = spare[0].data;
+  gemm->num_spare = spare[0].axes[0];
+  return CheckShape(spare[0], "spare weights", like.type,
+                    {gemm->num_spare, like.axes[1], like.axes[2]});
+}
+
+// Sets what all products of 16-bit numbers have in common, after checks.
+inline Problem DescribeGemm(const ProductArray& rows, const ProductArray& weights,
+                            const ProductArray& table, const ProductArray& counter,
+                            GroupedGemm* gemm) {
+  if (Problem problem = CheckAxes(rows, weights, table); !problem.empty()) return problem;
+  const bool is_bfloat16 = rows.type == NumberType::kBFloat16;
+  gemm->type = is_bfloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+  const char* name = is_bfloat16                         ? "bfloat16"
+                     : rows.type == NumberType::kFloat16 ? "float16"
+                                                         : "another type";
+  gemm->num_rows = rows.axes[0];
+  gemm->num_weights = weights.axes[0];
+  gemm->k = weights.axes[1];
+  gemm->n = weights.axes[2];
+  // Before the comparison of dtypes: a dtype that no kernel has is the reason to tell.
+  if (Problem problem = WhyNotGroupedGemm(name, gemm->num_rows, table.axes[1], gemm->k, gemm->n);
+      !problem.empty()) {
+    return problem;
+  }
+  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
+  return FirstOf(
+      {CheckShape(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
+       CheckShape(weights, "weights", rows.type, {gemm->num_weights, gemm->k, gemm->n}),
+       DescribeGroups(table, counter, gemm)});
+}
+
+// An activation as attributes of a call.
+struct ActivationAttributes {
+  int64_t activation, gated;
+  float alpha, limit;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("activation", &activation) && read("gated", &gated) && read("alpha", &alpha) &&
+           read("limit", &limit);
+  }
+
+  // Sets the activation of an ActivatedProduct or an ActEncode.
+  template <typename Activated>
+  Problem Describe(Activated* activated) const {
+    const auto last = Activation::kScaledBias;
+    activated->function = static_cast<Activation>(activation);
+    activated->is_gated = gated != 0;
+    activated->alpha = alpha;
+    activated->limit = limit;
+    const bool needs_gate = activated->function == Activation::kClampedSwiglu,
+               needs_none = activated->function == last;
+    if (activation >= 0 && activation <= static_cast<int64_t>(last) &&
+        !(activated->is_gated ? needs_none : needs_gate)) {
+      return {};
+    }
+    return "no kernel has the activation " + std::to_string(activation) +
+           (activated->is_gated ? ", gated" : ", not gated");
+  }
+};
+
+inline Problem CheckGated(const ActivatedProduct& activated, int64_t pre) {
+  if (!activated.is_gated || pre % 16 == 0) return {};
+  return Unsupported("a gated activation needs pre-activations in multiples of 16 columns; got " +
+                     std::to_string(pre));
+}
+
+struct GroupedGemmCall {
+  int64_t product, num_sms;
+
+  static constexpr const char* kTarget = "moe_a2a_grouped_gemm";
+  using Params = GroupedGemm;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("product", &product) && read("num_sms", &num_sms);
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, GroupedGemm* gemm) const {
+    if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
+      return "grouped_dot has no product " + std::to_string(product);
+    }
+    gemm->product = static_cast<GroupedProduct>(product);
+    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
+    if (Problem p = CheckCounts("grouped_dot", args, 3, is_gradient ? 3 : 4, results, 2);
+        !p.empty()) {
+      return p;
+    }
+    const ProductArray &a = args[0], &b = args[1], &d = results[0];
+    if (Problem p = DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm); !p.empty()) {
+      return p;
+    }
+    gemm->a = a.data;
+    gemm->b = b.data;
+    gemm->d = d.data;
+    if (is_gradient) return CheckShape(b, "b", a.type, {gemm->num_rows, gemm->n});
+    const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
+    return FirstOf(
+        {DescribeSpare(args.from(3), b, gemm),
+         CheckShape(d, "the result", a.type, {gemm->num_rows, is_transposed ? gemm->k : gemm->n})});
+  }
+
+  static Problem Launch(GroupedGemm& gemm, int sms, cudaStream_t stream) {
+    gemm.num_sms = sms;
+    return LaunchGroupedGemm(gemm, stream);
+  }
+};
+
+// The parameters of a product with an activation in its epilogue.
+struct ActivatedGemm {
+  GroupedGemm gemm;
+  ActivatedProduct activated;
+
+  Problem Launch(int sms, cudaStream_t stream) {
+    gemm.activated = &activated;
+    gemm.num_sms = sms;
+    return LaunchGroupedGemm(gemm, stream);
+  }
+};
+
+struct DotActCall {
+  int64_t product, num_sms;
+  ActivationAttributes activation;
+
+  static constexpr const char* kTarget = "moe_a2a_dot_act";
+  using Params = ActivatedGemm;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("product", &product) && read("num_sms", &num_sms) && activation.Read(read);
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, ActivatedGemm* params) const {
+    auto& [gemm, activated] = *params;
+    gemm.product = static_cast<GroupedProduct>(product);
+    if (gemm.product != GroupedProduct::kForward && gemm.product != GroupedProduct::kForwardFew) {
+      return "an activation has no product " + std::to_string(product);
+    }
+    if (Problem p = CheckCounts("dot_act", args, 5, 6, results, 3); !p.empty()) return p;
+    const ProductArray &rows = args[0], &weights = args[1], &bias = args[3], &row_weights = args[4],
+                       &act = results[0], &pre = results[1];
+    if (Problem p = FirstOf({activation.Describe(&activated),
+                             DescribeGemm(rows, weights, args[2], results[2], &gemm)});
+        !p.empty()) {
+      return p;
+    }
+    if (Problem p =
+            FirstOf({DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, gemm.n)});
+        !p.empty()) {
+      return p;
+    }
+    const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
+    const bool has_bias = bias.axes.size() != 1, keeps = pre.axes.size() != 1;
+    gemm.a = rows.data;
+    gemm.b = weights.data;
+    gemm.d = act.data;
+    activated.row_weights = static_cast<const float*>(row_weights.data);
+    activated.bias = has_bias ? bias.data : nullptr;
+    activated.pre = keeps ? pre.data : nullptr;
+    return FirstOf(
+        {has_bias
+             ? CheckShape(bias, "biases", rows.type, {gemm.num_weights + gemm.num_spare, gemm.n})
+             : CheckShape(bias, "biases", rows.type, {0}),
+         CheckShape(row_weights, "router weights", NumberType::kFloat32, {gemm.num_rows}),
+         CheckShape(act, "activations", rows.type, {gemm.num_rows, columns}),
+         keeps ? CheckShape(pre, "pre-activations", rows.type, {gemm.num_rows, gemm.n})
+               : CheckShape(pre, "pre-activations", rows.type, {0})});
+  }
+
+  static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
+    return params.Launch(sms, stream);
+  }
+};
+
+struct ActDotGradCall {
+  int64_t num_sms;
+  ActivationAttributes activation;
+
+  static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
+  using Params = ActivatedGemm;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_sms", &num_sms) && activation.Read(read);
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, ActivatedGemm* params) const {
+    auto& [gemm, activated] = *params;
+    gemm.product = GroupedProduct::kTransposed;
+    if (Problem p = CheckCounts("act_dot_grad", args, 5, 6, results, 4); !p.empty()) return p;
+    const ProductArray &gradient = args[0], &weights = args[1], &pre = args[3],
+                       &row_weights = args[4], &d_pre = results[0], &act = results[1],
+                       &partial_dots = results[2];
+    if (Problem p = FirstOf({activation.Describe(&activated),
+                             DescribeGemm(gradient, weights, args[2], results[3], &gemm)});
+        !p.empty()) {
+      return p;
+    }
+    if (activated.function == Activation::kScaledBias) return "no activation has no gradient";
+    const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
+    const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
+    gemm.a = gradient.data;
+    gemm.b = weights.data;
+    gemm.d = act.data;
+    activated.row_weights = static_cast<const float*>(row_weights.data);
+    activated.pre = pre.data;
+    activated.d_pre = d_pre.data;
+    activated.partial_dots = static_cast<float*>(partial_dots.data);
+    const NumberType type = gradient.type;
+    return FirstOf(
+        {DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, width),
+         CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
+         CheckShape(row_weights, "router weights", NumberType::kFloat32, {gemm.num_rows}),
+         CheckShape(d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
+         CheckShape(act, "activations", type, {gemm.num_rows, columns}),
+         CheckShape(partial_dots, "partial dots", NumberType::kFloat32,
+                    {num_dots, gemm.num_rows})});
+  }
+
+  static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
+    return params.Launch(sms, stream);
+  }
+};
+
+// Returns the type of results that may be bfloat16 or float32. CheckShape() refuses other types.
+inline ElementType WideType(NumberType type, NumberType* expected) {
+  const bool is_float = type == NumberType::kFloat32;
+  *expected = is_float ? NumberType::kFloat32 : NumberType::kBFloat16;
+  return is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+}
+
+struct Fp8GemmCall {
+  int64_t product, num_sms;
+
+  static constexpr const char* kTarget = "moe_a2a_fp8_gemm";
+  using Params = Fp8Gemm;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("product", &product) && read("num_sms", &num_sms);
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, Fp8Gemm* params) const {
+    Fp8Gemm& gemm = *params;
+    gemm.product = static_cast<Fp8Product>(product);
+    if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
+      return "grouped_dot in FP8 has no product " + std::to_string(product);
+    }
+    if (Problem p = CheckCounts("grouped_dot in FP8", args, 5, 6, results, 2); !p.empty()) {
+      return p;
+    }
+    const ProductArray &rows = args[0], &weights = args[1], &table = args[2], &row_scales = args[3],
+                       &weight_scales = args[4], &d = results[0];
+    if (Problem p = CheckAxes(rows, weights, table); !p.empty()) return p;
+    gemm.num_rows = rows.axes[0];
+    gemm.num_weights = weights.axes[0];
+    gemm.n = weights.axes[1];
+    gemm.k = weights.axes[2];
+    if (Problem p = WhyNotFp8Gemm(gemm.num_rows, table.axes[1], gemm.k, gemm.n); !p.empty()) {
+      return p;
+    }
+    NumberType type_of_d;
+    gemm.type = WideType(d.type, &type_of_d);
+    const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
+    gemm.rows = rows.data;
+    gemm.matrices = weights.data;
+    gemm.row_scales = static_cast<const float*>(row_scales.data);
+    gemm.row_stride = blocks_k;
+    gemm.block_stride = 1;
+    gemm.matrix_scales = static_cast<const float*>(weight_scales.data);
+    gemm.d = d.data;
+    if (Problem p = DescribeSpare(args.from(5), weights, &gemm); !p.empty()) return p;
+    const auto fp8 = NumberType::kFp8, float32 = NumberType::kFloat32;
+    return FirstOf(
+        {CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
+         CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
+         CheckShape(row_scales, "the scales of rows", float32, {gemm.num_rows, blocks_k}),
+         CheckShape(weight_scales, "the scales of weights", float32,
+                    {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}),
+         CheckShape(d, "the result", type_of_d, {gemm.num_rows, gemm.n}),
+         DescribeGroups(table, results[1], &gemm)});
+  }
+
+  static Problem Launch(Fp8Gemm& gemm, int sms, cudaStream_t stream) {
+    gemm.num_sms = sms;
+    return LaunchFp8Gemm(gemm, stream);
+  }
+};
+
+struct ActEncodeCall {
+  int64_t num_sms;
+  ActivationAttributes activation;
+
+  static constexpr const char* kTarget = "moe_a2a_act_encode";
+  using Params = ActEncode;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_sms", &num_sms) && activation.Read(read);
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, ActEncode* params) const {
+    ActEncode& call = *params;
+    if (Problem p = CheckCounts("act_encode", args, 3, 3, results, 2); !p.empty()) return p;
+    const ProductArray &product = args[0], &table = args[1], &row_weights = args[2],
+                       &values = results[0], &scales = results[1];
+    if (product.axes.size() != 3 || table.axes.size() != 2) {
+      return "act_encode needs a product of three axes and a table of two; got " +
+             ToString(product) + " and " + ToString(table);
+    }
+    if (Problem p = activation.Describe(&call); !p.empty()) return p;
+    if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
+    NumberType type;
+    call.type = WideType(product.type, &type);
+    const bool is_weighted = call.is_gated || row_weights.axes.size() != 1;
+    const int64_t batch = product.axes[0], rows = product.axes[1], width = product.axes[2];
+    const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
+    const int64_t num_groups = table.axes[1];
+    if (width % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
+        num_groups % batch != 0) {
+      return "act_encode needs columns in multiples of 128 and the same number of groups for each "
+             "element of the batch; got a product " +
+             ToString(product) + " and a table " + ToString(table);
+    }
+    call.product = product.data;
+    call.row_weights = is_weighted ? static_cast<const float*>(row_weights.data) : nullptr;
+    call.starts = static_cast<const int32_t*>(table.data);
+    call.sizes = call.starts + num_groups;
+    call.values = static_cast<uint8_t*>(values.data);
+    call.scales = static_cast<uint32_t*>(scales.data);
+    call.num_rows = batch * rows;
+    call.batch = static_cast<int32_t>(batch);
+    call.num_groups = static_cast<int32_t>(num_groups / batch);
+    call.columns = static_cast<int32_t>(columns);
+    const auto float32 = NumberType::kFloat32;
+    return FirstOf({CheckShape(product, "the product", type, {batch, rows, width}),
+                    CheckShape(table, "the table of groups", NumberType::kInt32, {3, num_groups}),
+                    is_weighted ? CheckShape(row_weights, "router weights", float32, {batch, rows})
+                                : CheckShape(row_weights, "router weights", float32, {0}),
+                    CheckShape(values, "the values", NumberType::kFp8, {batch, rows, columns}),
+                    CheckShape(scales, "the scales", float32, {batch, rows, columns / kFp8Block})});
+  }
+
+  static Problem Launch(ActEncode& call, int sms, cudaStream_t stream) {
+    return LaunchActEncode(call, sms, stream);
+  }
+};
+
+struct EncodeSquaresCall {
+  static constexpr int64_t num_sms = 0;  // it launches a block for each square
+
+  static constexpr const char* kTarget = "moe_a2a_encode_squares";
+  using Params = EncodeSquares;
+
+  template <typename Reader>
+  bool Read(Reader&&) {
+    return true;
+  }
+
+  Problem Describe(ProductArrays args, ProductArrays results, EncodeSquares* params) const {
+    EncodeSquares& call = *params;
+    if (Problem p = CheckCounts("encode_squares", args, 1, 1, results, 3); !p.empty()) return p;
+    const ProductArray &weights = args[0], &turned = results[0], &plain = results[1],
+                       &scales = results[2];
+    if (weights.axes.size() != 3 || weights.axes[1] % kFp8Block != 0 ||
+        weights.axes[2] % kFp8Block != 0) {
+      return "encode_squares needs weights [L, K, N], with multiples of 128; got " +
+             ToString(weights);
+    }
+    const int64_t num = weights.axes[0], k = weights.axes[1], n = weights.axes[2];
+    const auto check_values = [&](const ProductArray& values, const char* name, int64_t rows,
+                                  int64_t columns) {
+      const bool is_there = values.axes.size() == 3;
+      return is_there ? CheckShape(values, name, NumberType::kFp8, {num, rows, columns})
+                      : CheckShape(values, name, NumberType::kFp8, {0});
+    };
+    const auto values_of = [](const ProductArray& values) {
+      return values.is_empty() ? nullptr : static_cast<uint8_t*>(values.data);
+    };
+    NumberType type;
+    call = {WideType(weights.type, &type),
+            weights.data,
+            values_of(turned),
+            values_of(plain),
+            static_cast<uint32_t*>(scales.data),
+            num,
+            k,
+            n};
+    return FirstOf({CheckShape(weights, "weights", type, {num, k, n}),
+                    check_values(turned, "the values", n, k),
+                    check_values(plain, "the transposed values", k, n),
+                    CheckShape(scales, "the scales", NumberType::kFloat32,
+                               {num, n / kFp8Block, k / kFp8Block})});
+  }
+
+  static Problem Launch(EncodeSquares& call, int, cudaStream_t stream) {
+    return LaunchEncodeSquares(call, stream);
+  }
+};
+
+using ProductCalls = Types<GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall, ActEncodeCall,
+                           EncodeSquaresCall>;
+
+// Reads and describes a call. Returns why no kernel runs it.
+template <typename Call, typename Reader>
+Problem DescribeProduct(const Reader& read, ProductArrays args, ProductArrays results,
+                        typename Call::Params* params, int64_t* num_sms) {
+  Call call = {};
+  if (Problem problem = ReadAttributes(read, &call); !problem.empty()) return problem;
+  *num_sms = call.num_sms;
+  if (*num_sms < 0) return "num_sms must be at least 0; got " + std::to_string(*num_sms);
+  return call.Describe(args, results, params);
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_PRODUCTS_H_

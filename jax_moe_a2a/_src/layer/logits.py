@@ -1,0 +1,142 @@
+"""Multiply tokens by the router with the precision of float32.
+
+GPUs and TPUs compute a float32 product in fewer bits by default (TF32 on NVIDIA GPUs), and a token
+whose logits are almost equal would then choose other experts than on a CPU. ``router_dot_p`` sums
+exact products of float32 numbers. It is bilinear, and its transposes are the primitive again. So
+its derivatives, of any order, are as precise, and read bfloat16 tokens without a float32 copy.
+
+A float32 number is the sum of three bfloat16 numbers, its *pieces*. On GPUs, a product of bfloat16
+and float32 arrays is one product of bfloat16 arrays, which hold the pieces side by side. Its
+multiplications are three times as many, but on tensor cores each takes half the time of one in
+TF32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, mlir
+
+from .. import compat, scopes
+from ..exchange.reference import accumulation_dtype
+from ..exchange.rules import is_zero
+from ..grouped.primitives import bilinear_jvp, bind, register
+
+router_dot_p = compat.Primitive("moe_a2a_router_dot")
+
+
+@scopes.router
+def router_logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None) -> jax.Array:
+    """Return the logits of tokens [T, E]: ``x @ router + router_bias``."""
+    logits = bind(router_dot_p, x, router, dtype=_sum_dtype(x, router))
+    return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
+
+
+def _sum_dtype(a: Any, b: Any) -> Any:
+    """Return the dtype of sums of products."""
+    return max(map(accumulation_dtype, (a.dtype, b.dtype)), key=lambda dtype: dtype.itemsize)
+
+
+def _dot(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+    """Return the products of ``a`` [*B, M, K] and ``b`` [*B, K, N], [*B, M, N], summed with the
+    precision of the larger dtype, and rounded to ``dtype``."""
+    sum_dtype = _sum_dtype(a, b)
+    operands = a.astype(sum_dtype), b.astype(sum_dtype)
+    return jnp.matmul(*operands, precision=lax.Precision.HIGHEST).astype(dtype)
+
+
+def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+    """Return what ``_dot`` returns, from products of bfloat16 if an array has this dtype."""
+    if a.dtype == b.dtype and a.dtype.itemsize == 2:
+        return _matmul(a, b, dtype)  # products of 16 bits are exact in float32
+    if _sum_dtype(a, b) != jnp.float32:
+        return _dot(a, b, dtype=dtype)
+    if a.dtype == jnp.bfloat16:
+        return _dot_of_pieces(a, b, dtype)
+    if b.dtype == jnp.bfloat16:
+        return _turned(_dot_of_pieces(_turned(b), _turned(a), dtype))
+    if dtype == jnp.bfloat16:  # the smallest products do not change the result
+        (a_0, a_1, _), (b_0, b_1, _) = _pieces(a), _pieces(b)
+        return _matmul(_joined(a_1, a_0, a_0), _joined(b_0, b_1, b_0, axis=-2), dtype)
+    return _dot(a, b, dtype=dtype)
+
+
+def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """Return the product of ``a``, in bfloat16, and ``b``, in float32 or float16."""
+    pieces = _pieces(b)[::-1]  # from small to large
+    num_products, num_columns = b.shape[-2:]
+    if num_products < num_columns:
+        return _matmul(_joined(a, a, a), _joined(*pieces, axis=-2), dtype)
+    small, middle, large = jnp.split(_matmul(a, _joined(*pieces), jnp.float32), 3, axis=-1)
+    return (small + middle + large).astype(dtype)
+
+
+def _pieces(x: jax.Array) -> list[jax.Array]:
+    """Return three bfloat16 arrays, from large to small, whose sum is ``x``."""
+    rest, pieces = x.astype(jnp.float32), []
+    for _ in range(3):
+        # XLA may omit a conversion to bfloat16 and back, but not this operation.
+        piece = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        pieces.append(piece.astype(jnp.bfloat16))
+        rest -= piece
+    return pieces
+
+
+def _joined(*arrays: jax.Array, axis: int = -1) -> jax.Array:
+    return jnp.concatenate(arrays, axis=axis)
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _matmul(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply arrays of 16 bits. Sums are in float32."""
+    result = dtype if dtype == a.dtype else jnp.float32
+    precision = lax.Precision.DEFAULT  # whatever the caller's default is
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
+
+
+def _abstract(a: Any, b: Any, *, dtype: Any) -> Any:
+    return compat.result_aval(a, (*a.shape[:-1], b.shape[-1]), dtype)
+
+
+def _transpose(ct: Any, a: Any, b: Any, *, dtype: Any) -> list[Any]:
+    del dtype
+    of_a = ad.is_undefined_primal(a)
+    wanted = a if of_a else b
+    found: Any = ad.Zero(wanted.aval)
+    if not is_zero(ct):
+        operands = (ct, _turned(b)) if of_a else (_turned(a), ct)
+        found = bind(router_dot_p, *operands, dtype=wanted.aval.dtype)
+    return [found, None] if of_a else [None, found]
+
+
+def _batch(args: Any, dims: Any, *, dtype: Any) -> tuple[jax.Array, int]:
+    """Batch the product. The batch becomes rows or columns if it shares an operand."""
+    (a, b), (i, j) = args, dims
+    dot = partial(bind, router_dot_p, dtype=dtype)
+    if j is None:
+        a = jnp.moveaxis(a, i, -3)
+        out = dot(lax.collapse(a, a.ndim - 3, a.ndim - 1), b)
+        return out.reshape(*a.shape[:-1], out.shape[-1]), a.ndim - 3
+    if i is None:
+        b = jnp.moveaxis(b, j, -2)
+        out = dot(a, lax.collapse(b, b.ndim - 2))
+        return out.reshape(*out.shape[:-1], *b.shape[-2:]), b.ndim - 2
+    return dot(jnp.moveaxis(a, i, 0), jnp.moveaxis(b, j, 0)), 0
+
+
+register(
+    router_dot_p,
+    abstract=_abstract,
+    jvp=partial(bilinear_jvp, router_dot_p),
+    transpose=_transpose,
+    batch=_batch,
+    composition=_dot,
+    cuda=mlir.lower_fun(_dot_on_gpu, multiple_results=False),
+)

@@ -1,0 +1,52 @@
+"""Name operations by what they are for, so that profiles and compiled programs show it.
+
+Each decorator runs a function in a ``jax.named_scope``. The derivatives that JAX makes have the
+names, too: ``transpose(jvp(moe_router))``. The names are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from . import compat
+
+F = TypeVar("F", bound=Callable[..., Any])
+NAMES: set[str] = set()
+
+
+def _in_scope(name: str) -> Callable[[F], F]:
+    NAMES.add(name)
+
+    def decorate(fn: F) -> F:
+        @functools.wraps(fn)
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            if compat.innermost_scope() == name:  # of a caller with the same decorator
+                return fn(*args, **kwargs)
+            with jax.named_scope(name):
+                return fn(*args, **kwargs)
+
+        return in_scope  # type: ignore[return-value]
+
+    return decorate
+
+
+router = _in_scope("moe_router")
+losses = _in_scope("moe_losses")
+load = _in_scope("moe_load")
+padding = _in_scope("moe_padding")
+placement = _in_scope("moe_placement")
+quantization = _in_scope("moe_quantization")
+exchange = _in_scope("moe_exchange")
+products = _in_scope("moe_products")
+activation = _in_scope("moe_activation")
+shared_expert = _in_scope("moe_shared_expert")
+
+
+def of_user(ctx: Any) -> tuple[str, ...]:
+    """Return the scopes around a primitive that is being lowered, except for those of this
+    package."""
+    return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

@@ -1,0 +1,37 @@
+"""Say whether jax's CUDA plugin is installed where the compiled table needs it.
+
+The plugin is in a folder of its own, because jax finds it in an environment and looks for GPUs.
+"""
+
+import importlib.metadata
+import pathlib
+import shutil
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "build/compiled"
+
+
+def requirements():
+    """Return the versions that the extra `compiled` requires, by package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["compiled"]
+    return dict(requirement.split("==") for requirement in extra)
+
+
+def why_not():
+    """Return why this environment cannot make the compiled table, or ""."""
+    found = importlib.metadata.distributions(path=[str(FOLDER)])
+    installed = {distribution.name: distribution.version for distribution in found}
+    for package, version in requirements().items():
+        if installed.get(package) != version:
+            return (
+                f"{FOLDER.relative_to(ROOT)} must have {package} {version}; got "
+                f"{installed.get(package)}: run `make compiled`"
+            )
+    jax = importlib.metadata.version("jax")
+    if jax != version:
+        return f"jax must be {version}, because other versions compile other kernels; got {jax}"
+    if not shutil.which("g++"):
+        return "the package needs g++ to be compiled over the fake driver"
+    return ""

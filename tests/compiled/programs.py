@@ -1,0 +1,150 @@
+"""Define the programs of the compiled table.
+
+Sizes are those of Qwen3-30B-A3B with 3,072 tokens on each rank. They decide the paths that a call
+takes, and hardly matter for the time of compilation. No other size of a program may equal its
+number of rows, by which `hlo.py` recognizes passes over all rows of a buffer.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 2048, 768, 128, 8, 3072
+FEW_TOKENS = 128
+AXIS = "ep"
+
+
+class Program(typing.NamedTuple):
+    """A function of all ranks' arrays to compile."""
+
+    function: typing.Callable
+    args: tuple
+    mesh: Mesh
+    rows: int
+    """The number of rows of a rank's buffer: its capacity."""
+
+
+def all_of(devices):
+    """Return all programs by their names, as functions that make them."""
+    auto, explicit = (
+        Mesh(np.array(devices), AXIS, axis_types=(kind,))
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    return {
+        "forward": lambda: of_moe(auto),
+        "forward, statistics": lambda: of_moe(auto, statistics=True),
+        "forward, 128 tokens (decode)": lambda: of_moe(auto, FEW_TOKENS),
+        "forward, quantized weights": lambda: in_fp8(auto),
+        "gradients": lambda: of_moe(auto, gradients=True),
+        "gradients, statistics": lambda: of_moe(auto, gradients=True, statistics=True),
+        "gradients, statistics, Explicit axes": lambda: of_moe(
+            explicit, gradients=True, statistics=True
+        ),
+        "gradients, experts_format": lambda: of_moe(
+            auto, gradients=True, experts_format=ma.BlockwiseFp8()
+        ),
+        "gradients, moe_mlp under checkpoint in scan": lambda: layers(auto),
+        "gradients of 4 micro-batches in scan": lambda: micro_batches(auto),
+    }
+
+
+def argument(mesh, spec, shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def tokens(mesh, *lead, num=TOKENS):
+    spec = P(*(None,) * len(lead), AXIS)
+    return argument(mesh, spec, (*lead, mesh.size * num, HIDDEN))
+
+
+def parameters(mesh):
+    make = functools.partial(ma.init_moe, dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(lambda: make(jax.random.key(0), HIDDEN, INTERMEDIATE, EXPERTS))
+    specs = ma.moe_partition_specs(AXIS)
+    return {name: argument(mesh, specs[name], w.shape, w.dtype) for name, w in shapes.items()}
+
+
+def capacity(mesh, num_tokens=TOKENS):
+    return ma.default_capacity(num_tokens, TOP_K, mesh.size, EXPERTS)
+
+
+def moe(params, x, *, statistics, **options):
+    """Return the output of a layer, and the losses and the load if they are used."""
+    y, found = ma.moe(x, **params, top_k=TOP_K, group=AXIS, **options)
+    return (y, found.balance_loss + found.z_loss, found.load) if statistics else y
+
+
+def of_moe(mesh, num_tokens=TOKENS, *, gradients=False, statistics=False, **options):
+    def with_gradients(params, x, ct):
+        def losses(params, x):
+            y, *others = jax.tree.leaves(layer(params, x))
+            return (y, *others[:1]), others[1:]
+
+        out, pullback, load = jax.vjp(losses, params, x, has_aux=True)
+        return out, load, pullback((ct, *map(jnp.ones_like, out[1:])))
+
+    layer = functools.partial(moe, statistics=statistics, **options)
+    x = tokens(mesh, num=num_tokens)
+    args = (parameters(mesh), x, x) if gradients else (parameters(mesh), x)
+    rows = capacity(mesh, num_tokens)
+    return Program(with_gradients if gradients else layer, args, mesh, rows)
+
+
+def in_fp8(mesh):
+    params = parameters(mesh)
+    for name in ("w_gate_up", "w_down"):
+        q = jax.eval_shape(ma.quantize_experts, params[name])
+        params[name] = jax.tree.map(lambda a: argument(mesh, P(AXIS), a.shape, a.dtype), q)
+    layer = functools.partial(moe, statistics=False)
+    return Program(layer, (params, tokens(mesh)), mesh, capacity(mesh))
+
+
+def layers(mesh):
+    """Return the gradients of layers with stacked weights, whose activations are computed again."""
+    num_layers = 4
+    options = dict(activation=ma.gated(jax.nn.silu), group=AXIS, num_experts=EXPERTS)
+    saved = jax.checkpoint_policies.save_only_these_names(
+        ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME
+    )
+
+    @functools.partial(jax.checkpoint, policy=saved)
+    def layer(x, weights):
+        router, w_in, w_out = weights
+        choices = ma.top_k_router(jnp.dot(x, router), TOP_K)
+        y = ma.moe_mlp(x, choices.ids, choices.weights, w_in, w_out, **options)
+        return x + y, None
+
+    def on_rank(weights, x, ct):
+        model = lambda weights, x: jax.lax.scan(layer, x, weights)[0]
+        y, pullback = jax.vjp(model, weights, x)
+        return y, pullback(ct)
+
+    of_x, of_router, of_weights = P(AXIS), P(), P(None, AXIS)
+    specs = (of_router, of_weights, of_weights)
+    model = jax.shard_map(on_rank, in_specs=(specs, of_x, of_x), out_specs=(of_x, (specs, of_x)))
+    shapes = (HIDDEN, EXPERTS), (EXPERTS, HIDDEN, 2 * INTERMEDIATE), (EXPERTS, INTERMEDIATE, HIDDEN)
+    weights = tuple(argument(mesh, s, (num_layers, *shape)) for s, shape in zip(specs, shapes))
+    return Program(model, (weights, tokens(mesh), tokens(mesh)), mesh, capacity(mesh))
+
+
+def micro_batches(mesh):
+    """Return the sums of the gradients over micro-batches."""
+    num_batches = 4
+
+    def total(params, batches):
+        def loss(params, x):
+            return jnp.sum(moe(params, x, statistics=False).astype(jnp.float32) ** 2)
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+    return Program(total, (parameters(mesh), tokens(mesh, num_batches)), mesh, capacity(mesh))

@@ -1,0 +1,80 @@
+"""Weights of experts without rows, and of empty slots, reach no result or gradient of a layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+
+pytestmark = pytest.mark.exchanges(0)
+
+RANKS, LOCAL, TOKENS, TOP_K = 2, 3, 5, 2
+EMPTY = 1  # the local expert without rows; the shared expert, where one exists, comes before it
+SWIGLU = ma.gated(jax.nn.silu)
+GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
+KINDS = {
+    "fused": {},
+    "bfloat16": dict(dtype=jnp.bfloat16),
+    "no biases": dict(biases=False),
+    "any activation": dict(activation=lambda x: SWIGLU(jnp.tanh(x))),
+    "shared expert": dict(shared_expert=True),
+    "chunks": dict(num_chunks=TOKENS),
+    "chunks of any activation": dict(num_chunks=TOKENS, activation=lambda x: SWIGLU(jnp.tanh(x))),
+    "replicated": dict(replicated=True),
+    "replicas": dict(placement=[0, 1, 2, -1, 3, 4, 5, 0]),
+    "slots": dict(placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
+    "experts_format": dict(experts_format=ma.BlockwiseFp8(), size=128),
+    "experts_format, replicas": dict(
+        experts_format=ma.BlockwiseFp8(), size=128, placement=[0, 1, 2, -1, 3, 4, 5, 0]
+    ),
+    "quantized": dict(size=128, quantize=True),
+    "quantized in bfloat16": dict(size=128, quantize=True, dtype=jnp.bfloat16),
+    "quantized slots": dict(size=128, quantize=True, placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_experts_without_rows_reach_nothing(kind):
+    options = dict(activation=SWIGLU, group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
+    size, slots = options.pop("size", 8), options.pop("slots", LOCAL)
+    dtype, quantize = options.pop("dtype", jnp.float32), options.pop("quantize", False)
+    has_biases, table = options.pop("biases", True), options.pop("placement", None)
+    if table is not None:
+        table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
+        options["placement"] = table
+    # In "slots", the empty slots have this place, and all experts have rows.
+    with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
+    empty = EMPTY + options.get("shared_expert", False)
+    matrices = slots + options.get("shared_expert", False)
+    rng = np.random.default_rng(0)
+    ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))
+    ids[:, :TOP_K] = np.resize(with_rows, (RANKS, TOP_K, TOP_K))
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(RANKS, *shape)) / 4, dtype)
+    x, topk_weights = draw(TOKENS, size), jnp.ones((RANKS, TOKENS, TOP_K), jnp.float32)
+    weights = [draw(matrices, size, 2 * size), draw(matrices, size, size)]
+    weights += [draw(matrices, 2 * size), draw(matrices, size)] if has_biases else []
+
+    def on_rank(ids, x, topk_weights, *weights):
+        biases = dict(zip(("b_in", "b_out"), weights[2:]))
+        return ma.moe_mlp(x, ids, topk_weights, *weights[:2], **biases, **options)
+
+    layer = jax.vmap(on_rank, axis_name="ep")
+
+    @jax.jit
+    def run(x, topk_weights, *weights):
+        if quantize:
+            of_ranks = [jax.vmap(ma.quantize_experts)(w) for w in weights[:2]]
+            return layer(ids, x, topk_weights, *of_ranks, *weights[2:])
+        of_ids = lambda *floats: jnp.sin(layer(ids, *floats).astype(jnp.float32)).sum()
+        return jax.value_and_grad(of_ids, range(2 + len(weights)))(x, topk_weights, *weights)
+
+    found, expected = (
+        run(x, topk_weights, *(w.at[:, empty].set(hole) for w in weights)) for hole in (np.nan, 0)
+    )
+    for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(ours, right)
+        assert not np.isnan(np.asarray(ours.astype(jnp.float32))).any()
+    if not quantize:
+        for gradient in found[1][2:]:
+            assert (np.asarray(gradient[:, empty].astype(jnp.float32)) == 0).all()

@@ -1,0 +1,284 @@
+"""A malformed call, which is a bug of the lowering, raises while the program is lowered. It is no
+reason for another path.
+
+Each test damages the calls of one kernel on their way from the lowering to the kernels."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_experts
+import test_grouped_dot_paths as products
+import test_lowering
+from test_grouped_dot_paths import hopper  # noqa: F401
+from test_lowering import EXPERTS, RANKS, TOP_K, aval, calls, group_of, lower
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.exchange.lowering import exchange as lowered
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped.encode_rows import bind_encode_rows
+
+pytestmark = test_lowering.pytestmark
+
+TOKENS = 6  # not the number of ranks: token_slot [T, R] and slot_token [R, T] have different shapes
+IDS = aval(TOKENS, TOP_K, dtype="int32")
+WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
+X = aval(TOKENS, 128)
+CAPACITY = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
+ANOTHER_DTYPE = jnp.dtype("complex64")  # of no array of a call
+
+
+@pytest.fixture(autouse=True)
+def devices_pass_for_gpus(monkeypatch):
+    monkeypatch.setattr(ma.Group, "why_portable", "")
+
+
+class Call(NamedTuple):
+    """A call that is lowered: its arrays are their types."""
+
+    attributes: dict[str, Any]
+    operands: list[Any]
+    results: list[Any]
+
+
+def retyped(x):
+    return jax.ShapeDtypeStruct(x.shape, ANOTHER_DTYPE)
+
+
+def swapped(call, i, j):
+    operands = list(call.operands)
+    operands[i], operands[j] = operands[j], operands[i]
+    return call._replace(operands=operands)
+
+
+def without(call, name):
+    return call._replace(attributes={n: v for n, v in call.attributes.items() if n != name})
+
+
+def with_another_type(call, name):
+    value = 1 if isinstance(call.attributes[name], str) else "another type"
+    return call._replace(attributes=call.attributes | {name: value})
+
+
+DAMAGES = {
+    "an operand is missing": lambda c: c._replace(operands=c.operands[:-1]),
+    "an operand is too many": lambda c: c._replace(operands=[*c.operands, c.operands[0]]),
+    "a result is missing": lambda c: c._replace(results=c.results[:-1]),
+    "an operand has another dtype": lambda c: c._replace(
+        operands=[*c.operands[:-1], retyped(c.operands[-1])]
+    ),
+    "a result has another dtype": lambda c: c._replace(
+        results=[*c.results[:-1], retyped(c.results[-1])]
+    ),
+}
+OF_ATTRIBUTES = {"is missing": without, "has another type": with_another_type}
+
+
+def check_that_it_raises(damage, target, fn, monkeypatch, caplog):
+    """Check that a program whose calls of a target are damaged is not lowered."""
+    seen = []
+
+    def damaged(target_of_call, call):
+        if target_of_call != target:
+            return call
+        seen.append(call)
+        return damage(call)
+
+    with monkeypatch.context() as patch:
+        patch_calls(patch, damaged)
+        with pytest.raises(RuntimeError, match=f"malformed call of {target}: ") as error:
+            fn()
+    assert seen
+    assert not [m for m in caplog.messages if "portable path" in m or "not fused" in m]
+    return str(error.value), seen[0]
+
+
+def patch_calls(patch, damaged):
+    """Pass all calls through ``damaged``, which receives the target and a ``Call``."""
+    why_not, call_product = native.why_not, native.call_product
+
+    def of_exchange(target, attributes, operands, results, *others):
+        call = damaged(target, Call(dict(attributes), list(operands), list(results)))
+        return why_not(target, *call, *others)
+
+    def of_product(target, results, operands, aliases=None, **attributes):
+        call = damaged(target, Call(attributes, list(operands), list(results)))
+        return call_product(target, call.results, call.operands, aliases, **call.attributes)
+
+    patch.setattr(native, "why_not", of_exchange)
+    patch.setattr(native, "call_product", of_product)
+
+
+def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
+    call = None
+    for name, damage in DAMAGES.items():
+        if name not in unchecked:
+            _, call = check_that_it_raises(damage, target, fn, monkeypatch, caplog)
+    for attribute in call.attributes:
+        for kind, damage in OF_ATTRIBUTES.items():
+            error, _ = check_that_it_raises(
+                lambda call: damage(call, attribute), target, fn, monkeypatch, caplog
+            )
+            assert f"the attribute {attribute} is missing or has another type" in error, kind
+    return call
+
+
+# Exchanges
+
+
+def routing_of(ids):
+    return ma.route(ids, group=group_of(), num_experts=EXPERTS)
+
+
+def dispatched(x, ids, **options):
+    return ma.dispatch(x, routing_of(ids), **options).rows
+
+
+def routed(x, ids, **options):
+    return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, **options).rows
+
+
+def split(x, ids):
+    return ma.dispatch_done(ma.dispatch_start(x, routing_of(ids))).rows
+
+
+def summed(y, ids, **options):
+    return ma.combine(y, routing_of(ids), **options)
+
+
+def weighted(y, weights, ids):
+    return ma.combine(y, routing_of(ids), weights=weights)
+
+
+def weighted_gradient(y, weights, ids, ct):
+    return jax.vjp(lambda *pair: weighted(*pair, ids), y, weights)[1](ct)
+
+
+FP8 = dict(format=ma.BlockwiseFp8())
+EXCHANGES = {  # the target, the program and its operands
+    "exchange": ("dispatch", dispatched, X, IDS),
+    "exchange to tokens": ("combine", summed, ROWS, IDS),
+    "split": ("dispatch", split, X, IDS),
+    "weighted": ("combine", weighted, ROWS, ROW_WEIGHTS, IDS),
+    "weighted gradient": ("weighted_dispatch", weighted_gradient, ROWS, ROW_WEIGHTS, IDS, X),
+    "format": ("format_dispatch", lambda x, ids: dispatched(x, ids, **FP8).values, X, IDS),
+    "decoded": ("format_dispatch", lambda x, ids: dispatched(x, ids, decode=True, **FP8), X, IDS),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, caplog):
+    caplog.set_level("INFO", "jax_moe_a2a")
+    target, fn, *avals = EXCHANGES[name]
+    args = f"moe_a2a_{target}", lambda: lower(fn, *avals), monkeypatch, caplog
+    check_every_damage(*args)
+    for first in range(-len(lowered.READ_BY_KERNELS), -1):
+        error, _ = check_that_it_raises(lambda call: swapped(call, first, first + 1), *args)
+        assert any(name in error for name in lowered.READ_BY_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("target", "fn"),
+    (
+        ("route", lambda ids: routing_of(ids).row_token),
+        ("routed_dispatch", lambda ids: routed(jnp.ones((TOKENS, 128)), ids)),
+        ("routed_dispatch", lambda ids: routed(jnp.ones((TOKENS, 128)), ids, **FP8).values),
+    ),
+    ids=("route", "routed", "routed_in_a_format"),
+)
+def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
+    """The kernels do not check the plan, and the scratch memory of a route: its results."""
+    caplog.set_level("INFO", "jax_moe_a2a")
+    args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
+    # The last operand of a routed dispatch is its payload, whose dtype may be any.
+    unchecked = ["a result has another dtype"] if target == "route" else []
+    unchecked += ["an operand has another dtype"] if target != "route" else []
+    check_every_damage(*args, unchecked=unchecked)
+    check_that_it_raises(lambda call: swapped(call, 0, 1), *args)
+
+
+def test_routing_arrays_in_another_order_raise(monkeypatch):
+    """The order is that of the kernels (``MOE_A2A_ROUTING_ARRAYS``)."""
+    first, second, *others = lowered.READ_BY_KERNELS
+    assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
+    monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))
+    for fn, args in ((dispatched, (X, IDS)), (summed, (ROWS, IDS)), (split, (X, IDS))):
+        with pytest.raises(RuntimeError, match=r"bug.*token_slot must be S32.*Please report it"):
+            lower(fn, *args)
+
+
+def test_numbers_that_float32_rounds_are_attributes():
+    fmt = ma.NvFp4(global_scale=0.3)
+    text = lower(lambda x, ids: dispatched(x, ids, format=fmt).values, X, IDS)
+    assert calls(text) == {"route": 1, "format_dispatch": 1}
+
+
+def test_a_target_without_a_kernel_raises():
+    group = group_of()
+    with pytest.raises(RuntimeError, match="no kernel has the target 'moe_a2a_nothing'"):
+        native.why_not("moe_a2a_nothing", {}, [], [], group.topology, False)
+
+
+# Products
+
+
+def lowered_for_cuda(fn, *avals):
+    return jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def forward(*args):
+    return test_experts.forward(*args)
+
+
+ROWS_FP8 = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+SIZES = jax.ShapeDtypeStruct((4,), jnp.int32)
+PRODUCTS = {
+    "grouped_gemm": (ma.grouped_dot, products.avals),
+    "dot_act": (forward, test_experts.avals),
+    "act_dot_grad": (test_experts.backward, test_experts.avals),
+    "fp8_gemm": (ma.grouped_dot, products.fp8_avals),
+    "act_encode": (
+        lambda rows, sizes: bind_encode_rows(rows, sizes, None),
+        lambda: (ROWS_FP8, SIZES),
+    ),
+    "encode_squares": (
+        ma.quantize_experts,
+        lambda: (jax.ShapeDtypeStruct((2, 256, 128), jnp.bfloat16),),
+    ),
+}
+
+
+@products.needs_kernel
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatch, caplog):  # noqa: F811
+    caplog.set_level("INFO", "jax_moe_a2a")
+    fn, avals = PRODUCTS[name]
+
+    def lower_it():
+        jax.clear_caches()
+        return lowered_for_cuda(fn, *avals())
+
+    assert f"@moe_a2a_{name}(" in lower_it()
+    args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
+    # Two operands are too many, because spare weights may be one more.
+    too_many = "an operand is too many"
+    call = check_every_damage(*args, unchecked=[too_many])
+    more = lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2])
+    check_that_it_raises(more, *args)
+    for i in range(len(call.operands) - 1):
+        check_that_it_raises(lambda call: swapped(call, i, i + 1), *args)
+
+
+@products.needs_kernel
+def test_a_product_without_a_kernel_for_its_sizes_is_no_call(hopper):  # noqa: F811
+    avals = products.avals(dtype="float32")
+    assert "moe_a2a_grouped_gemm" not in lowered_for_cuda(ma.grouped_dot, *avals)
+    call = native.call_product
+    rows, w, _ = (np.zeros(x.shape, x.dtype) for x in avals)
+    table = np.zeros((3, 4), np.int32)
+    d, counter = jax.ShapeDtypeStruct((512, 128), "float32"), jax.ShapeDtypeStruct((1,), "int32")
+    with pytest.raises(RuntimeError, match="the kernel needs bfloat16 or float16"):
+        call("moe_a2a_grouped_gemm", [d, counter], [rows, w, table], product=0, num_sms=0)

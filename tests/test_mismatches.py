@@ -1,0 +1,248 @@
+"""Pytrees of another group, size or form raise an error while a program is traced.
+
+Nothing runs here. Each pytree is made in the program of its own group, and then used, with the same
+arrays, in the program of a group of 8 ranks.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import jax_moe_a2a as ma
+
+pytestmark = pytest.mark.exchanges(0)
+
+TOKENS, TOP_K, EXPERTS, HIDDEN = 4, 2, 8, 128
+AXES = ("host", "ep")
+
+
+def group_of(hosts, ranks, axes=AXES, **options):
+    return ma.Group(AbstractMesh((hosts, ranks), axes), axes, implementation="portable", **options)
+
+
+def zeros(shapes):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def trace(fn, group):
+    """Trace ``fn`` on one rank of the group, and return the types of what it returns."""
+    found = []
+
+    def on_rank():
+        found.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fn()))
+
+    no_specs = dict(in_specs=(), out_specs=PartitionSpec())
+    jax.eval_shape(jax.shard_map(on_rank, mesh=group.mesh, check_vma=False, **no_specs))
+    return found[0]
+
+
+X, IDS = jnp.zeros((TOKENS, HIDDEN)), jnp.zeros((TOKENS, TOP_K), jnp.int32)
+W_IN, W_OUT = jnp.zeros((1, HIDDEN, 2 * HIDDEN)), jnp.zeros((1, HIDDEN, HIDDEN))
+SWIGLU = ma.gated(jax.nn.silu)
+
+
+def recv_of(group, experts=EXPERTS, split=False):
+    def dispatched():
+        options = dict(group=group, num_experts=experts)
+        if split:
+            return ma.dispatch_done(ma.dispatch_start(X, IDS, **options))
+        return ma.dispatch(X, IDS, **options)
+
+    return trace(dispatched, group)
+
+
+def stacked(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), tree)
+
+
+def raises(call, group, *patterns):
+    """Assert that the call raises an error, and that its message has the patterns."""
+    with pytest.raises((TypeError, ValueError)) as error:
+        trace(call, group)
+    for pattern in patterns:
+        assert re.search(pattern, str(error.value)), f"no {pattern!r} in: {error.value}"
+
+
+FLAT, TWO_LEVEL = group_of(2, 4, two_level=False), group_of(2, 4, two_level=True)
+USES = {
+    "dispatch": lambda recv: ma.dispatch(X, recv.routing),
+    "dispatch_start": lambda recv: ma.dispatch_done(ma.dispatch_start(X, recv.routing)),
+    "combine": lambda recv: ma.combine(recv.rows, recv),
+    "combine_start": lambda recv: ma.combine_done(ma.combine_start(recv.rows, recv)),
+    "moe_mlp": lambda recv: ma.moe_mlp(X, recv.routing, None, W_IN, W_OUT, activation=SWIGLU),
+    "expert_load": ma.expert_load,
+}
+FITTING = {
+    "flat": (recv_of(FLAT), FLAT),
+    "two levels": (recv_of(TWO_LEVEL), TWO_LEVEL),
+    "split": (recv_of(FLAT, split=True), FLAT),
+}
+OTHERS = {
+    "4 ranks": recv_of(group_of(2, 2, two_level=False)),
+    "4 ranks in two levels": recv_of(group_of(2, 2, two_level=True)),
+    "4 hosts": recv_of(group_of(4, 2, two_level=True)),
+    "other axes": recv_of(group_of(2, 4, ("data", "model"), two_level=False)),
+    "all ranks": stacked(recv_of(FLAT)),
+    "all ranks of two levels": stacked(recv_of(TWO_LEVEL)),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_routing_of_another_group_is_refused_by_each_call(use):
+    for recv, group in FITTING.values():
+        trace(lambda recv=recv: use(zeros(recv)), group)
+    for recv in OTHERS.values():
+        raises(lambda recv=recv: use(zeros(recv)), FLAT, "group|recv|topk_ids", "; got", r"\. ")
+
+
+def test_an_exchange_in_flight_ends_with_its_own_done_in_its_function():
+    start = lambda: ma.dispatch_start(X, IDS, group=FLAT, num_experts=EXPERTS)
+    raises(lambda: ma.combine_done(start()), FLAT, "combine_start; got InFlight")
+    raises(lambda: jax.jit(lambda x: x)(start()), FLAT, "in the function that started it")
+    recv = recv_of(FLAT)
+    back = lambda: ma.combine_start(zeros(recv.rows), zeros(recv))
+    raises(lambda: ma.dispatch_done(back()), FLAT, "dispatch_start; got InFlight")
+
+
+# Placements
+
+
+def plan(experts=EXPERTS, **options):
+    return ma.plan_placement(np.arange(experts), **dict(num_ranks=8, spare=1) | options)
+
+
+SLOTS = 2 * EXPERTS  # of all ranks
+OF_EXPERTS, OF_SLOTS = recv_of(FLAT), recv_of(FLAT, SLOTS)
+HOME, SERVING = plan(), plan(home=False)
+WRONG_PLANS = {
+    "4 ranks": (plan(num_ranks=4, spare=2), "8 experts on 8 ranks; got one with 8 .*on 4"),
+    "2 ranks": (plan(num_ranks=2, spare=4), "8 experts on 8 ranks; got one with 8 .*on 2"),
+    "one rank": (plan(num_ranks=1, spare=8), "8 experts on 8 ranks; got one with 8 .*on 1"),
+    "layers": (jax.tree.map(lambda x: x[None], HOME), "placement of one layer"),
+    "a table": (HOME.slot_experts, "must be a Placement"),
+}
+
+
+def mlp(placement, ids=IDS, weights=(W_IN, W_OUT), group=FLAT, num_experts=EXPERTS):
+    options = dict(activation=SWIGLU, group=group, num_experts=num_experts)
+    return ma.moe_mlp(X, ids, None, *weights, **options, placement=placement)
+
+
+def routed(placement, recv=OF_SLOTS):
+    return mlp(placement, zeros(recv.routing), group=None, num_experts=None)
+
+
+PLACED = {
+    "choose_slots": lambda plan: ma.choose_slots(IDS, plan, rank=0, num_ranks=8),
+    "fetch_experts": lambda plan: ma.fetch_experts(W_IN, plan, group=FLAT),
+    "moe_mlp": mlp,
+    "moe_mlp in chunks": lambda plan: ma.moe_mlp(
+        *(X, IDS, None, W_IN, W_OUT),
+        **dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS, num_chunks=2, placement=plan),
+    ),
+    "moe_mlp of a Routing": routed,
+    "expert_load": lambda plan: ma.expert_load(zeros(OF_SLOTS), placement=plan),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_placement_for_other_ranks_is_refused_also_if_its_arrays_are_traced(name):
+    use = PLACED[name]
+    for known in (True, False):
+        of = (lambda plan: plan) if known else zeros  # JAX traces what zeros returns
+        trace(lambda: use(of(HOME)), FLAT)
+        for placement, message in WRONG_PLANS.values():
+            raises(lambda placement=placement: use(of(placement)), FLAT, "placement", message)
+
+
+def test_a_placement_that_moves_home_experts_needs_the_weights_of_all_slots():
+    names = "fetch_experts", "moe_mlp", "moe_mlp in chunks", "moe_mlp of a Routing"
+    for name in names:
+        message = "placement must have the home form.*home=True"
+        raises(lambda name=name: PLACED[name](zeros(SERVING)), FLAT, message)
+    of_slots = [jnp.concatenate([w, w]) for w in (W_IN, W_OUT)]
+    for placement in (HOME, SERVING):
+        trace(lambda placement=placement: mlp(zeros(placement), weights=of_slots), FLAT)
+
+
+def test_a_placement_of_other_experts_is_refused():
+    other = plan(16, spare=0)  # with as many slots
+    raises(lambda: mlp(zeros(other)), FLAT, "num_experts must be 16")
+    raises(lambda: routed(HOME, OF_EXPERTS), FLAT, "Routing of the 16 slots.*one of 8 experts")
+    load = lambda: ma.expert_load(zeros(OF_EXPERTS), placement=HOME)
+    raises(load, FLAT, "must have the 8 slots.*got 16")
+
+
+def test_moe_refuses_each_wrong_plan_as_an_argument_of_jit():
+    mesh = jax.make_mesh((1,), ("ep",))
+    params = ma.init_moe(jax.random.key(0), 8, 4, EXPERTS)
+    layer = lambda plan: ma.moe(jnp.zeros((2, 8)), **params, top_k=2, group="ep", placement=plan)
+    of_one = plan(num_ranks=1, spare=2)
+    with jax.set_mesh(mesh):
+        jax.eval_shape(layer, of_one)
+        for wrong in (HOME, plan(num_ranks=2), plan(16, num_ranks=1, spare=2)):
+            with pytest.raises(ValueError, match="placement must have 8 experts on 1 ranks"):
+                jax.eval_shape(layer, wrong)
+        with pytest.raises(ValueError, match="home form"):
+            jax.eval_shape(layer, plan(num_ranks=1, spare=2, home=False))
+
+
+def test_transforms_may_put_any_objects_into_a_placement():
+    leaves, treedef = jax.tree.flatten(HOME)
+    assert len(leaves) == 4
+    assert jax.tree.unflatten(treedef, [object()] * 4).num_ranks == 8
+    assert jax.tree.structure(SERVING) != treedef
+    assert jax.tree.structure(plan(num_ranks=4, spare=2)) != treedef
+    layers = ma.plan_placement(np.arange(16).reshape(2, 8), num_ranks=8, spare=1)
+    assert jax.tree.structure(layers) == treedef
+    sums = jax.vmap(lambda plan: plan.num_replicas.sum())(layers)
+    assert jax.lax.map(lambda plan: plan.num_replicas.sum(), layers).tolist() == sums.tolist()
+
+
+# Quantized weights
+
+
+def quantized(*shape, **options):
+    return jax.eval_shape(lambda: ma.quantize_experts(jnp.zeros(shape), **options))
+
+
+def in_fp8(w_in, w_out):
+    return ma.moe_mlp(X, IDS, None, w_in, w_out, activation=SWIGLU, group=FLAT, num_experts=EXPERTS)
+
+
+def trained(w_in, w_out):
+    options = dict(experts_format=ma.BlockwiseFp8(), quantized=(w_in, w_out))
+    options |= dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS)
+    return ma.moe_mlp(X, IDS, None, W_IN, W_OUT, **options)
+
+
+def test_quantized_weights_of_another_form_are_refused():
+    plain = quantized(*W_IN.shape), quantized(*W_OUT.shape)
+    both = [quantized(*w.shape, transposed=True) for w in (W_IN, W_OUT)]
+    stored = ma.QuantizedExperts(both[0].transposed, both[0].scales)  # [L, K, N]
+    pair = quantized(1, HIDDEN, 2, HIDDEN)
+    two = quantized(2, *W_IN.shape[1:], transposed=True)
+    dot = lambda w: ma.grouped_dot(X, w, jnp.zeros(1, jnp.int32))
+    for w in (plain[0], both[0]):
+        trace(lambda w=w: dot(zeros(w)), FLAT)
+        trace(lambda w=w: in_fp8(zeros(w), zeros(plain[1])), FLAT)
+    trace(lambda: trained(*zeros(both)), FLAT)
+    for w in (stored, pair, two, stacked(plain[0])):
+        raises(lambda w=w: dot(zeros(w)), FLAT, r"\bw\b|group_sizes", "; got")
+        raises(lambda w=w: in_fp8(zeros(w), zeros(plain[1])), FLAT, "w_in|rows", "; got")
+    for w in (plain[0], stored, pair, two, both[1], stacked(both[0])):
+        raises(lambda w=w: trained(zeros(w), zeros(both[1])), FLAT, r"quantized\[0\]", "; got")
+    raises(lambda: in_fp8(zeros(plain[0]), W_OUT), FLAT, "w_out must be a QuantizedExperts")
+
+
+@pytest.mark.parametrize("fmt", (ma.MxFp8(), ma.NvFp4(), ma.BlockwiseFp8(scale_layout="columns")))
+def test_rows_in_another_format_are_refused_by_products_in_fp8(fmt):
+    rows = jax.eval_shape(lambda: fmt.encode(X))
+    w = quantized(*W_IN.shape)
+    product = lambda rows: ma.grouped_dot(zeros(rows), zeros(w), jnp.zeros(1, jnp.int32))
+    trace(lambda: product(jax.eval_shape(lambda: ma.BlockwiseFp8().encode(X))), FLAT)
+    raises(lambda: product(rows), FLAT, "rows", "; got")

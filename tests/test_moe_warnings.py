@@ -1,0 +1,143 @@
+"""Calls of `moe` that repeat work or lose tokens warn once, and the statistics count them."""
+
+import math
+import re
+import warnings
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+
+pytestmark = [
+    pytest.mark.exchanges(0),
+    pytest.mark.one_process("it checks warnings of one process"),
+    pytest.mark.several_devices("meshes of two and four devices"),
+]
+
+TOKENS, TOP_K, HIDDEN, EXPERTS = 8, 2, 8, 4
+PARAMS = dict(
+    router=np.eye(HIDDEN, EXPERTS, dtype=np.float32),
+    w_gate_up=np.ones((EXPERTS, HIDDEN, 2, 4), np.float32),
+    w_down=np.ones((EXPERTS, 4, HIDDEN), np.float32),
+)
+
+
+def mesh_of(axis_type=AxisType.Auto, **sizes):
+    devices = np.array(harness.devices(math.prod(sizes.values()))).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def warnings_of(mesh, x, known=False, **options):
+    """Trace a layer twice, and return the messages that a user would see."""
+    layer = lambda x: ma.moe(x, **PARAMS, **dict(top_k=TOP_K, group="ep") | options)[0]
+    with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):  # a new function, which JAX traces again
+            if known:
+                jax.eval_shape(lambda: layer(x))
+            else:
+                jax.eval_shape(lambda x: layer(x), x)
+    return [str(warning.message) for warning in found if warning.category is UserWarning]
+
+
+REPEATED = re.escape(
+    "the mesh axes 'data' of size 2, so their devices repeat its work. If they divide the tokens, "
+    "pass data_axes=('data',)"
+)
+
+
+def assert_warns_once(found, pattern):
+    assert len(found) == 1 and re.search(pattern, found[0]), found
+
+
+def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
+    x = jnp.ones((TOKENS, HIDDEN))
+    explicit, auto = (mesh_of(kind, data=2, ep=2) for kind in (AxisType.Explicit, AxisType.Auto))
+    over = lambda mesh, *axes, x=x: jax.device_put(x, NamedSharding(mesh, P(*axes)))
+    for axes in (("data",), (("data", "ep"),), (None, "data")):
+        assert_warns_once(warnings_of(explicit, over(explicit, *axes)), REPEATED)
+        assert_warns_once(warnings_of(auto, over(auto, *axes), known=True), REPEATED)
+    for axes in ((), ("ep",)):
+        assert not warnings_of(explicit, over(explicit, *axes))
+        assert not warnings_of(auto, over(auto, *axes), known=True)
+    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # may divide them
+    for mesh in (explicit, auto):
+        divided = over(mesh, "data")
+        assert not warnings_of(mesh, divided, data_axes="data")
+        assert not warnings_of(mesh, divided, tensor_axis="data")
+        assert not warnings_of(mesh, divided, group=("data", "ep"))
+        assert not warnings_of(mesh, over(mesh, "data", x=jnp.ones((2, HIDDEN))))  # too few
+    three = mesh_of(AxisType.Explicit, data=2, more=2, ep=2)
+    found = warnings_of(three, over(three, ("data", "more")), data_axes="data")
+    assert_warns_once(found, r"'more' of size 2.*pass data_axes=\('data', 'more'\)")
+    assert not warnings_of(mesh_of(data=1, ep=2), x)
+
+
+def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
+    mesh, x = mesh_of(ep=2), jnp.ones((TOKENS, HIDDEN))
+    of = lambda **options: warnings_of(mesh, x, **options)
+    rows = "rows for the experts of each of 2 ranks, and"
+    assert_warns_once(of(capacity=0), f"capacity=0 leaves 0 {rows} each rank has 4 tokens")
+    assert_warns_once(of(capacity_factor=0.01), f"capacity_factor=0.01 leaves 1 {rows}")
+    assert_warns_once(of(capacity=1, num_chunks=2), f"leaves 1 {rows} each rank has 2 tokens")
+    same = f"leaves 3 {rows} all ranks have the same 8 tokens"
+    assert_warns_once(of(capacity=3, replicated=True), same)
+    for enough in (dict(capacity=4), dict(capacity_factor=0.5), dict(capacity=2, num_chunks=2)):
+        assert not of(**enough)
+    assert not of(capacity=4, replicated=True) and not of()
+    shared = dict(shared_gate_up=PARAMS["w_gate_up"][0], shared_down=PARAMS["w_down"][0])
+    assert_warns_once(of(capacity=3, **shared), "leaves 3 rows")
+    group = ma.Group(axis_name="ep", size=2)
+
+    def on_rank(x, ids, w_in, w_out):
+        options = dict(activation=jax.nn.silu, group=group, num_experts=2, shared_expert=True)
+        return ma.moe_mlp(x, ids, None, w_in, w_out, **options, capacity=TOKENS + 3)
+
+    arrays = (2, TOKENS, HIDDEN), (2, 2, HIDDEN, 4), (2, 2, 4, HIDDEN)
+    x, w_in, w_out = (jnp.ones(shape) for shape in arrays)
+    with pytest.warns(UserWarning, match=r"capacity=11 leaves 3 rows.*each rank has 8 tokens"):
+        layer = jax.vmap(on_rank, axis_name="ep")
+        jax.eval_shape(layer, x, jnp.zeros((2, TOKENS, TOP_K), jnp.int32), w_in, w_out)
+
+
+def choose(logits):
+    """Choose expert 0, and next to it ids that are no experts."""
+    num_tokens, num_experts = logits.shape
+    seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
+    seconds = jnp.resize(seconds, num_tokens)
+    ids = jnp.stack([jnp.zeros_like(seconds), seconds], axis=1)
+    return ma.RouterChoices(ids, jnp.ones(ids.shape, logits.dtype), jax.nn.softmax(logits))
+
+
+@pytest.mark.parametrize(
+    "num_tokens, options, expected",
+    (
+        (4, {}, 4),  # each of two ranks has the first two
+        (5, {}, 5),  # 3 tokens and 2, and one that is padding
+        (4, dict(mask=[True, False, True, True]), 3),
+        (1, {}, 1),  # all ranks hold it
+        (4, dict(num_chunks=2), 4),
+        (4, dict(placement=[0, 1, 0, 2, 3, -1]), 4),
+    ),
+    ids=("divided", "padded", "masked", "replicated", "chunks", "placement"),
+)
+def test_statistics_count_ids_that_are_no_experts(num_tokens, options, expected):
+    if "placement" in options:
+        table = options["placement"]
+        options = dict(placement=ma.Placement.from_slots(table, EXPERTS, num_ranks=2))
+    if "mask" in options:
+        options = dict(mask=np.array(options["mask"]))
+    layer = lambda x: ma.moe(x, **PARAMS, top_k=TOP_K, group="ep", choose=choose, **options)
+    with jax.set_mesh(mesh_of(ep=2)):
+        y, statistics = jax.jit(layer)(jnp.ones((num_tokens, HIDDEN)))
+    assert statistics.num_invalid == expected
+    assert statistics.num_dropped == 0
+    kept = int(np.sum(options.get("mask", [True] * num_tokens)))
+    assert statistics.load.wanted_per_expert.tolist() == [kept, 0, 0, 0]
+    assert (np.abs(y).max(axis=1) > 0).sum() == kept

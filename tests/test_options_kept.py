@@ -1,0 +1,157 @@
+"""Every static option of a dispatch reaches each exchange that the dispatch becomes, forward and
+backward.
+
+An option without a meaning here has a sentinel as its value: an option that these tests make up,
+and any field that `Options` gets."""
+
+import collections
+import functools
+import sys
+import types
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.exchange import arguments, record
+from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
+
+pytestmark = [
+    pytest.mark.several_devices("it traces for the devices of a mesh"),
+    pytest.mark.one_process("each process would do the same"),
+    pytest.mark.exchanges(0),
+]
+
+RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 4, 8, 2, 128, 128, 2
+EXPERTS = RANKS * LOCAL
+MEANT = ("wire_dtype", "format", "decode", "tail", "has_token_scales")
+WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
+
+
+@pytest.fixture(autouse=True)
+def sentinels(monkeypatch):
+    """Add an option, and pass sentinels as all options without a meaning. Return them by name."""
+    old = record.Options
+    defaults = [*old._field_defaults.values(), None]
+    new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)
+    new.__annotations__ = dict.fromkeys(new._fields, object)
+    for name, value in vars(old).items():
+        if isinstance(value, property | types.FunctionType) and not hasattr(new, name):
+            setattr(new, name, value)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jax_moe_a2a.") and getattr(module, "Options", None) is old:
+            monkeypatch.setattr(module, "Options", new)
+    found = {name: f"the option {name}" for name in new._fields if name not in MEANT}
+    check_options = arguments.check_options
+    monkeypatch.setattr(
+        arguments, "check_options", lambda *args: check_options(*args)._replace(**found)
+    )
+    return found
+
+
+def group_of(two_level):
+    if two_level:
+        mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
+        return ma.Group(mesh, mesh.axis_names, two_level=True)
+    return ma.Group(harness.mesh_of(RANKS), harness.AXIS)
+
+
+def whole(x, ids, weights, *_, **options):
+    return ma.dispatch(x, ids, weights, tail="unspecified", **options).rows
+
+
+def by_routing(x, ids, weights, *_, group, num_experts, **options):
+    routing = ma.route(ids, group=group, num_experts=num_experts)
+    return ma.dispatch(x, routing, weights, tail="unspecified", **options).rows
+
+
+def split(x, ids, weights, *_, **options):
+    return ma.dispatch_done(ma.dispatch_start(x, ids, weights, tail="unspecified", **options)).rows
+
+
+def layer(x, ids, weights, w_in, w_out, **options):
+    options.pop("decode", None)
+    activation = ma.gated(jax.nn.silu)
+    return ma.moe_mlp(x, ids, weights, w_in, w_out, activation=activation, **options)
+
+
+DISPATCHES = dict(whole=whole, by_routing=by_routing, split=split)
+QUANTIZED = dict(format=FORMAT, decode=True)
+FORMS = {
+    f"{name}{', two levels' * two_level}{', format' * bool(options)}": (fn, two_level, options)
+    for name, fn in (DISPATCHES | dict(layer=layer)).items()
+    for two_level in (False, True)
+    for options in ({}, QUANTIZED)
+}
+FORMS["layer, chunks"] = functools.partial(layer, num_chunks=2), False, {}
+FORMS["layer, chunks, format"] = functools.partial(layer, num_chunks=2), False, QUANTIZED
+FORMS["layer in FP8"] = functools.partial(layer, experts_format=FORMAT), False, {}
+
+
+def exchanges(jaxpr):
+    """Yield each equation of an exchange, except the one in which two levels send their ids."""
+    for eqn in jaxpr.eqns:
+        of_ids = eqn.primitive is DISPATCH.primitive and eqn.invars[0].aval.dtype == jnp.int32
+        if "options" in eqn.params and not of_ids:
+            yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from exchanges(getattr(value, "jaxpr", value))
+
+
+def is_jaxpr(value):
+    return hasattr(value, "eqns")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_option_reaches_every_exchange(form, sentinels):
+    fn, two_level, options = FORMS[form]
+    group = group_of(two_level)
+    options = dict(options, group=group, num_experts=EXPERTS, wire_dtype=WIRE)
+    spec = PartitionSpec(group.axes)
+
+    def gradient(x, ids, *others):
+        of = lambda x, *others: fn(x, ids, *others, **options)
+        rows, transpose = jax.vjp(of, x, *others)
+        return transpose(rows)
+
+    shapes = ((TOKENS, HIDDEN), (TOKENS, TOP_K), (TOKENS, TOP_K))
+    shapes += ((LOCAL, HIDDEN, 2 * WIDTH), (LOCAL, WIDTH, HIDDEN))
+    dtypes = ("bfloat16", "int32", "float32", "bfloat16", "bfloat16")
+    args = [
+        jax.ShapeDtypeStruct((RANKS * first, *shape), dtype)
+        for (first, *shape), dtype in zip(shapes, dtypes)
+    ]
+    mapped = jax.shard_map(gradient, mesh=group.mesh, in_specs=spec, out_specs=spec)
+    found = list(exchanges(jax.make_jaxpr(mapped)(*args).jaxpr))
+    outward = [eqn for eqn in found if "dispatch" in eqn.primitive.name]
+    inward = [eqn for eqn in found if "combine" in eqn.primitive.name]
+    assert outward and inward and len(outward) + len(inward) == len(found)
+    for eqn in found:
+        for name, value in sentinels.items():
+            assert getattr(eqn.params["options"], name) == value, eqn.primitive
+    for eqn in outward:
+        assert eqn.params["options"].tail == "unspecified", eqn.primitive
+    # Router weights are moved, not summed.
+    wires = [eqn.params["options"].wire_dtype for eqn in inward if eqn.params["num_leaves"]]
+    assert set(wires) == {WIRE}
+    # The format is an option of the exchange only if the exchange quantizes.
+    formats = [eqn.params["options"].format for eqn in outward]
+    if "format" in form or "FP8" in form:
+        by_exchange = "two levels" not in form and "split" not in form
+        assert (FORMAT in formats) == by_exchange
+        if by_exchange:
+            assert any(eqn.params["options"].decode for eqn in outward)
+    else:
+        assert set(formats) == {None}
+
+
+def test_derived_options_keep_what_they_do_not_name(sentinels):
+    options = record.Options(WIRE, FORMAT, True, "unspecified", True, **sentinels)
+    kept = options.unencoded
+    quantizing = dict(format=None, decode=False, has_token_scales=False)
+    assert kept == options._replace(**quantizing)

@@ -1,0 +1,66 @@
+"""Operations of a layer have names in a compiled program, forward and backward."""
+
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src import scopes
+
+pytestmark = [
+    pytest.mark.several_devices("it compiles for the devices of a mesh"),
+    pytest.mark.one_process("it compiles a program and does not run it"),
+]
+
+RANKS = harness.SEVERAL
+
+
+def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
+    """Return the names of the operations of a layer and its gradients, as compiled for this
+    machine."""
+    mesh = harness.mesh_of(RANKS)
+    group = ma.Group(mesh, harness.AXIS)
+
+    def loss(params, x):
+        with jax.named_scope("my_layer"):
+            y, found = ma.moe(x, **params, top_k=2, group=group, placement=placement, **options)
+        load = found.load.max_over_mean()
+        return jnp.sum(y.astype(jnp.float32)) + found.balance_loss + found.z_loss, (y, load)
+
+    make = lambda: ma.init_moe(jax.random.key(0), hidden, width, experts, shared_hidden=width)
+    params = jax.eval_shape(make)
+    x = jax.ShapeDtypeStruct((num_tokens, hidden), jnp.float32)
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
+    return re.findall(r'op_name="([^"]+)"', compiled.as_text())
+
+
+@pytest.fixture(scope="module")
+def names():
+    """Return the names of a layer with everything that has a name."""
+    experts, spare = RANKS, RANKS
+    placement = ma.Placement.identity(experts, RANKS, spare=spare // RANKS)
+    options = dict(experts_format=ma.BlockwiseFp8(), placement=placement)
+    return op_names(experts, 128, 128, 2 * RANKS + 1, **options)
+
+
+@pytest.mark.parametrize("name", sorted(scopes.NAMES))
+def test_operations_have_the_name_of_what_they_are_for(names, name):
+    assert any(f"/{name}/" in op_name for op_name in names)
+
+
+@pytest.mark.parametrize("name", sorted(scopes.NAMES - {"moe_load"}))
+def test_derivatives_have_the_name_of_what_they_derive(names, name):
+    backward = [op_name for op_name in names if "transpose(" in op_name]
+    assert any(re.search(rf"\b{name}\b", op_name) for op_name in backward)
+
+
+def test_scopes_of_the_user_stay_around_those_of_the_package(names):
+    of_package = [op for op in names if re.search(rf"\b({'|'.join(scopes.NAMES)})\b", op)]
+    assert of_package and all("my_layer" in op_name for op_name in of_package)
+
+
+def test_a_scope_is_not_in_itself(names):
+    assert not [op for op in names if re.search(r"\b(moe_\w+)/\1\b", op)]
