@@ -245,23 +245,6 @@ def test_cotangents_that_are_zero_move_nothing():
         assert "combine" not in harness.count_primitives(jaxpr)
 
 
-@pytest.mark.exchanges(4)
-def test_only_what_has_a_cotangent_is_weighed():
-    """Cotangents of scaled rows lead to those of weights, and cotangents of dots to those of
-    rows."""
-    (g, rows, weights), ids = arguments()
-
-    def transposed(which, g, rows, weights, routing):
-        cotangents = [*rows], [*weights]  # like scaled, like dotted
-        of_one = lambda rows, weights: fused(g, rows, weights, routing)[which]
-        return jax.linear_transpose(of_one, rows, weights)(cotangents[which])
-
-    for which in range(2):
-        program = of_all_ranks(functools.partial(transposed, which))
-        of_rows, of_weights = small_layer.compiled(program)(g, rows, weights, ids)
-        assert np.any(of_weights[0]) == (which == 0) and np.any(of_rows[0]) == (which == 1)
-
-
 BATCH = 3
 
 

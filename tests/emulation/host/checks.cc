@@ -391,7 +391,7 @@ void check_memory(int) {
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
   // A workspace that grows allocates only what it lacks.
-  constexpr int64_t kHalf = 8 << 20;
+  constexpr int64_t kHalf = 64 << 20;  // more than before
   require_no(workspace.Reserve(kHalf / 2, kTimeoutNs));
   require_no(workspace.Reserve(kHalf, kTimeoutNs));
   require(fake_driver::used[0] == kHeaderBytes + kRingDepth * kHalf, "it has grown by more");
