@@ -77,7 +77,7 @@ def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 def _pieces(x: jax.Array) -> list[jax.Array]:
     """Return three bfloat16 arrays, from large to small, whose sum is ``x``."""
-    rest, pieces = x.astype(jnp.float32), []
+    rest, pieces = x.astype(jnp.float32), list[jax.Array]()
     for _ in range(3):
         # XLA may omit a conversion to bfloat16 and back, but not this operation.
         piece = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
