@@ -180,8 +180,8 @@ def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     assert_close((loss, plain(grads)), expected(plain(nnx.state(models, nnx.Param))))
     assert rows.shape == (2, 2)
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(models)))
-    assert P(*specs["w_down"]) == P(None, "ep", None, None)
-    assert P(*specs["select_bias"]) == P(None, None)
+    assert P(*specs["w_down"]) == P(None, "ep")
+    assert P(*specs["select_bias"]) == P(None)
 
 
 def test_linen_module_scans_over_layers_with_remat():
@@ -205,7 +205,7 @@ def test_linen_module_scans_over_layers_with_remat():
         y, _ = quick_jit(layers.apply)(variables, X, None)
         unboxed = quick_jit(layers.apply)(linen.unbox(variables), X, None)[0]
     spec = linen.get_partition_spec(variables)["params"]["moe"]["w_down"]
-    assert spec == P(None, "ep", None, None)
+    assert spec == P(None, "ep")
     params = plain(variables)["params"]["moe"]
     expected = X
     for i in range(2):

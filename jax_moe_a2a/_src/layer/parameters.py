@@ -44,6 +44,19 @@ def quantized_spec(spec: P) -> P:
     return P(experts, *others, k)
 
 
+def shortest(spec: P) -> P:
+    """Return a placement without its last entries that are None.
+
+    XLA returns the placements of results over Auto axes in this form. JAX compiles a program again
+    for arguments of another form, so a training step would compile a second time for its own
+    results.
+    """
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
 def moe_partition_specs(
     group: GroupOrAxes,
     *,
@@ -67,6 +80,8 @@ def moe_partition_specs(
     Returns:
       A dict of ``PartitionSpec``. The names are ``router``, ``router_bias``, ``select_bias``,
       ``w_gate_up``, ``w_down``, ``b_gate_up``, ``b_down``, ``shared_gate_up`` and ``shared_down``.
+      Last axes that are not divided have no entry, as in the placements that XLA returns over Auto
+      axes. A training step then compiles once.
 
     Raises:
       TypeError: if ``group`` is neither a ``Group`` nor names of axes.
@@ -93,10 +108,10 @@ def moe_partition_specs(
     def spec(name: str) -> Any:
         if quantized and name in ("w_gate_up", "w_down"):
             own = spec_of(name, num_axes[name], experts, tensor_axis, fsdp_axes)
-            return QuantizedExperts(*(quantized_spec(own),) * 2)
-        if two_arrays and name.endswith("gate_up"):
-            return (spec_of(name, num_axes[name] - 1, experts, tensor_axis, fsdp_axes),) * 2
-        return spec_of(name, num_axes[name], experts, tensor_axis, fsdp_axes)
+            return QuantizedExperts(*(shortest(quantized_spec(own)),) * 2)
+        is_pair = two_arrays and name.endswith("gate_up")
+        own = shortest(spec_of(name, num_axes[name] - is_pair, experts, tensor_axis, fsdp_axes))
+        return (own, own) if is_pair else own
 
     return {name: spec(name) for name in num_axes}
 

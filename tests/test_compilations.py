@@ -1,0 +1,101 @@
+"""A training step compiles once, and its state stays where the recipes place it."""
+
+import contextlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+import test_docs
+from jax.sharding import AxisType, NamedSharding
+
+import jax_moe_a2a as ma
+
+pytestmark = [
+    pytest.mark.one_process("meshes of several axes"),
+    pytest.mark.several_devices("meshes of several axes"),
+    pytest.mark.exchanges(0),
+]
+
+COMPILED = []  # functions that run at the end of each compilation of this process
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: (
+        [noted() for noted in COMPILED] if event.endswith("backend_compile_duration") else None
+    )
+)
+
+
+@contextlib.contextmanager
+def counted():
+    """Yield a list that gets an element for each compilation. Unlike the number of signatures in
+    the cache of a jitted function, it does not count arguments whose programs are equal."""
+    found = []
+    COMPILED.append(lambda: found.append(1))
+    yield found
+    COMPILED.clear()
+
+
+def restored(tree, folder):
+    """Return a pytree after a checkpoint and a restart, placed as it was."""
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
+    )
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder, shapes)
+
+
+@pytest.fixture(params=(AxisType.Auto, AxisType.Explicit), ids=str)
+def recipes(request, monkeypatch):
+    """Return the names of docs/recipes.md over axes of one type."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    make_mesh = jax.make_mesh
+    monkeypatch.setattr(
+        jax,
+        "make_mesh",
+        lambda shape, names, **options: make_mesh(
+            shape, names, (request.param,) * len(names), **options
+        ),
+    )
+    names = {"__name__": "__main__"}
+    test_docs.run(test_docs.snippets_of("docs/recipes.md")[0], names)
+    assert set(names["mesh"].axis_types) == {request.param}
+    return names
+
+
+@pytest.mark.promotes("optax mixes numbers and arrays")
+@pytest.mark.parametrize("fsdp_axes", (None, "data"))
+def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, fsdp_axes, tmp_path):
+    recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
+    specs, mesh = ma.moe_partition_specs("ep", fsdp_axes=fsdp_axes), recipes["mesh"]
+    with jax.set_mesh(mesh):
+        params, state = recipes["start"](specs)
+        moments = state.inner_opt_state[0].mu, state.inner_opt_state[0].nu, state.acc_grads
+        for tree in (params, *moments):
+            for name, array in tree.items():
+                wanted = NamedSharding(mesh, specs[name])
+                assert array.sharding.is_equivalent_to(wanted, array.ndim), name
+        step, x = recipes["train_step"](), recipes["x"]
+        params, state, *_ = step(params, state, x)
+        with counted() as compiled:
+            for _ in range(2):
+                params, state, *_ = step(params, state, x)
+        assert not compiled
+        before = jax.tree.map(np.asarray, (params, state))
+        params, state = restored((params, state), tmp_path / "step")
+        jax.tree.map(np.testing.assert_array_equal, (params, state), before)
+        with counted() as compiled:
+            step(params, state, x)
+        assert not compiled
+
+
+@pytest.mark.parametrize("options", (dict(), dict(two_arrays=True), dict(quantized=True)), ids=str)
+@pytest.mark.parametrize("fsdp_axes", (None, "data", ("data", "more")))
+@pytest.mark.parametrize("tensor_axis", (None, "tensor"))
+def test_no_placement_ends_with_an_axis_that_is_not_divided(tensor_axis, fsdp_axes, options):
+    specs = ma.moe_partition_specs("ep", tensor_axis=tensor_axis, fsdp_axes=fsdp_axes, **options)
+    for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec)):
+        assert not spec or spec[-1] is not None
