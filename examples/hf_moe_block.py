@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     sys.exit(
         f"{error}\nThis example needs PyTorch and transformers 4.57 or newer: "
-        'pip install torch "transformers>=4.57"'
+        'pip install ".[transformers]"'
     )
 
 import jax

@@ -1,4 +1,4 @@
-"""Check a machine before a run: ``python -m jax_moe_a2a.doctor``.
+"""Check a machine before a run: ``python -m jax_moe_a2a``.
 
 The doctor prints one line for each requirement of an exchange on this process's devices. It exits
 with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
@@ -20,7 +20,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def _failed(name: str, said: str, advice: str) -> Finding:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Return 0 if all required checks pass, otherwise 1."""
-    parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a", description=__doc__)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
     )
@@ -98,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print(f"{of_process}{failed} checks failed. See {GUIDE}.")
     elif process == 0:
-        print("\nAll required checks passed.")
+        if jax.local_devices()[0].platform == "cpu" and not _num_gpus():
+            print("\nNo GPU here, nothing to do: all required checks passed.")
+        else:
+            print("\nAll required checks passed.")
     return 1 if failed else 0
 
 
@@ -191,7 +193,7 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
         said += f", compute capability {', '.join(capabilities)}"
     if jax.process_count() > 1:
         said += f"; process {jax.process_index()} of {jax.process_count()}"
-    unseen = _run("nvidia-smi", "-L").count("GPU ") if first.platform == "cpu" else 0
+    unseen = _num_gpus() if first.platform == "cpu" else 0
     if unseen and "JAX_PLATFORMS" not in os.environ:
         return _failed(
             "devices",
@@ -201,6 +203,11 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
     return Finding("devices", said)
+
+
+def _num_gpus() -> int:
+    """Return how many GPUs nvidia-smi lists; 0 without it."""
+    return _run("nvidia-smi", "-L").count("GPU ")
 
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
@@ -579,7 +586,3 @@ def _run(*command: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

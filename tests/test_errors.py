@@ -563,15 +563,61 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
             (X, IDS),
             "jnp.bfloat16 or 'bfloat16'.*got 'bf16'",
         ),
+        (
+            functools.partial(mlp, w_in=(EXPERTS // RANKS, HIDDEN, 2, 3)),
+            (X, IDS),
+            r"side by side: w_in.reshape\(2, 5, -1\)",
+        ),
+        (
+            lambda ids: ma.route(ids, **route_args(num_experts=5)),
+            (IDS,),
+            "4 or 6 experts, or 1 rank",
+        ),
+        (
+            lambda ids: ma.route(ids, **route_args(capacity=LEFT_OUT), capacity_factor=-1),
+            (IDS,),
+            "capacity_factor must be .* above 0; got -1. Omit capacity_factor to drop no row",
+        ),
+        (
+            lambda ids: ma.route(ids, **route_args(capacity=-1)),
+            (IDS,),
+            "capacity must be at least 0; got -1. Omit capacity to drop no row",
+        ),
+        (
+            lambda: ma.load_balancing_loss(np.log([[0.5, 0.5]]), np.array([[0]])),
+            (),
+            r"scores must not be negative.*-0.693.*jax.nn.softmax\(logits\)",
+        ),
+        (lambda: ma.Group("ep"), (), r"mesh must be .*got 'ep'. Pass Group\(mesh, 'ep'\), or 'ep'"),
+        (lambda: ma.Group(8, "ep"), (), "mesh must be .*got 8. Pass the result of jax.make_mesh"),
     ],
     ids=(
         *("tokens for rows", "swapped", "ids of sequences", "sequences", "weights of sequences"),
         *("sequences in a layer", "all experts", "all experts, out", "all experts in a product"),
-        "wire dtype",
+        *("wire dtype", "weights of moe", "5 experts", "factor of -1", "capacity of -1"),
+        *("logits for scores", "name for a group", "size for a mesh"),
     ),
 )
 def test_an_error_that_a_beginner_meets_names_the_remedy(fn, args, remedy):
-    assert_refuses(fn, *args, naming=(remedy,))
+    assert_refuses(fn, *args, naming=(remedy,)) if args else assert_raises(fn, remedy)
+
+
+def assert_raises(fn, remedy):
+    with pytest.raises((ValueError, TypeError), match=remedy):
+        fn()
+
+
+@pytest.mark.several_devices("its meshes have several devices")
+def test_an_error_of_a_whole_layer_names_the_remedy():
+    mesh = harness.mesh_of(harness.FEW)
+    params = ma.init_moe(jax.random.key(0), HIDDEN, 3, 3 * harness.FEW + 1)
+    layer = lambda: ma.moe(jnp.ones((TOKENS, HIDDEN)), **params, top_k=2, group="ep")[0]
+    inside = jax.shard_map(layer, mesh=mesh, in_specs=(), out_specs=PartitionSpec())
+    assert_raises(inside, "got 'ep' inside a jax.shard_map.*call moe_mlp inside with group='ep'")
+    with mesh:
+        assert_raises(layer, r"only the mesh of `with mesh:`.*`with jax.set_mesh\(mesh\):`")
+    with jax.set_mesh(mesh):
+        assert_raises(layer, r"got float32\[5,7\]. Use 6 or 8 experts, or 1 rank")
 
 
 @pytest.mark.several_devices("its group has a mesh")

@@ -101,7 +101,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
     path = "cuda" if gpu else "portable"
     if f"{path} path" not in run("-c", quick_start()):
         sys.exit(f"the quick start must use the {path} path")
-    run("-m", "jax_moe_a2a.doctor", *DOCTOR)
+    run("-m", "jax_moe_a2a", *DOCTOR)
     if gpu:
         run("-c", ONE_GPU)
     print(f"the wheels work: {path} path, Python {sys.version.split()[0]}")

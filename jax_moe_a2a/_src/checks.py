@@ -65,7 +65,7 @@ def check_floats(name: str, array: Any, remedy: str = "Cast it first") -> None:
         raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. {remedy}")
 
 
-def check_int(name: str, value: Any, *, least: int) -> int:
+def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
     """Return ``value`` as an int of at least ``least``; otherwise raise an error with its name."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -74,17 +74,26 @@ def check_int(name: str, value: Any, *, least: int) -> int:
     if number is None:
         raise TypeError(f"{name} must be an int; got {value!r}{_remedy(value, 'int')}")
     if number < least:
-        raise ValueError(f"{name} must be at least {least}; got {number}")
+        raise ValueError(f"{name} must be at least {least}; got {number}{remedy}")
     return number
 
 
-def check_factor(name: str, value: Any) -> float:
+def fitting_experts(num_experts: int, size: int) -> str:
+    """Return the end of a message: which numbers of experts ``size`` ranks can divide, and which
+    number of ranks can divide ``num_experts``."""
+    fewer = num_experts // size * size
+    near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
+    ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1
+    return f"Use {near} experts, or {ranks} rank{'s' * (ranks > 1)}"
+
+
+def check_factor(name: str, value: Any, remedy: str = "") -> float:
     """Return ``value`` as a finite float above 0; otherwise raise an error with its name."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if not is_number or isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a number; got {value!r}{_remedy(value, 'float')}")
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0; got {value}")
+        raise ValueError(f"{name} must be a finite number above 0; got {value}{remedy}")
     return float(value)
 
 

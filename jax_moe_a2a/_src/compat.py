@@ -14,7 +14,7 @@ from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
-from jax._src.mesh import get_concrete_mesh
+from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
@@ -94,6 +94,11 @@ def mesh_in_context() -> Mesh | None:
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
     return mesh
+
+
+def in_context_of_old() -> bool:
+    """Return True inside ``with mesh:``, the context that ``jax.set_mesh`` replaced."""
+    return not thread_resources.env.physical_mesh.empty
 
 
 def mesh_of_program(ctx: Any) -> Mesh | None:

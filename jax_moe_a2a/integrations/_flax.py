@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
+from .._src.checks import fitting_experts
+
 Activation = Callable[[jax.Array], jax.Array]
 Choose = Callable[[jax.Array], ma.RouterChoices]
 Initializer = Callable[..., jax.Array]
@@ -108,9 +110,7 @@ def check_module(given: Mapping[str, Any]) -> None:
             f"{given['shared_hidden']}. Pass shared_expert=True as well"
         )
     if isinstance(group, ma.Group) and num_experts % group.size:
-        fewer = num_experts // group.size * group.size
-        near = [number for number in (fewer, fewer + group.size) if number]
         raise ValueError(
             f"num_experts must be a multiple of the group's size {group.size}; got {num_experts}. "
-            f"Use {' or '.join(map(str, near))}"
+            f"{fitting_experts(num_experts, group.size)}"
         )

@@ -63,8 +63,11 @@ class GroupValue:
         two_level: bool | None = None,
     ):
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+            is_name = isinstance(mesh, str | tuple) and axis_name is None
+            remedy = f"Group(mesh, {mesh!r}), or {mesh!r} in place of the Group" if is_name else ""
             raise TypeError(
-                f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
+                f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}. Pass "
+                f"{remedy or 'the result of jax.make_mesh'}"
             )
         axes = check_axis_name(axis_name)
         axis_name = axes[0] if len(axes) == 1 else axes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_factor, short
+from ..checks import as_array, check_factor, is_known, short
 from ..compat import align_varying
 from .router import check_logits, check_mask, one_hot
 
@@ -71,7 +71,7 @@ def load_balancing_loss(
       ```
     """
     axes = _check_axes(axis_name)
-    scores = check_logits(scores, "scores")
+    scores = _check_scores(scores)
     ids = _check_ids(ids, scores)
     num_experts = scores.shape[-1]
     chosen = one_hot(ids, num_experts)
@@ -232,6 +232,17 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
                 "omit axis_name if the arrays hold all tokens"
             ) from None
     return tuple(names)
+
+
+def _check_scores(value: Any) -> jax.Array:
+    """Return scores as an array, or raise an error. Numbers are checked if they are known."""
+    scores = check_logits(value, "scores")
+    if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
+        raise ValueError(
+            f"scores must not be negative; got {short(scores)} with the number {least:.3g}. Pass "
+            "the scores of top_k_router, or jax.nn.softmax(logits) in place of logits"
+        )
+    return scores
 
 
 def _check_ids(value: Any, scores: jax.Array) -> jax.Array:

@@ -609,19 +609,25 @@ def _check_weights(
       axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
       hidden: expected size of that axis.
     """
+    if isinstance(value, tuple | list):
+        raise TypeError(
+            f"{name} must be one array; got a {type(value).__name__} of {len(value)}. Put gate and "
+            f"up side by side: jnp.concatenate({name}, axis=-1)"
+        )
     w = as_array(value)
     check_static(name, w)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2
     if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:
-        has_all = w.ndim == 3 and w.shape[0] == options.num_experts > experts
-        remedy = (
-            ", the experts of all ranks. Split them over the ranks, in jax.shard_map with the "
-            f"in_specs P({options.group.axis_name!r}) for {name}"
-        )
+        remedy = _side_by_side(name, w, 2)
+        if w.ndim == 3 and w.shape[0] == options.num_experts > experts:
+            remedy = (
+                ", the experts of all ranks. Split them over the ranks, in jax.shard_map with the "
+                f"in_specs P({options.group.axis_name!r}) for {name}"
+            )
         raise ValueError(
             f"{name} must have the shape {expected}, for the L local experts (a shared expert is "
-            f"one of them) and x {short(x)}; got {short(w)}{remedy if has_all else ''}"
+            f"one of them) and x {short(x)}; got {short(w)}{remedy}"
         )
     return _with_dtype_of(x, name, w)
 
@@ -632,9 +638,18 @@ def _check_bias(name: str, value: Any, x: jax.Array, shape: tuple[int, int]) -> 
     if bias.shape != shape:
         raise ValueError(
             f"{name} must have the shape {list(shape)}, a row for each local expert; got "
-            f"{short(bias)}"
+            f"{short(bias)}{_side_by_side(name, bias, 1)}"
         )
     return _with_dtype_of(x, name, bias)
+
+
+def _side_by_side(name: str, array: Any, axis: int) -> str:
+    """Return the end of a message about an array of ``moe``, with gate and up on an axis of their
+    own: how to make the form of ``moe_mlp``. Return "" for other arrays."""
+    if array.ndim != axis + 2 or array.shape[axis] != 2:
+        return ""
+    sizes = ", ".join(map(str, array.shape[:axis]))
+    return f". Put gate and up side by side: {name}.reshape({sizes}, -1)"
 
 
 def _with_dtype_of(x: jax.Array, name: str, array: Any) -> jax.Array:

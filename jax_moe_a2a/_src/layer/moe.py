@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat
-from ..checks import as_array, check_bool, check_int, short, taken_from
+from ..checks import as_array, check_bool, check_int, fitting_experts, short, taken_from
 from ..exchange.reference import accumulation_dtype
 from ..experts.activations import recognize
 from ..experts.gated import gated
@@ -548,12 +548,12 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
         is_known = True
     else:
         is_known = compat.mesh_in_context() is not None
-    if not is_known or mesh is None:
-        raise ValueError(
-            "moe needs a mesh with devices; got "
-            f"{'no mesh in scope' if here.empty else f'the abstract mesh {dict(here.shape)}'} and "
-            f"group={group!r}. Call it under jax.set_mesh(mesh), where the program is traced"
+    if mesh is None or (here.empty and not is_known):
+        # JAX does not show the mesh of ``with mesh:`` to the program.
+        found = (
+            "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
         )
+        raise _no_devices(found, group)
     data = (data_axes,) if isinstance(data_axes, str) else data_axes
     if not isinstance(data, tuple) or not all(isinstance(axis, str) for axis in data):
         raise TypeError(f"data_axes must be a str or a tuple of str; got {data_axes!r}")
@@ -581,6 +581,8 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
                     f"group, data_axes and tensor_axis must name different axes; got {axis!r} twice"
                 )
             seen.add(axis)
+    if not is_known:
+        raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not have any.
         # Only the choice of two levels reads them.
@@ -600,6 +602,13 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
             "the mesh with jax.sharding.AxisType.Auto"
         )
     return scope
+
+
+def _no_devices(found: str, group: Any) -> ValueError:
+    return ValueError(
+        f"moe needs a mesh with devices; got {found} and group={group!r}. Call it in `with "
+        "jax.set_mesh(mesh):`, where the program is traced"
+    )
 
 
 def _check_arrays(
@@ -624,7 +633,8 @@ def _check_arrays(
     if experts % scope.group.size:
         raise ValueError(
             f"router must have E columns, a multiple of the {scope.group.size} ranks along "
-            f"{scope.group.axis_name!r}; got {short(router)}"
+            f"{scope.group.axis_name!r}; got {short(router)}. "
+            f"{fitting_experts(experts, scope.group.size)}"
         )
     in_fp8 = {
         name: check_experts(name, given[name], may_be_pairs=name == "w_gate_up")

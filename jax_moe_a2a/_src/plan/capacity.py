@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..checks import check_factor, check_int, taken_from
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+KEEP_ALL = ". Omit {} to drop no row"  # libraries in which a number such as -1 means this exist
 
 
 class Sizes(NamedTuple):
@@ -59,8 +60,10 @@ class Sizes(NamedTuple):
                 "one of them"
             )
         if rows is not None:
-            return check_int("capacity", rows, least=0)
-        return self.rows(factor if factor is None else check_factor("capacity_factor", factor))
+            return check_int("capacity", rows, least=0, remedy=KEEP_ALL.format("capacity"))
+        if factor is not None:
+            factor = check_factor("capacity_factor", factor, KEEP_ALL.format("capacity_factor"))
+        return self.rows(factor)
 
 
 def default_capacity(

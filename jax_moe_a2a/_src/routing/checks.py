@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_bool, check_int, merge_axes, short
+from ..checks import as_array, check_bool, check_int, fitting_experts, merge_axes, short
 from ..group.group import Group
 from ..group.value import check_axis_name
 from ..plan.capacity import Sizes, check_top_k
@@ -90,10 +90,10 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     num_experts = check_int("num_experts", given.num_experts, least=1)
     largest = min(MAX_LOCAL_EXPERTS * group.size, INT32_MAX - shared_expert * group.size)
     if num_experts % group.size or num_experts > largest:
+        remedy = "Use fewer" if num_experts > largest else fitting_experts(num_experts, group.size)
         raise ValueError(
             f"num_experts must be a multiple of the group's size {group.size} and at most "
-            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); "
-            f"got {num_experts}"
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); got {num_experts}. {remedy}"
         )
     alignment = check_int("alignment", given.alignment, least=1)
     sizes = Sizes(num_tokens, top_k, group.size, num_experts, alignment, shared_expert, replicated)
