@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 import jax_moe_a2a as ma
@@ -133,7 +134,8 @@ class MoE(nnx.Module):
     ):
         given = dict(locals())
         check_module(given)
-        specs = specs_of(given)
+        # Flax removes the axis of layers from metadata, but adds none to metadata without axes.
+        specs = {name: spec or P(None) for name, spec in specs_of(given).items()}
         # Without a mesh in scope, the placement is metadata only.
         options = {} if mesh_in_scope() else {"eager_sharding": False}
         for name, param in init_moe(rngs.params(), hidden, given).items():
