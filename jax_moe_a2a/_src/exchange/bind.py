@@ -85,8 +85,9 @@ def bind_start(
     """
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
-        bind_done = partial(two_level.bind_done, exchange, routing=routing, **params)
-        return in_flight, scopes.exchange(bind_done)
+        return in_flight, scopes.exchange(
+            partial(two_level.bind_done, exchange, routing=routing, **params)
+        )
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
