@@ -24,6 +24,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import random
@@ -39,7 +40,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_moe_a2a as ma
 
 from . import kernels, slices, timing
-from . import record as records
 from . import run as runs
 from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     mesh = Mesh(run.mesh.devices[:, None], ("ep", ALONE))
     run = dataclasses.replace(run, mesh=mesh, sample_seconds=SAMPLE_SECONDS if num_gpus else 0)
     if args.append:
-        old = records.read(args.append)
+        old = json.loads(args.append.read_text())
         if old["gpus"] != run.record["gpus"]:
             raise SystemExit(
                 f"--append must name a record of {run.record['gpus']}; got one of {old['gpus']}"
