@@ -190,6 +190,7 @@ def test_a_pytree_has_an_addend_for_each_of_its_arrays():
 # Derivatives
 
 
+@pytest.mark.exchanges(0)  # on the portable path
 def test_a_constant_addend_leaves_the_tangents_of_the_others():
     group, rng = harness.emulated_group(2), np.random.default_rng(0)
     ids = np.array([[[0], [1]], [[1], [1]]], np.int32)

@@ -98,10 +98,10 @@ def test_losses():
     np.testing.assert_allclose(ma.router_z_loss(logits), (lse**2).mean(), rtol=1e-5)
 
 
-def test_a_token_whose_scores_are_all_zero_counts_with_shares_of_zero():
-    scores, ids = np.array([[1, 3], [0, 0]], np.float32), np.array([[1], [0]])
+def test_a_token_whose_scores_are_all_zero_counts_with_equal_shares():
+    scores, ids = np.array([[1, 3], [0, 0]], np.float32), np.array([[1], [1]])
     value, gradient = jax.value_and_grad(ma.load_balancing_loss)(scores, ids)
-    assert value == 2 * (0.5 * (1 / 4 + 3 / 4) / 2)
+    assert value == 2 * (3 / 4 + 1 / 2) / 2
     assert np.isfinite(gradient).all() and not gradient[1].any()
 
 

@@ -83,8 +83,8 @@ def load_balancing_loss(
     is_token = chosen.any(axis=(-2, -1))[..., None]
     # Divided by the largest score first, a sum is at least 1, and its derivative cannot overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    is_known = is_token & (largest != 0)
-    ratios = jnp.where(is_known, scores, 1) / jnp.where(is_known, largest, 1)
+    has_scores = is_token & (largest != 0)
+    ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
     probs = jnp.where(is_token, ratios / ratios.sum(axis=-1, keepdims=True), 0)
 
     leading = tuple(range(scores.ndim - 1))
