@@ -101,7 +101,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, f
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
-    """Other spellings of a placement, as NNX's ``P(None)`` or a trailing None, share the program."""
+    """Other spellings of a placement (NNX has ``P(None)`` for ``P()``) share the program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):

@@ -175,7 +175,7 @@ api.dispatch = dispatch
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path, is_broken):
     """On CPU, joined by gloo."""
     broken = BREAK_ROWS * is_broken
-    code = f"import jax, sys\nfrom jax_moe_a2a import _doctor as doctor\n{broken}\nsys.exit(doctor.main())"
+    code = f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{broken}\nsys.exit(_doctor.main())"
     few = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=few, PYTHONPATH=str(ROOT))
     program = [sys.executable, "-c", code, *SMALL], environment
