@@ -2,6 +2,7 @@
 
 import sys
 
-from .doctor import main
+from ._doctor import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import optax
 import pytest
 import test_docs
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
@@ -31,8 +32,10 @@ def counted():
     the cache of a jitted function, it does not count arguments whose programs are equal."""
     found = []
     COMPILED.append(lambda: found.append(1))
-    yield found
-    COMPILED.clear()
+    try:
+        yield found
+    finally:
+        COMPILED.clear()
 
 
 def restored(tree, folder):
@@ -90,6 +93,34 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, f
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
+        if set(mesh.axis_types) == {
+            AxisType.Auto
+        }:  # results of Explicit axes have an entry per axis
+            assert step._cache_size() == 1
+
+
+@pytest.mark.promotes("optax mixes numbers and arrays")
+def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
+    """Other spellings of a placement (NNX has ``P(None)`` for ``P()``) share the program."""
+    optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
+    is_auto = set(mesh.axis_types) == {AxisType.Auto}
+    with jax.set_mesh(mesh):
+        step = recipes["train_step"]()
+        params, state = recipes["start"]()
+        step(params, state, x)
+
+        def padded(array):
+            spec = array.sharding.spec
+            spec = P(*spec, *(None,) * (array.ndim - len(spec)))
+            return jax.device_put(array, NamedSharding(mesh, spec))
+
+        with counted() as compiled:
+            step(*jax.tree.map(padded, (params, state)), x)
+        assert not compiled
+        unplaced = jax.jit(optimizer.init)(params)
+        with counted() as compiled:
+            step(params, unplaced, x)
+        assert bool(compiled) == is_auto  # Explicit axes carry the placement into the state
 
 
 @pytest.mark.parametrize("options", (dict(), dict(two_arrays=True), dict(quantized=True)), ids=str)

@@ -4,6 +4,7 @@ Tests break parts of this process. Drivers and GPUs that do not exist have stand
 """
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import doctor
+from jax_moe_a2a import _doctor as doctor
 from jax_moe_a2a._src import api, compat
 from jax_moe_a2a._src.group import extension, meetings, native
 from jax_moe_a2a._src.group import value as group_value
@@ -117,6 +118,11 @@ def test_the_module_runs_by_itself_on_one_device():
     assert "xla_force_host_platform_device_count" in done.stdout
 
 
+def test_the_package_is_the_only_name_of_the_doctor():
+    """``python -m`` of a module that only defines functions would end with 0 and check nothing."""
+    assert importlib.util.find_spec("jax_moe_a2a.doctor") is None
+
+
 def broken_dispatch(break_rows):
     whole = api.dispatch
 
@@ -152,6 +158,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(
 # In process 1 an exchange of all moves wrong rows.
 BREAK_ROWS = """
 import dataclasses
+import importlib.util
 from jax_moe_a2a._src import api
 whole = api.dispatch
 
@@ -168,7 +175,7 @@ api.dispatch = dispatch
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path, is_broken):
     """On CPU, joined by gloo."""
     broken = BREAK_ROWS * is_broken
-    code = f"import jax, sys\nfrom jax_moe_a2a import doctor\n{broken}\nsys.exit(doctor.main())"
+    code = f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{broken}\nsys.exit(_doctor.main())"
     few = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS=few, PYTHONPATH=str(ROOT))
     program = [sys.executable, "-c", code, *SMALL], environment

@@ -47,9 +47,9 @@ def quantized_spec(spec: P) -> P:
 def shortest(spec: P) -> P:
     """Return a placement without its last entries that are None.
 
-    XLA returns the placements of results over Auto axes in this form. JAX compiles a program again
-    for arguments of another form, so a training step would compile a second time for its own
-    results.
+    XLA returns the placements of results over Auto axes in this form. Placements that divide arrays
+    alike share a compiled program. But JAX counts each form as a signature of a jitted function.
+    With this form, ``_cache_size()`` of a training step stays 1.
     """
     entries = list(spec)
     while entries and entries[-1] is None:
@@ -81,7 +81,7 @@ def moe_partition_specs(
       A dict of ``PartitionSpec``. The names are ``router``, ``router_bias``, ``select_bias``,
       ``w_gate_up``, ``w_down``, ``b_gate_up``, ``b_down``, ``shared_gate_up`` and ``shared_down``.
       Last axes that are not divided have no entry, as in the placements that XLA returns over Auto
-      axes. A training step then compiles once.
+      axes.
 
     Raises:
       TypeError: if ``group`` is neither a ``Group`` nor names of axes.
