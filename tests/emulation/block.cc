@@ -229,7 +229,6 @@ Index block_index() { return block->start.index; }
 unsigned block_threads() { return block->start.num_threads; }
 Index grid_blocks() { return block->start.num_blocks; }
 char* dynamic_shared() { return block->shared; }
-int rank_of_block() { return block->start.rank; }
 BulkCopies*& bulk_copies() { return block->running->bulk; }
 bool one_in(unsigned n) { return block->random.next() % n == 0; }
 

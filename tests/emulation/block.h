@@ -74,9 +74,6 @@ struct BlockStart {
 // Runs all threads of a block until they end. The calling thread must be new.
 void run_block(const BlockStart& start);
 
-// Returns the rank whose block the calling thread runs.
-int rank_of_block();
-
 // Orders everything before the launch before the caller's next accesses.
 void observe_start();
 

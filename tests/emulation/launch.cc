@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "block.h"
-#include "launch.h"
 
 namespace emulation {
 namespace {
@@ -20,7 +19,6 @@ namespace {
 struct LoadedKernel {
   CallKernel call;
   size_t dynamic_shared_bytes;
-  std::vector<size_t> param_bytes;
 };
 
 std::map<const void*, LoadedKernel>& loaded_kernels() {
@@ -57,13 +55,8 @@ void give_room_back(int rank) { running_on(rank).fetch_sub(1, std::memory_order_
 
 }  // namespace
 
-void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
-                 std::initializer_list<size_t> param_bytes) {
-  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit), param_bytes};
-}
-
-const std::vector<size_t>& param_bytes_of(const void* kernel) {
-  return loaded_kernels().at(kernel).param_bytes;
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes) {
+  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit)};
 }
 
 void set_residency(int blocks) { residency = blocks; }

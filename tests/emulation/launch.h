@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <vector>
-
 namespace emulation {
 
 // Returns the stream of a rank. The launches of a rank run one after the other, unless several
@@ -19,9 +17,6 @@ inline cudaStream_t stream_of(int rank) {
 // what foreign kernels leave. When a block ends, another one starts: in random order, but those
 // with a smaller blockIdx.y first.
 void set_residency(int blocks);
-
-// Returns the sizes of the parameters of a loaded kernel.
-const std::vector<size_t>& param_bytes_of(const void* kernel);
 
 // Sets the seed of the random orders of all launches.
 void set_seed(uint64_t seed);

@@ -30,12 +30,9 @@ namespace {
 // The kernels of this variant, and whether all ranks share a device.
 #ifdef MOE_A2A_COLOCATED
 const Kernels& variant_kernels() { return ColocatedKernels(); }
-#else
-const Kernels& variant_kernels() { return DirectKernels(); }
-#endif
-#ifdef MOE_A2A_COLOCATED
 constexpr bool kColocated = true;
 #else
+const Kernels& variant_kernels() { return DirectKernels(); }
 constexpr bool kColocated = false;
 #endif
 
@@ -113,7 +110,7 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
     case 'f': return make_format_dispatch(making, random);
     case 'x': return make_routed_dispatch(making, random);
   }
-  std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
+  std::fprintf(stderr, "no operation has the letter %c\n", letter);
   _exit(2);
 }
 

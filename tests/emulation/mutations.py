@@ -162,6 +162,7 @@ JUSTIFIED = {
     "stream.cuh Stream: fence_load_barriers": "the fence for zeros follows, with the same effect",
     "team.cuh all: __syncwarp": "all() has it by contract; each caller has another barrier",
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
+    "exchange.cuh raise_heads: store_release_sys": _ATOMIC,
     "exchange.cuh raise_heads: store_relaxed_sys(head->run) before "
     "store_relaxed_sys(head->signature)": _FLAG_FOLLOWS,
     "exchange.cuh leave: own.next_send, ... before store_release_sys": _STATE,

@@ -122,14 +122,10 @@ class Kind:
 
     variant: str
     options: Callable[[int], list]  # of a seed
-    must_show: str = ""  # the sign that most runs must show; "": no run may show any
     is_slow: bool = False  # a tenth of the seeds is enough
 
     def seeds(self, first, count):
         return range(first, first + (max(1, count // 10) if self.is_slow else count))
-
-    def is_right(self, outcome):
-        return self.must_show in outcome.signs if self.must_show else outcome.is_right
 
 
 def _sometimes(seed, *choices):

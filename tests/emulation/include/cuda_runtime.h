@@ -137,7 +137,6 @@ inline void __nanosleep(unsigned) { emulation::yield(); }
 
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
-inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(v); }
 inline unsigned __float_as_uint(float v) { return from_bits<unsigned>(bits_of(v)); }
 inline float __uint_as_float(unsigned v) { return from_bits<float>(v); }
 inline float __frcp_rn(float v) { return 1.f / v; }

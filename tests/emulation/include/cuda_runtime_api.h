@@ -4,14 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <utility>
 
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
-  cudaErrorNotSupported = 801,
   cudaErrorUnknown = 999
 };
 using cudaStream_t = struct CUstream_st*;
@@ -23,9 +21,7 @@ struct dim3 {
 };
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-struct cudaFuncAttributes {
-  size_t sharedSizeBytes = 0;
-};
+struct cudaFuncAttributes {};
 
 extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads,
                                         void** arguments, size_t shared_bytes, cudaStream_t stream);
@@ -35,8 +31,7 @@ namespace emulation {
 // Calls a kernel whose parameters lie at `arguments`.
 using CallKernel = void (*)(const void* kernel, void** arguments);
 
-void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
-                 std::initializer_list<size_t> param_bytes);
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes);
 
 template <typename... Params, size_t... kIndices>
 void call_with(const void* kernel, void** arguments, std::index_sequence<kIndices...>) {
@@ -50,8 +45,7 @@ void call_all(const void* kernel, void** arguments) {
 
 template <typename... Params>
 void load_kernel(void (*kernel)(Params...), size_t bytes) {
-  load_kernel(reinterpret_cast<const void*>(kernel), call_all<Params...>, bytes,
-              {sizeof(Params)...});
+  load_kernel(reinterpret_cast<const void*>(kernel), call_all<Params...>, bytes);
 }
 
 constexpr size_t kStaticLimit = 48 << 10;  // dynamic shared memory that needs no attribute
