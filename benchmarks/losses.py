@@ -28,12 +28,14 @@ FOLDER = record.FOLDER / "losses"
 PROGRAM = record.ROOT / "examples/train_moe.py"
 WAYS = {
     "bf16": "",
+    "one_rank": "--mesh 1,1",
     "fp8": "--experts fp8",
     "portable": "--implementation portable",
     "dense": "--experts dense --dtype float32",
 }
 NAMES = {
     "bf16": "this package, bfloat16",
+    "one_rank": "this package, bfloat16, one rank",
     "fp8": "this package, experts in FP8",
     "portable": "portable path, bfloat16",
     "dense": "every expert for every token, float32",
@@ -64,9 +66,7 @@ def train(way: str, steps: int, stop: int, devices: int | None = None) -> list[f
         source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
         source.write_bytes(text())
         options = f"--steps {steps} --stop {stop} --sequences {SEQUENCES} --capacity-factor 0"
-        options += f" --dtype bfloat16 {WAYS[way]} --sample 0 --log-every {max(stop // 10, 1)}"
-        if devices:
-            options += f" --mesh 1,{devices}"
+        options += f" --sample 0 --log-every {max(stop // 10, 1)}"
         paths = f"--text {source} --losses {losses} --out {folder}/losses.png"
         path = os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH"))))
         subprocess.run(
