@@ -444,7 +444,7 @@ def test_a_record_is_shown_with_every_sweep(tmp_path):
     next_to = dict(products="default", pairs=4, columns=128, exchange_us=20.0, products_us=25.0)
     next_to.update(num_sms=24, ratio_to_longer=1.2, cost_us=7.0)
     rows += [dict(rows[0], sweep="overlap", op=op, **next_to) for op in overlap.OPS]
-    layouts = processes.Layout(1), processes.Layout(2, 1)
+    layouts = processes.Layout(1), processes.Layout(2, 2)
     rows += [dict(rows[0], sweep="processes", **layout._asdict()) for layout in layouts]
     path = tmp_path / "2000-01-01-2xnone.json"
     record.write(dict(run.describe_run(mesh, 0, wire=wires), rows=rows), path)
@@ -455,7 +455,7 @@ def test_a_record_is_shown_with_every_sweep(tmp_path):
         "| op | µs | GB/s | exchange alone | products alone | ratio | cost |",
         "| MxFp8 | decoded | dispatch without route | 30.0 |",
         "| replicated | combine | local | 30.0 |",
-        "| 2 | 1 | 30.0 |",  # processes
+        "| 2 | 2 | 30.0 |",  # processes
     ):
         assert part in text
     drawn = ("tokens", "formats", "overlap", "processes")  # lines and bars
