@@ -104,4 +104,4 @@ def test_where_torch_is_missing_the_example_says_what_to_install():
     hidden = "import runpy, sys; sys.modules['torch'] = None; "
     done = run("-c", hidden + f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')")
     assert done.returncode == 1
-    assert "pip install torch" in done.stderr and "Traceback" not in done.stderr
+    assert 'pip install ".[transformers]"' in done.stderr and "Traceback" not in done.stderr
