@@ -63,7 +63,7 @@ ON_GPU = ("mosaic", "ragged32", "ragged")  # XLA:CPU does not have them
 
 
 class Step(NamedTuple):
-    """What is measured for a geometry."""
+    """A setting in which a geometry is measured."""
 
     geometry: str
     rows: int

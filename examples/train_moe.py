@@ -175,7 +175,7 @@ def dense_moe(x: jax.Array, params: Params, select_bias: jax.Array, options: dic
 
 
 class Options(NamedTuple):
-    """What a program is compiled for, apart from its geometry."""
+    """The static options of a program, apart from its geometry."""
 
     group: ma.Group
     experts: str  # "bf16", "fp8", or "dense": the reference
@@ -244,7 +244,7 @@ def model(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Opt
 
 
 class Report(NamedTuple):
-    """What a step reports, over all ranks and micro-batches."""
+    """The report of a step, over all ranks and micro-batches."""
 
     loss: Any  # [] cross-entropy of a byte, in nats
     wanted: Any  # [layers, experts] choices of the router
