@@ -49,12 +49,6 @@ class Method(NamedTuple):
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
-    reads_all: bool = True
-    """True if each call reads all integers of a routing: kernels do, XLA may not."""
-    total_weight: int = 1
-    """The sum of a token's weights, including that of a shared expert."""
-    complete: Callable[[jax.Array], jax.Array] = lambda x: x
-    """Maps what a rank holds of sums and gradients to their full values."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -63,23 +57,15 @@ def ours(workload: Workload, group: ma.Group) -> Method:
     options: dict[str, Any] = dict(
         group=group, num_experts=setting.experts, capacity=workload.capacity
     )
-    if setting.mode in ("shared", "replicated"):
-        options["shared_expert" if setting.mode == "shared" else "replicated"] = True
     travels: dict[str, Any] = dict(format=token_format(setting))
     if setting.formatted == "sums":
         travels = dict(wire_dtype=token_format(setting))
     decode = setting.formatted == "decoded"
 
-    def choices(given: Any, weights: Any = None) -> Any:
-        if setting.mode != "map":
-            return given, weights
-        return ma.choices_from_map(given, weights, top_k=setting.top_k)[:2]
-
     def dispatch(x: Any, ids: Any, weights: jax.Array) -> Dispatched:
         if isinstance(ids, ma.Routing):
             recv = ma.dispatch(x, ids, weights, decode=decode, **travels)
         else:
-            ids, weights = choices(ids, weights)
             recv = ma.dispatch(x, ids, weights, decode=decode, **travels, **options)
         return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
 
@@ -88,10 +74,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         wire_dtype = travels.get("wire_dtype")
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
-    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
-    if setting.mode == "map":  # its weights do not match the rows of a routing
-        method = method._replace(route=None)
-    return between_experts(method, setting, group) if setting.mode else method
+    return Method(dispatch, combine, lambda ids: ma.route(ids, **options))
 
 
 def token_format(setting: Setting) -> ma.TokenFormat | None:
@@ -100,19 +83,6 @@ def token_format(setting: Setting) -> ma.TokenFormat | None:
         BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
     )
     return formats.get(setting.format)
-
-
-def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method:
-    """Make a method in a mode, with a barrier between dispatch and combine as a grouped product
-    would be: all rows exist at once, and nothing is fused through."""
-    is_replicated = setting.mode == "replicated"
-    return method._replace(
-        combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
-        # XLA weighs rows that are on the rank: it could hoist some of it out of the repetitions.
-        reads_all=method.reads_all and not is_replicated,
-        total_weight=2 if setting.mode == "shared" else 1,
-        complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
-    )
 
 
 def encoded(workload: Workload, group: ma.Group) -> Method:
@@ -145,8 +115,7 @@ def local(workload: Workload, group: ma.Group) -> Method:
         links = Links(row_choice, choice_row.reshape(ids.shape))
         return Dispatched(spread(x, links), None, sizes, (weights, links))
 
-    method = Method(dispatch, lambda rows, state: weighted_sum(rows, *state))
-    return between_experts(method, setting, group) if setting.mode else method
+    return Method(dispatch, lambda rows, state: weighted_sum(rows, *state))
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:

@@ -22,11 +22,9 @@ COMBINE: Op = ("combine", False)
 ROUND_TRIP: Op = ("round_trip", True)
 ROUND_TRIP_ROUTED: Op = ("round_trip", False)
 BACKWARD: Op = ("backward", False)
-CHAINED: Op = ("chained", False)  # each pair exchanges the sums of the one before
 STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
-ALL: tuple[Op, ...] = (*STANDARD, CHAINED)
 
 # bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum. A format keeps
 # fewer of a number.
@@ -45,8 +43,6 @@ class Operation(NamedTuple):
     """State of one rank -> results."""
     tied_axes: int | None
     """For ``timing.pick_tied``."""
-    carries: bool = False
-    """The result takes the place of x in the next repetition."""
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
@@ -84,15 +80,10 @@ def prepare(
             found["residuals"], vjp_treedef = jax.tree.flatten(vjp)
             dx, d_weights = vjp(x)
             norms = (x.astype(jnp.float32) ** 2).sum(axis=-1, keepdims=True)
-            norms = jnp.where(weights != 0, norms, 0)  # of a map: 0 where it has none
-            total = method.total_weight * x
-            pairs = dict(out=(out, total), dx=(dx, total), d_weights=(d_weights, norms))
-        elif isinstance(dispatched.rows, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
-            out = round_trip(method, x, routed, weights)
-            pairs = dict(out=(out, method.total_weight * x))
-        found["errors"] = {
-            name: squares(method.complete(actual), exact) for name, (actual, exact) in pairs.items()
-        }
+            pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
+        elif isinstance(dispatched.rows, jax.Array):
+            pairs = dict(out=(round_trip(method, x, routed, weights), x))
+        found["errors"] = {name: squares(*pair) for name, pair in pairs.items()}
         return found
 
     def pick(*names: str) -> Callable[[dict[str, Any]], Any]:
@@ -123,18 +114,15 @@ def prepare(
         COMBINE: (pick("rows", "state"), lambda state: method.combine(*state)),
         ROUND_TRIP: (given, whole),
         BACKWARD: (pick("residuals", "x"), backward),
-        CHAINED: (routed, whole),
     }
     if method.route is None:
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
     # Without a routing of its own, each part of a method reads other integers.
-    tied_axes = 2 if method.route is not None and method.reads_all else None
+    tied_axes = 2 if method.route is not None else None
     return run_once, [
-        Operation(*op, *makers[op], tied_axes, carries=op == CHAINED)
-        for op in ALL
-        if op in ops and op in makers
+        Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers
     ]
 
 
@@ -159,9 +147,7 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error from ``squares``, of all ranks of this process if of several."""
-    if isinstance(squares, jax.Array):
-        squares = [shard.data for shard in squares.addressable_shards]
+    """Return the relative error from ``squares``, of all ranks."""
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
@@ -194,7 +180,7 @@ def _comparable(x: jax.Array) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Check what the function of ``prepare`` returned, for all ranks of this process.
+    """Check what the function of ``prepare`` returned, for all ranks.
 
     The experts return their rows and the cotangent is x, so the output and its gradient are x, and
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.

@@ -47,19 +47,19 @@ DETAILS: dict[str, Row] = {
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
 # What is on the x axis. Each row of another sweep is a bar.
-X = {"": "tokens", "tokens": "tokens", "ladder": "tokens", "processes": "tokens", "topk": "top_k"}
+X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
 # Rows of a panel share these.
 PANEL = ("panel", "title", "shape", "k", "n", "sizes", "tokens")
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
-    *("processes", "hosts", "p2p_world_size", "pairs", "products", "grouped"),
+    *("pairs", "grouped"),
     *("routing", "micro_batches"),
     *("op", "method"),
 )
 OF_SWEEP = dict.fromkeys(("sms", "overlap"), "num_sms")
-OF_SWEEP |= dict(products="rows", graphs="cuda_graphs", model="rows")
+OF_SWEEP |= dict(products="rows", model="rows")
 MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(exchange_us="exchange alone", products_us="products alone", ratio_to_longer="ratio"),

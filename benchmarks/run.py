@@ -212,25 +212,6 @@ class Run:
                         if row := job.row(result, reps):
                             self.add(row)
 
-    def measure_in_turns(self, cases: Sequence[Case]) -> None:
-        """Check all cases, then sample all their jobs by turns, so that a few percent between two
-        of them are no change of the clocks; add their rows."""
-        self.wait()
-        samplers, reps = {}, {}
-        for case in cases:
-            with self.attempt(case.what, case.group):
-                self.check_time()
-                checked = case.check()
-                for job in case.jobs:
-                    samplers[job], reps[job] = self.sampler(job.program, *job.args(checked))
-        taken = timing.take_turns(samplers, self.samples)
-        for case in cases:
-            if case.group is not None:
-                case.group.check()
-        for job, us in taken.items():
-            if row := job.row(timing.Timing.of(us), reps[job]):
-                self.add(row)
-
     def start(
         self,
         step: Callable[..., Any],

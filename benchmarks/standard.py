@@ -4,8 +4,7 @@
     python -m benchmarks --quick           two sizes, ours and all_gather
     python -m benchmarks --num-sms 8 16 24 32 64 --tokens 4096 --methods ours
     python -m benchmarks --sweep tokens,skew       as work grows; some 15 seconds each
-    python -m benchmarks --sweep ladder            1 to 8192 tokens, chained pairs, as CollectiveX
-    python -m benchmarks --sweep formats,modes     token formats; shared experts and other modes
+    python -m benchmarks --sweep formats           token formats
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
 
 The same run times plain JAX and the limit of the links. It writes a JSON record and a plot to

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
@@ -20,7 +20,7 @@ from . import operations, timing, wire
 from .methods import CALLS_OURS, METHODS
 from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
-from .workload import Setting, Workload
+from .workload import DTYPE, Setting, Workload
 
 # Share of a measured time; a tie by itself takes as long as in a program, or longer.
 MOST_OF_A_TIE = 0.4
@@ -34,7 +34,6 @@ PLAIN_COSTS = dict(
     dense=(100.0, 5.0, 8),
     ragged=(700.0, 90.0, 2),
     ragged32=(700.0, 8.0, 8),
-    local=(100.0, 0.0, 8),
 )
 
 
@@ -149,9 +148,8 @@ def compile_variant(
             operation.step,
             state,
             reps=repetitions(method, operation, plan),
-            exchanges=exchanges if plan.workload.setting.mode != "replicated" else 0,
+            exchanges=exchanges,
             tied_axes=operation.tied_axes,
-            carries=operation.carries,
         )
         programs.append(Timed(operation, program, tie_key(operation, state, program.num_results)))
     return Variant(plan, method, group, compiling, programs)
@@ -175,30 +173,17 @@ def sharding_of(mesh: Mesh) -> NamedSharding:
 def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of x, ids and weights of all ranks."""
     setting = workload.setting
-    x = (workload.ranks, setting.tokens, setting.hidden), jnp.dtype(setting.dtype)
+    x = (workload.ranks, setting.tokens, setting.hidden), jnp.dtype(DTYPE)
     given = ((array.shape, array.dtype) for array in (workload.ids, workload.weights))
     sharding = sharding_of(mesh)
     return tuple(jax.ShapeDtypeStruct(*info, sharding=sharding) for info in (x, *given))
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draw x, ids and weights of all ranks, each on its device.
-
-    x has normal numbers, or bits if its dtype is an integer. Replicated tokens are those of rank 0.
-    """
+    """Draw x, ids and weights of all ranks, each on its device."""
     x, *_ = input_shapes(mesh, workload)
-
-    def draw() -> jax.Array:
-        key = jax.random.key(0)
-        if workload.setting.mode == "replicated":
-            return jnp.broadcast_to(jax.random.normal(key, x.shape[1:], x.dtype), x.shape)
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return (jax.random.normal if is_float else jax.random.bits)(key, x.shape, x.dtype)
-
-    put = [  # also with several processes
-        jax.make_array_from_callback(array.shape, x.sharding, array.__getitem__)
-        for array in map(np.asarray, (workload.ids, workload.weights))
-    ]
+    draw = lambda: jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    put = jax.device_put((workload.ids, workload.weights), x.sharding)
     return jax.jit(draw, out_shardings=x.sharding)(), *put
 
 
@@ -235,8 +220,9 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
             program = compiling.result()
             if timing.count_fusions(program) < timing.TIE_REPS:
                 raise RuntimeError("XLA merged the ties, so that what one takes is not known")
-            args = ((state,), timing.TIE_REPS, TIE_SAMPLES, run.sample_seconds)
-            run.tie_us[key] = timing.measure(program, *args).median_us
+            args = (state,), timing.TIE_REPS, run.sample_seconds
+            sample_us = timing.sampler(program, *args)
+            run.tie_us[key] = statistics.median(sample_us() for _ in range(TIE_SAMPLES))
     known = [us for us in run.tie_us.values() if us is not None]
     if known:
         say(f"a tie takes {min(known):.2f} to {max(known):.2f} us")
@@ -311,6 +297,7 @@ def describe(workload: Workload) -> Row:
     setting = workload.setting
     return dict(
         dataclasses.asdict(setting),
+        dtype=DTYPE,
         routing=setting.routing,
         capacity_kind=setting.capacity,
         capacity=workload.capacity,
@@ -327,8 +314,6 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
         default = max(default, budgets.WEIGHTED_NUM_SMS)
     if setting.formatted:
         default = budgets.FORMAT_NUM_SMS
-    if setting.mode == "replicated":
-        default = budgets.ALONE_NUM_SMS
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 

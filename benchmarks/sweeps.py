@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from .operations import (
     BACKWARD,
-    CHAINED,
     COMBINE,
     DISPATCH,
     EXCHANGE,
@@ -32,7 +31,6 @@ NUM_SMS = (16, 24, 32, 48, 64, 96, 132)
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
-WITHOUT_MODE = dict(replicated="local")  # what one writes instead
 
 
 class Sweep(NamedTuple):
@@ -79,20 +77,6 @@ def of_format(setting: Setting) -> dict[str, Any]:
     return dict(ops=(DISPATCH, EXCHANGE), reference="encoded", tolerance=tolerance)
 
 
-def of_payload(setting: Setting) -> dict[str, Any]:
-    """Return what is measured of a dtype: bytes only move, and have no sums to check."""
-    if setting.dtype == "uint8":
-        return dict(ops=(DISPATCH, EXCHANGE), reference="all_gather")
-    return dict(ops=(*FORWARD, ROUND_TRIP))
-
-
-def of_mode(setting: Setting) -> dict[str, Any]:
-    """Return what is measured of a mode, and of the same result without it."""
-    ops = (DISPATCH, COMBINE, ROUND_TRIP, BACKWARD)
-    methods = ("ours", WITHOUT_MODE.get(setting.mode, ""))
-    return dict(methods=methods, ops=ops, plain_ops=ops)
-
-
 def of_budgets(setting: Setting) -> dict[str, Any]:
     """Return what is measured with each SM budget."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
@@ -106,27 +90,20 @@ SWEEPS: dict[str, Sweep] = dict(  # what says most first
         (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
         lambda setting: with_plain_jax(setting, (ROUTE, *BOTH_WAYS), (ROUND_TRIP, BACKWARD)),
     ),
-    ladder=Sweep(  # the numbers of tokens and the chained pairs of CollectiveX
-        by("tokens"),
-        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
-        lambda setting: with_plain_jax(setting, (CHAINED, EXCHANGE, COMBINE), (CHAINED,)),
-    ),
     sms=Sweep(lambda _: [{}], ("",), of_budgets, has_few=True),
     formats=Sweep(formats, ("", *FORMAT_TOLERANCE), of_format, has_few=True),
-    modes=Sweep(by("mode"), ("", "shared", "replicated", "map"), of_mode, has_few=True),
     experts=Sweep(by("experts"), (64, 128, 256, 512), forward),
     hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), forward),
     topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), forward),
-    skew=Sweep(  # a hot rank; experts of different popularity; a rank without rows
+    skew=Sweep(  # a hot rank; experts of different popularity
         lambda change: [change],
         (
             *({}, dict(skew=2), dict(skew=SKEW)),
-            *(dict(sigma=0.5), dict(sigma=1.1), dict(sigma=1.7), dict(idle=1)),
+            *(dict(sigma=0.5), dict(sigma=1.1), dict(sigma=1.7)),
         ),
         lambda setting: with_plain_jax(setting, (*FORWARD, ROUND_TRIP), (ROUND_TRIP,)),
     ),
     capacity=Sweep(by("capacity"), ("tight", "worst"), lambda setting: dict(ops=BOTH_WAYS)),
-    payload=Sweep(by("dtype"), ("bfloat16", "float32", "uint8"), of_payload),
 )
 
 
@@ -143,7 +120,7 @@ def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan
         dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)
     ]:
         setting = dataclasses.replace(base, **changes)
-        if setting.skew > ranks or setting.idle >= ranks:  # no rank can get more than all rows
+        if setting.skew > ranks:  # no rank can get more than all rows
             continue
         options = dict(sweep.options(setting), sweep=name, program_us=2500.0, most_reps=32)
         found.append(Plan(draw(setting, ranks), **options))

@@ -25,9 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
@@ -199,35 +197,15 @@ def count_fusions(compiled: Any) -> int:
     return len(_FUSION.findall(compiled.as_text()))
 
 
-def as_process_0_has_it(seconds: float) -> float:
-    """Return the time of process 0, which all processes use, so that they make the same calls."""
-    if jax.process_count() == 1:
-        return seconds
-    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
-
-
 def take_turns(samplers: Mapping[Any, Callable[[], float]], samples: int) -> dict[Any, list[float]]:
     """Return samples by name, taken by turns, because a GPU's clock falls while it is hot. Each
     turn has a random order, because the clock also depends on what ran before."""
     taken: dict[Any, list[float]] = {name: [] for name in samplers}
-    draw = random.Random(0)  # the same in all processes
+    draw = random.Random(0)
     for _ in range(samples):
         for name in draw.sample(list(samplers), len(samplers)):
             taken[name].append(samplers[name]())
     return taken
-
-
-def measure(
-    program: Callable[..., Any],
-    args: tuple[Any, ...],
-    reps: int,
-    samples: int,
-    sample_seconds: float = SAMPLE_SECONDS,
-    agreed: Callable[[float], float] = as_process_0_has_it,
-) -> Timing:
-    """Run a compiled program and return the time of one of its repetitions; see ``sampler``."""
-    sample_us = sampler(program, args, reps, sample_seconds, agreed)
-    return Timing.of([sample_us() for _ in range(samples)])
 
 
 def sampler(
@@ -235,15 +213,14 @@ def sampler(
     args: tuple[Any, ...],
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
-    agreed: Callable[[float], float] = as_process_0_has_it,
     pause: float = 0,
 ) -> Callable[[], float]:
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
-    calls took no longer is noise, and is taken again. ``agreed`` returns the seconds that count for
-    all processes. The GPU rests for ``pause`` seconds before each run.
+    calls took no longer is noise, and is taken again. The GPU rests for ``pause`` seconds before
+    each run.
 
     The function raises:
       RuntimeError: if all samples are noise.
@@ -259,14 +236,14 @@ def sampler(
         return time.perf_counter() - start
 
     seconds(1)
-    once = agreed(min(seconds(1) for _ in range(2)))
+    once = min(seconds(1) for _ in range(2))
     calls = max(1, min(round(sample_seconds / once), MAX_CALLS - MAX_CALLS // 4))
     before = max(1, calls // 4)
     seconds(before + calls)
 
     def sample_us() -> float:
         for _ in range(MAX_TRIES):
-            difference = agreed(seconds(before + calls) - seconds(before))
+            difference = seconds(before + calls) - seconds(before)
             if difference > 0:
                 return difference / (calls * reps) * 1e6
         raise RuntimeError(

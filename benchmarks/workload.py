@@ -14,7 +14,7 @@ import numpy as np
 import jax_moe_a2a as ma
 
 DTYPE = "bfloat16"
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
+ITEM_BYTES = 2
 # For each token format: how many numbers a group has, and the bytes of a group with its scale.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
@@ -31,7 +31,6 @@ class Setting:
     skew: float = 1
     """Rank 0 gets this many times its share of the rows (at most all of them). 1: the experts of a
     token are distinct, and all equally likely."""
-    dtype: str = DTYPE
     capacity: str = "tight"
     """``"tight"``: rows of the fullest rank, rounded up. ``"worst"``: of every token of every
     rank. A number in words, ``"1.25"``, is the ``capacity_factor`` of the package."""
@@ -40,27 +39,22 @@ class Setting:
     formatted: str = ""
     """With a format: ``"rows"``, which arrive in it; ``"decoded"`` rows; or the ``"sums"`` of
     combine."""
-    mode: str = ""
-    """``"shared"``: a shared expert. ``"replicated"``: all ranks have the tokens of rank 0.
-    ``"map"``: a routing map and probabilities in place of ids and weights."""
     sigma: float = 0
     """Some experts are more popular: the log-odds of all experts are normal with this sigma. On 32
     ranks 0.5, 1.1 and 1.7 load the fullest rank as the best, the mean and the worst layer of
     DeepSeek-R1 do."""
-    idle: int = 0
-    """No token goes to this many of the last ranks."""
 
     @property
     def routing(self) -> str:
-        """Return ``"uniform"``, ``"skewed"``, ``"popular"`` or ``"idle"``."""
-        if self.sigma or self.idle:
-            return "popular" if self.sigma else "idle"
+        """Return ``"uniform"``, ``"skewed"`` or ``"popular"``."""
+        if self.sigma:
+            return "popular"
         return "uniform" if self.skew == 1 else "skewed"
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of an unquantized token."""
-        return self.hidden * ITEM_BYTES[self.dtype]
+        return self.hidden * ITEM_BYTES
 
     @property
     def wire_row_bytes(self) -> int:
@@ -79,11 +73,9 @@ class Setting:
         text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
         text += f", {self.routing}" if self.skew in (1, SKEW) else f", skew {self.skew:g}"
         text += f", sigma {self.sigma:g}" if self.sigma else ""
-        if self.dtype != DTYPE:
-            text += f", {self.dtype}"
         if self.capacity != "tight":
             text += f", {self.capacity} capacity"
-        return ", ".join(filter(None, (text, self.format, self.formatted, self.mode)))
+        return ", ".join(filter(None, (text, self.format, self.formatted)))
 
 
 SKEW = 4
@@ -122,10 +114,9 @@ class Workload:
 
     setting: Setting
     ids: np.ndarray
-    """[R, tokens, top_k] int32; the experts of a token are distinct. Or a routing map, bool
-    [R, tokens, experts]."""
+    """[R, tokens, top_k] int32; the experts of a token are distinct."""
     weights: np.ndarray
-    """Like ``ids``, float32; the weights of a token sum to one, without that of a shared expert."""
+    """Like ``ids``, float32; the weights of a token sum to one."""
     capacity: int
     """Rows of a rank."""
     pair_capacity: int
@@ -162,24 +153,14 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
     rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
-    if setting.mode == "replicated":
-        ids, weights = (np.broadcast_to(a[:1], a.shape) for a in (ids, weights))
-
-    goes_to = _goes_to(setting, ids)
+    goes_to = (ids // (setting.experts // ranks))[..., None] == np.arange(ranks)  # [R, T, K, R]
     rows = int(goes_to.sum(axis=(0, 1, 2)).max())
     if setting.capacity != "tight":
         factor = ranks if setting.capacity == "worst" else float(setting.capacity)
         sizes = dict(num_tokens=setting.tokens, top_k=setting.top_k, num_experts=setting.experts)
         rows = ma.capacity(factor, group_size=ranks, **sizes)
-    rows += setting.tokens * (setting.mode == "shared")
     capacity = round_up(rows, CAPACITY_MULTIPLE) if setting.capacity == "tight" else rows
     traffic = _traffic(setting, goes_to, capacity)
-    if setting.mode == "map":
-        shape = (*ids.shape[:-1], setting.experts)
-        routing_map, probs = np.zeros(shape, bool), np.zeros(shape, np.float32)
-        np.put_along_axis(routing_map, ids, True, axis=-1)
-        np.put_along_axis(probs, ids, weights, axis=-1)
-        ids, weights = routing_map, probs
     return Workload(setting, ids, weights, capacity, **traffic)
 
 
@@ -197,27 +178,15 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
             "experts must divide by the ranks, and be top_k or more, with a skew on each rank; "
             f"got {setting} on {ranks} ranks"
         )
-    if setting.idle >= ranks:
-        raise ValueError(f"idle must leave a rank; got {setting.idle} of {ranks} ranks")
     if setting.skew == 1:
-        busy = setting.experts - setting.idle * local_experts
-        popularity = rng.normal(0, setting.sigma, busy) if setting.sigma else None
-        return _distinct(rng, shape, busy, popularity)
+        popularity = rng.normal(0, setting.sigma, setting.experts) if setting.sigma else None
+        return _distinct(rng, shape, setting.experts, popularity)
     hot = _distinct(rng, shape, local_experts)
     cold = hot
     if ranks > 1:
         cold = local_experts + _distinct(rng, shape, setting.experts - local_experts)
     num_hot = rng.binomial(setting.top_k, min(setting.skew / ranks, 1.0), shape[:-1])
     return np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
-
-
-def _goes_to(setting: Setting, ids: np.ndarray) -> np.ndarray:
-    """Return [R, T, K, R] bool: whether a choice makes a row at a rank."""
-    ranks = len(ids)
-    goes_to = (ids // (setting.experts // ranks))[..., None] == np.arange(ranks)
-    if setting.mode == "replicated":  # each keeps the rows of its own experts
-        goes_to &= np.eye(ranks, dtype=bool)[:, None, None]
-    return goes_to
 
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
@@ -231,8 +200,10 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     # read; own partial sums written and read, landed ones too; the output written.
     out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
     dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
-    rows = pairs.sum(axis=0) + setting.tokens * (setting.mode == "shared")
-    combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
+    rows = pairs.sum(axis=0)
+    combine = (rows + setting.tokens) * row_bytes + 2 * (
+        own + leaving
+    ) * wire_row_bytes
     most = lambda counts: int(np.max(counts))
     return dict(
         pair_capacity=round_up(most(pairs), 8),

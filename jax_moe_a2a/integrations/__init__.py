@@ -1,14 +1,13 @@
 """Offer the exchange with the interfaces of other code bases, one module for each.
 
-``grug`` (Marin), ``maxtext``, ``sglang_jax`` and ``transformers`` need only JAX. ``nnx`` and
-``linen`` need Flax.
+``maxtext`` and ``transformers`` need only JAX. ``nnx`` and ``linen`` need Flax.
 This package imports none of these modules itself: ``import jax_moe_a2a.integrations.nnx``.
 """
 
 import typing as _typing
 
 _NEEDS_FLAX = ("linen", "nnx")
-_MODULES = ("grug", "maxtext", "sglang_jax", "transformers", *_NEEDS_FLAX)
+_MODULES = ("maxtext", "transformers", *_NEEDS_FLAX)
 
 if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
 
