@@ -1,4 +1,4 @@
-// Operands and results of a call without their addresses, and checks of them.
+// Operands and results of a call, and checks of them.
 //
 // The kernels index an array by sizes that they take from other arrays. An exported program can
 // call with any arrays, so every array is checked.
@@ -37,6 +37,7 @@ inline const DataType kInt32 = {"S32", 4, 0};
 inline const DataType kFloat32 = {"F32", 4, 0xFF};
 inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
+inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
 // Returns the type with a name. The first number of a name is the number of bits; a name without a
 // number, such as PRED, is that of a byte.
@@ -61,8 +62,9 @@ inline bool ToElementType(const DataType& type, ElementType* element) {
 // An operand or a result as one rank sees it.
 struct Array {
   DataType type;
-  std::vector<int64_t> dimensions;
+  Slice<const int64_t> dimensions;
   int64_t bytes;
+  void* data = nullptr;  // on the first rank; null while a program is lowered
   // The addresses of the array on all ranks of the device, combined by or. The lowest bit that is
   // set is the alignment. 0: at least 16 bytes.
   uintptr_t address_bits = 0;
