@@ -287,17 +287,15 @@ OTHER_ROUTINGS = (
 )
 
 
-def cases_of(layout, names=OTHER_ROUTINGS):
+def cases_of(layout, names=None):
     """Return a layout with its routings; only one routing if it has no tokens."""
+    names = names or (tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
 def catalogue():
     """Return every layout with its routings."""
-    cases = []
-    for layout in LAYOUTS:
-        cases += cases_of(layout, tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
-    return cases
+    return [case for layout in LAYOUTS for case in cases_of(layout)]
 
 
 def gpu_catalogue():

@@ -166,30 +166,6 @@ def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispat
     assert_same_by_both(transform, floats, directions)
 
 
-@pytest.mark.exchanges(20)
-def test_gradients_equal_finite_differences_in_float64():
-    with jax.enable_x64(True):
-        floats, ids, _ = small_layer.arguments(RANKS, dtype="float64")
-        layer = small_layer.on_all_ranks(layer_by(at_once))
-
-        def value(floats):
-            return jnp.sum(jnp.sin(layer(*floats, ids)))
-
-        program = harness.jit(jax.value_and_grad(value))
-        assert program(floats)[0].dtype == np.float64
-        step = 1e-5
-        for i, name in enumerate(small_layer.NAMES):
-            direction = np.random.default_rng(i).standard_normal(floats[i].shape)
-            ends = [
-                program((*floats[:i], floats[i] + sign * step * direction, *floats[i + 1 :]))[0]
-                for sign in (1, -1)
-            ]
-            slope = np.vdot(program(floats)[1][i], direction)
-            np.testing.assert_allclose(
-                slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-6, err_msg=name
-            )
-
-
 @pytest.mark.exchanges(0)
 def test_tangents_and_cotangents_use_the_existing_routing():
     """Nothing is routed again, and integers of the result have no tangents."""
@@ -313,23 +289,6 @@ def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(ba
     for b in range(BATCH):
         element = jax.tree.map(lambda leaf: leaf[b], out)
         small_layer.assert_same(element, single(own[b], own_ids[b]), f"{batched} {b}")
-
-
-@pytest.mark.exchanges(5)
-@pytest.mark.parametrize("ids_axis", (0, None), ids=("own_ids", "same_ids"))
-def test_the_emulated_ranks_have_the_bits_of_real_ones(ids_axis):
-    floats, ids, _ = small_layer.arguments(RANKS)
-    ids = ids if ids_axis == 0 else np.broadcast_to(ids[:1], ids.shape)
-    layer = layer_by(at_once, harness.emulated_group(RANKS))
-    emulated = jax.vmap(layer, in_axes=(0, 0, 0, ids_axis), axis_name=harness.AXIS)
-    args = *floats, ids if ids_axis == 0 else ids[0]
-    assert small_layer.counts(emulated, *args) == {"routed_dispatch": 1, "weighted_combine": 1}
-    expected = small_layer.on_all_ranks(layer_by(in_two_calls))
-    # The weighted sums to rounding: XLA:CPU may fuse multiplication and addition.
-    small_layer.assert_close(
-        small_layer.compiled(small_layer.value_and_grads(emulated, args[-1]))(*floats),
-        small_layer.compiled(small_layer.value_and_grads(expected, ids))(*floats),
-    )
 
 
 @pytest.mark.exchanges(69)
