@@ -293,6 +293,13 @@ def cases_of(layout, names=None):
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
+def few_layouts():
+    """Return layouts for what a test of the whole catalogue compiles again: all of them on GPUs,
+    where kernels differ by layout, and otherwise those that the portable path tells apart."""
+    names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
+    return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
+
+
 def catalogue():
     """Return every layout with its routings."""
     return [case for layout in LAYOUTS for case in cases_of(layout)]
