@@ -275,8 +275,8 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# The pairs of a program; and how many exchanges it makes together with that of the whole layer: whole
-# ones, because the split layer routes separately, and split ones.
+# The pairs of a program, and the exchanges of both layers: whole ones, because the split layer
+# routes separately, and split ones.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 5, 4),
     inside: (FORWARD_AND_BACKWARD, 5, 4),
