@@ -486,6 +486,14 @@ def test_split_phases_are_the_whole_exchange_and_their_gradient_is_split_too():
 # Transforms
 
 
+@pytest.mark.parametrize("hosts", EVERY_HOSTS[:1], ids=lambda n: f"{n}x{RANKS // n}")
+def test_gradients_are_those_of_the_dense_layer(hosts):
+    floats, ids, kept = small_layer.arguments(RANKS)
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(hosts)), mesh_of(hosts))
+    actual = compiled(small_layer.value_and_grads(layer, ids))(*floats)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
+
+
 def test_grad_inside_without_vma_and_forward_over_reverse_are_those_of_the_dense_layer():
     floats, ids, kept = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
