@@ -352,14 +352,11 @@ def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(shared, replic
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.exchanges(
-    lambda shared, replicated: harness.merged(16 + (shared and not replicated), predicted=16)
-)
-@all_modes
-def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
-    each = [arguments(shared, replicated, seed) for seed in range(3)]
+@pytest.mark.exchanges(16)
+def test_a_batch_of_replicated_tokens_is_one_exchange_and_equals_its_elements():
+    each = [arguments(True, True, seed) for seed in range(3)]
     floats, ids, _ = small_layer.stacked(*each)
-    layer = on_ranks(shared, replicated)
+    layer = on_ranks(True, True)
 
     def gradient(*args):
         *floats, ids = args
