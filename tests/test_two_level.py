@@ -400,7 +400,6 @@ def test_shared_experts_and_replicated_tokens_are_as_without_levels(replicated):
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 FORMATS = {
     "tiles": dict(format=ma.MxFp8(scale_layout="tiles")),
-    "decoded": dict(format=ma.MxFp8(), decode=True),
     "own_scale": dict(format=ma.NvFp4(global_scale=2.0), decode=True),
 }
 
@@ -417,44 +416,6 @@ def test_formats_quantize_once_and_rows_are_as_without_levels(name):
         return of_one_rank
 
     assert_as_flat(exchange, ids, x, topk_weights)
-
-
-def test_the_gradient_of_decoded_rows_is_that_of_the_flat_exchange():
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
-
-    def gradients(group):
-        def of_one_rank(x, topk_weights, ids):
-            def loss(x, topk_weights):
-                options = dict(route_args(group, FORMATTED), **FORMATS["decoded"])
-                recv = ma.dispatch(x, ids, topk_weights, **options)
-                return small_layer.loss(ma.combine(recv.rows, recv))
-
-            return jax.grad(loss, (0, 1))(x, topk_weights)
-
-        layer = small_layer.on_all_ranks(of_one_rank, group.mesh)
-        return compiled(layer)(x, topk_weights, ids)
-
-    small_layer.assert_close(gradients(group_of(HOSTS)), gradients(flat_group()))
-
-
-def test_a_routing_serves_several_exchanges():
-    layout, group = cases.CUT, group_of(HOSTS)
-    args, expected = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
-
-    def exchange(ids, x, topk_weights, y):
-        routing = ma.route(ids, **route_args(group, layout))
-        assert (routing.num_tokens, routing.top_k) == ids.shape
-        first = ma.dispatch(x, routing, topk_weights, **route_args(group, layout))
-        second = ma.dispatch(x["position"], routing)
-        return first, second.rows, ma.combine(y, routing), ma.combine(y, first)
-
-    recv, position, total, weighted = on_each_rank(exchange, group.mesh)(*args)
-    _, x, topk_weights, y = args
-    harness.assert_recv_is(recv, x, topk_weights, expected)
-    harness.assert_same_bytes(position, oracle.dispatch(x["position"], expected))
-    weights = oracle.dispatch_choices(topk_weights, expected)
-    harness.assert_sums_agree(total, *combine(y, expected, HOSTS))
-    harness.assert_sums_agree(weighted, *combine(y, expected, HOSTS, weights))
 
 
 def split_layer(group):
