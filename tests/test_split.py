@@ -587,53 +587,6 @@ def done_after_overlap_took_it(inflight, x):
     return ma.dispatch_done(inflight).rows
 
 
-@pytest.mark.parametrize("use", (done_twice, done_after_overlap_took_it))
-def test_what_is_in_flight_is_used_once(use):
-    refused(use, ValueError, "inflight must be used once; dispatch_done got an InFlight that was")
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda inflight, x: ma.combine_done(inflight),
-        lambda inflight, x: ma.dispatch_done(x),
-        lambda inflight, x: ma.combine_done(None),
-    ],
-    ids=("of_a_dispatch", "of_an_array", "of_nothing"),
-)
-def test_a_done_takes_only_what_its_own_start_returned(use):
-    refused(use, TypeError, "inflight must be the result of (dispatch|combine)_start; got ")
-
-
-def test_overlap_takes_only_what_is_in_flight():
-    refused(
-        lambda inflight, x: ma.overlap(x, jnp.sin, x), TypeError, "inflight must be an InFlight"
-    )
-
-
-CROSSINGS = {
-    "into_scan": lambda f, x: lax.scan(
-        lambda c, _: (c + ma.dispatch_done(f).rows.sum(), None), x.sum(), length=2
-    )[0],
-    "into_cond": lambda f, x: lax.cond(
-        x[0, 0] > 0, lambda: ma.dispatch_done(f).rows, lambda: ma.dispatch_done(f).rows
-    ),
-    "into_while": lambda f, x: lax.fori_loop(
-        0, x.shape[0] + lax.axis_index(harness.AXIS), lambda i, c: ma.dispatch_done(f).rows, x
-    ),
-    "into_checkpoint": lambda f, x: jax.checkpoint(lambda: ma.dispatch_done(f).rows)(),
-    "into_jit": lambda f, x: jax.jit(lambda: ma.dispatch_done(f).rows)(),
-    "by_overlap_into_jit": lambda f, x: jax.jit(lambda x: ma.overlap(f, jnp.sin, x)[1])(x),
-}
-
-
-@pytest.mark.parametrize("crossing", CROSSINGS)
-def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_separately(crossing):
-    refused(
-        CROSSINGS[crossing], ValueError, "inflight must be used in the function that started it"
-    )
-
-
 def out_of_cond(inflight, x):
     kept = []
 
@@ -645,22 +598,65 @@ def out_of_cond(inflight, x):
     return ma.dispatch_done(kept[0]).rows
 
 
-def test_what_is_in_flight_does_not_leave_a_branch():
-    refused(out_of_cond, ValueError, "inflight must be used in the function that started it")
+def wrong_tokens(inflight, x):
+    ma.dispatch_done(inflight)
+    return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda f, x: lax.scan(lambda c, _: (c, None), f, length=2),
-        lambda f, x: jax.jit(lambda f: ma.dispatch_done(f).rows)(f),
-        lambda f, x: lax.cond(x[0, 0] > 0, lambda f: f, lambda f: f, f),
-        lambda f, x: f,
-    ],
-    ids=("carry", "argument", "branch", "result"),
-)
-def test_what_is_in_flight_is_no_argument_and_no_result(use):
-    refused(use, TypeError, "must stay in the function that started it")
+ONCE = "inflight must be used once; dispatch_done got an InFlight that was"
+OF_START = "inflight must be the result of (dispatch|combine)_start; got "
+CROSSES = "inflight must be used in the function that started it"
+STAYS = "must stay in the function that started it"
+MISUSES = {
+    "twice": (done_twice, ValueError, ONCE),
+    "after overlap": (done_after_overlap_took_it, ValueError, ONCE),
+    "done of a dispatch": (lambda f, x: ma.combine_done(f), TypeError, OF_START),
+    "done of an array": (lambda f, x: ma.dispatch_done(x), TypeError, OF_START),
+    "overlap of an array": (
+        *(lambda f, x: ma.overlap(x, jnp.sin, x), TypeError),
+        "inflight must be an InFlight",
+    ),
+    "into scan": (
+        lambda f, x: lax.scan(
+            lambda c, _: (c + ma.dispatch_done(f).rows.sum(), None), x.sum(), length=2
+        )[0],
+        *(ValueError, CROSSES),
+    ),
+    "into cond": (
+        lambda f, x: lax.cond(
+            x[0, 0] > 0, lambda: ma.dispatch_done(f).rows, lambda: ma.dispatch_done(f).rows
+        ),
+        *(ValueError, CROSSES),
+    ),
+    "into while": (
+        lambda f, x: lax.fori_loop(
+            0, x.shape[0] + lax.axis_index(harness.AXIS), lambda i, c: ma.dispatch_done(f).rows, x
+        ),
+        *(ValueError, CROSSES),
+    ),
+    "into checkpoint": (
+        lambda f, x: jax.checkpoint(lambda: ma.dispatch_done(f).rows)(),
+        *(ValueError, CROSSES),
+    ),
+    "by overlap into jit": (
+        lambda f, x: jax.jit(lambda x: ma.overlap(f, jnp.sin, x)[1])(x),
+        *(ValueError, CROSSES),
+    ),
+    "out of cond": (out_of_cond, ValueError, CROSSES),
+    "carry": (lambda f, x: lax.scan(lambda c, _: (c, None), f, length=2), TypeError, STAYS),
+    "argument": (lambda f, x: jax.jit(lambda f: ma.dispatch_done(f).rows)(f), TypeError, STAYS),
+    "result": (lambda f, x: f, TypeError, STAYS),
+    "tokens": (wrong_tokens, ValueError, "x must hold arrays with leading axis num_tokens=6"),
+    "rows": (
+        lambda f, x: ma.combine_start(x[:, :1], ma.dispatch_done(f)),
+        *(ValueError, "y must hold arrays with leading axis capacity=10"),
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_of_what_is_in_flight_is_refused(misuse):
+    refused(*MISUSES[misuse])
 
 
 @pytest.mark.parametrize(
@@ -692,18 +688,6 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
         return ma.combine_done(ma.combine_start(recv.rows, recv))
 
     small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
-
-
-def test_arguments_are_checked_as_those_of_the_whole_exchange():
-    def wrong_tokens(inflight, x):
-        ma.dispatch_done(inflight)
-        return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP))
-
-    def wrong_rows(inflight, x):
-        return ma.combine_start(x[:, :1], ma.dispatch_done(inflight))
-
-    refused(wrong_tokens, ValueError, "x must hold arrays with leading axis num_tokens=6")
-    refused(wrong_rows, ValueError, "y must hold arrays with leading axis capacity=10")
 
 
 # The lint itself
