@@ -52,14 +52,17 @@ def objective(logits, mask=None, **options):
     return (found.weights**2).sum(0) @ factors + balance + ma.router_z_loss(logits, mask=mask)
 
 
-@pytest.mark.parametrize("renormalize", (True, False))
-def test_softmax_scores(renormalize):
+@pytest.mark.parametrize(
+    "top_k, renormalize, sums_to_1", ((TOP_K, None, True), (TOP_K, False, False), (1, None, False))
+)
+def test_softmax_scores(top_k, renormalize, sums_to_1):
+    """The weights of several choices sum to 1 by default. A single weight trains the router."""
     logits = logits_of(1)
-    found = route(logits, TOP_K, renormalize=renormalize)
+    found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
-    ids = np.argsort(-scores, -1)[:, :TOP_K]
+    ids = np.argsort(-scores, -1)[:, :top_k]
     weights = np.take_along_axis(scores, ids, -1)
-    if renormalize:
+    if sums_to_1:
         weights /= weights.sum(-1, keepdims=True)
     np.testing.assert_array_equal(found.ids, ids)
     np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
