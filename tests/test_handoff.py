@@ -670,30 +670,6 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
         assert_ended(peers, listener)
 
 
-FORKING = """
-import os, sys, time
-from jax_moe_a2a._src.group import native
-print(*native.listen(), flush=True)
-for _ in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    print(child, flush=True)
-"""
-
-
-@needs_a_compiler
-def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
-    del endpoint  # there are kernels
-    with Listener([sys.executable, "-W", "ignore", "-c", FORKING]) as listener:
-        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
-        listener.fork()
-        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
-        listener.kill()
-        assert_ended(peers, listener)
-
-
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
     """A pipe stands for the memory: reading ends when no process holds its other end."""
