@@ -6,24 +6,6 @@
 namespace moe_a2a {
 namespace {
 
-// Returns the byte whose repetition is a NaN of this type, or 0 if the type has no NaN. Knows the
-// types that TypeOf() does not.
-uint8_t NanOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F8E4M3FNUZ:
-    case ffi::DataType::F8E4M3B11FNUZ:
-    case ffi::DataType::F8E5M2FNUZ: return 0x80;
-    case ffi::DataType::F8E4M3:
-    case ffi::DataType::F8E5M2:
-    case ffi::DataType::F8E8M0FNU:
-    case ffi::DataType::F8E3M4:
-    case ffi::DataType::F64:
-    case ffi::DataType::C64:
-    case ffi::DataType::C128: return 0xFF;
-    default: return 0;
-  }
-}
-
 DataType TypeOf(ffi::DataType type) {
   switch (type) {  // the types of products, which are described at each execution
     case ffi::DataType::BF16: return kBFloat16;
@@ -35,7 +17,7 @@ DataType TypeOf(ffi::DataType type) {
   }
   std::ostringstream name;
   name << static_cast<XLA_FFI_DataType>(type);
-  return TypeNamed(name.str(), NanOf(type));
+  return TypeNamed(name.str());
 }
 
 template <typename Buffers>

@@ -1,6 +1,4 @@
 // The handlers of products (calls/products.h): they decode a call, describe it and launch it.
-#include "ffi/grouped_gemm.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
