@@ -22,8 +22,9 @@ from unittest import mock
 
 # Packages for clouds, data sets, checkpoints and their formats.
 _OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy tensorboardX
-datasets transformers tensorstore cloud_accelerator_diagnostics ml_goodput_measurement google.cloud
-google.api google.api_core tensorflow tensorflow_datasets tensorflow_text array_record""".split()
+datasets transformers tokenizers huggingface_hub safetensors
+cloud_accelerator_diagnostics ml_goodput_measurement google.cloud google.api
+google.api_core tensorflow tensorflow_datasets tensorflow_text array_record""".split()
 # MaxText's modules that need these packages when they are imported.
 _OF_DATA_SETS = """common.grain_utility input_pipeline.grain_data_processing
 input_pipeline.hf_data_processing input_pipeline.olmo_grain_data_processing
@@ -50,6 +51,13 @@ COMMON: dict[str, Any] = dict(
 )
 
 
+class _Anything:
+    """An object of a class that is not installed."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+
 class _Empty(types.ModuleType):
     """A module in which each name is a class or a mock."""
 
@@ -59,7 +67,7 @@ class _Empty(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made: Any = type(name, (), {}) if name[0].isupper() else mock.MagicMock(name=name)
+        made: Any = type(name, (_Anything,), {}) if name[0].isupper() else mock.MagicMock(name=name)
         setattr(self, name, made)
         return made
 
