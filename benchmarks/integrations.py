@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
+from jax_moe_a2a.integrations import grug, sglang_jax
 
 from . import reference_layers, timing
 
@@ -47,21 +47,6 @@ def grug_layer(experts):
     return layer
 
 
-def maxtext_layer(x, logits, w_in, w_out):
-    x, (weights, ids) = x[None], choose(logits[None])
-    rows, routing = maxtext.ra2a_and_route(x, weights, ids, num_experts=EXPERTS)
-    hidden = reference_layers.swiglu(lax.ragged_dot(rows, w_in, routing.group_sizes))
-    y = lax.ragged_dot(hidden, w_out, routing.group_sizes)
-    return maxtext.unsort_and_unpermute(y, routing, batch_size=1, sequence_length=x.shape[1])[0]
-
-
-def maxtext_reference(x, logits, w_in, w_out):
-    x, (weights, ids) = x[None], choose(logits[None])
-    rows, sizes, _, routing = reference_layers.route(x, weights, ids, num_experts=EXPERTS)
-    y = lax.ragged_dot(reference_layers.swiglu(lax.ragged_dot(rows, w_in, sizes)), w_out, sizes)
-    return reference_layers.unroute(y, routing)[0]
-
-
 def sglang_layer(experts):
     def layer(x, logits, w_in, w_out):
         return experts(x, *choose(logits), *jnp.split(w_in, 2, axis=-1), w_out)
@@ -71,7 +56,6 @@ def sglang_layer(experts):
 
 PAIRS = {  # ours, the reference, and whether tokens are split over the ranks
     "Grug": (grug_layer(grug.moe_mlp), grug_layer(reference_layers.ring), True),
-    "MaxText": (maxtext_layer, maxtext_reference, True),
     "sglang-jax": (
         sglang_layer(sglang_jax.ep_moe),
         sglang_layer(reference_layers.ep_moe),

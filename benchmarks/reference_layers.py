@@ -1,9 +1,7 @@
 """Our own small versions of the layers that ``jax_moe_a2a.integrations`` can replace.
 
 They have the interfaces of the code bases and exchange tokens as those do, in plain JAX: Marin's
-Grug gathers all tokens and scatters the sums, MaxText moves one row per choice, sglang-jax keeps
-tokens on all ranks. MaxText's exchange is a dense all-to-all here, with blocks of the worst case,
-because ``lax.ragged_all_to_all`` does not run on CPUs.
+Grug gathers all tokens and scatters the sums, and sglang-jax keeps tokens on all ranks.
 """
 
 import math
@@ -26,10 +24,6 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 def swiglu(hidden):
     gate, up = jnp.split(hidden, 2, axis=-1)
     return jax.nn.silu(gate) * up
-
-
-def starts_of(sizes, axis=-1):
-    return jnp.cumsum(sizes, axis) - sizes
 
 
 # --------------------------------------------------------------------------------- Grug: a ring
@@ -55,40 +49,6 @@ def ring(x, ids, weights, token_valid, w13, w2, *, activation_fn, num_experts, c
     num_dropped = jnp.sum(is_local, dtype=jnp.int32) - jnp.sum(group_sizes)
     y = lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
     return y, lax.psum(num_dropped, "expert")
-
-
-# --------------------------------------------------------------- MaxText: one row for each choice
-
-
-def route(x, weights, ids, *, num_experts):
-    """Move a row per choice to its expert: x [B, S, H] -> rows [ranks * B * S * K, H], routing."""
-    ranks, me = lax.axis_size("expert"), lax.axis_index("expert")
-    num_local, num_choices = num_experts // ranks, ids.size
-    order = jnp.argsort(ids.ravel(), stable=True)
-    sent = x.reshape(-1, x.shape[-1])[order // ids.shape[-1]]
-    sizes = jnp.bincount(ids.ravel(), length=num_experts).astype(jnp.int32)
-    of_source = lax.all_gather(sizes, "expert").reshape(ranks, ranks, num_local)[:, me]
-    place = jnp.arange(num_choices, dtype=jnp.int32)
-    first = starts_of(sizes.reshape(ranks, num_local).sum(1))
-    blocks = sent.at[first[:, None] + place[None]].get(mode="fill", fill_value=0)
-    received = lax.all_to_all(blocks, "expert", 0, 0).reshape(-1, x.shape[-1])
-    expert = (place[None, :, None] >= jnp.cumsum(of_source, 1)[:, None]).sum(2).ravel()
-    by_expert = jnp.argsort(expert, stable=True)
-    rows = jnp.where((expert < num_local)[by_expert, None], received[by_expert], 0)
-    routing = dict(order=order, by_expert=by_expert, first=first, sizes=sizes, weights=weights)
-    return rows, of_source.sum(0), jnp.minimum(expert[by_expert], num_local - 1), routing
-
-
-def unroute(rows, routing):
-    """Move the experts' outputs back, and sum: rows [C, H] -> [B, S, H]."""
-    ranks, weights = lax.axis_size("expert"), routing["weights"]
-    blocks = jnp.zeros_like(rows).at[routing["by_expert"]].set(rows)
-    back = lax.all_to_all(blocks.reshape(ranks, -1, rows.shape[-1]), "expert", 0, 0)
-    place = jnp.arange(weights.size, dtype=jnp.int32)
-    rank = (place[:, None] >= routing["first"][None, 1:]).sum(1)
-    back = back[rank, place - routing["first"][rank]]
-    choices = jnp.zeros_like(back).at[routing["order"]].set(back).reshape(*weights.shape, -1)
-    return jnp.einsum("bskh,bsk->bsh", choices, weights.astype(rows.dtype))
 
 
 # ----------------------------------------------------------- sglang-jax: tokens on all ranks

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_docs import snippets_of
 
 import jax_moe_a2a as ma
-from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
+from jax_moe_a2a.integrations import grug, sglang_jax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -249,24 +249,15 @@ def test_grug_replaces_the_ring_of_an_installed_levanter():
     assert_close(results[0][0], dense_layer(x, logits, *w))
 
 
-# --------------------------------------------------------------------------------------- MaxText
+# ------------------------------------------------------------- forms of parallelism and training
 
 
-def maxtext_experts(x, logits, w_in, w_out, *, biases=None, top_k=TOP_K, act=swiglu, **options):
-    """Route, multiply and unroute as the body of MaxText's shard_map; x [B, S, H]."""
-    weights, ids = options.pop("choose", choose)(logits, top_k)
-    rows, routing = maxtext.ra2a_and_route(x, weights, ids, num_experts=EXPERTS, **options)
-    dot = functools.partial(lax.ragged_dot, group_sizes=routing.group_sizes)
-    hidden = dot(rows, w_in)
-    if biases is not None:
-        hidden += biases[0][routing.selected_experts]
-    y = dot(act(hidden), w_out)
-    if biases is not None:
-        y += biases[1][routing.selected_experts]
-    finish = options.pop("finish", lambda y: y)
-    return maxtext.unsort_and_unpermute(
-        finish(y), routing, batch_size=x.shape[0], sequence_length=x.shape[1]
-    )
+def expert_layer(x, logits, w_in, w_out):
+    """Apply experts inside a shard_map, as MaxText does; x [B, S, H]."""
+    weights, ids = choose(logits)
+    tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
+    options = dict(activation=swiglu, group="expert", num_experts=EXPERTS)
+    return ma.moe_mlp(tokens, ids, weights, w_in, w_out, **options).reshape(*x.shape[:-1], HIDDEN)
 
 
 def on_mesh(body, mesh, *in_specs, out_spec=None, **options):
@@ -278,32 +269,14 @@ def on_mesh(body, mesh, *in_specs, out_spec=None, **options):
 BATCH = P("expert")
 
 
-def test_maxtext_equals_an_exchange_of_one_row_per_choice():
-    def reference(x, logits, w_in, w_out):
-        rows, sizes, _, routing = reference_layers.route(x, *choose(logits), num_experts=EXPERTS)
-        y = lax.ragged_dot(swiglu(lax.ragged_dot(rows, w_in, sizes)), w_out, sizes)
-        return reference_layers.unroute(y, routing)
-
-    args, mesh = arguments(4, 3), mesh_of(expert=4)
-    layers = (on_mesh(body, mesh, *[BATCH] * 4) for body in (maxtext_experts, reference))
-    ours, theirs = (value_and_grads(layer, *args) for layer in layers)
-    assert_close(ours, theirs)
-    assert_close(ours, value_and_grads(dense_layer, *args))
-
-
 def test_ep_tp_and_fsdp_together():
     """Split weights over three axes: gather over fsdp, and keep a part of H on each rank of tp."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
-        weights, ids = choose(logits)
-        rows, routing = maxtext.ra2a_and_route(x, weights, ids, num_experts=EXPERTS)
-        dot = functools.partial(lax.ragged_dot, group_sizes=routing.group_sizes)
-        w_gate, w_up = gather(w_gate, axis=1), gather(w_up, axis=1)
-        hidden = jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up)
-        y = dot(hidden, gather(w_out, axis=2))
-        y = lax.psum_scatter(y, "tp", scatter_dimension=1, tiled=True)
-        return maxtext.unsort_and_unpermute(y, routing, batch_size=x.shape[0], sequence_length=3)
+        w_in = jnp.concatenate([gather(w_gate, axis=1), gather(w_up, axis=1)], axis=-1)
+        y = expert_layer(x, logits, w_in, gather(w_out, axis=2))
+        return lax.psum_scatter(y, "tp", scatter_dimension=2, tiled=True)
 
     def layer(x, logits, w_in, w_out):
         tokens = P(("fsdp", "expert"))
@@ -318,14 +291,14 @@ def test_ep_tp_and_fsdp_together():
 
 def test_context_parallelism_splits_sequences_over_another_axis():
     mesh, tokens = mesh_of(context=2, expert=2), P("expert", "context")
-    layer = on_mesh(maxtext_experts, mesh, tokens, tokens, BATCH, BATCH)
+    layer = on_mesh(expert_layer, mesh, tokens, tokens, BATCH, BATCH)
     args = arguments(2, 4)
     assert_close(value_and_grads(layer, *args), value_and_grads(dense_layer, *args))
 
 
 def test_pipeline_stages_are_a_vmap_with_spmd_axis_name():
     mesh = mesh_of(stage=2, expert=2)
-    layer = on_mesh(maxtext_experts, mesh, *[BATCH] * 4)
+    layer = on_mesh(expert_layer, mesh, *[BATCH] * 4)
     stages = jax.vmap(layer, spmd_axis_name="stage")
     args = [jnp.stack(pair) for pair in zip(arguments(2, 3), arguments(2, 3, seed=1))]
     args = jax.device_put(args, NamedSharding(mesh, P("stage", "expert")))
@@ -339,7 +312,7 @@ def test_fsdp_over_the_axis_of_the_experts():
 
     def body(x, router, w_in, w_out):
         router = lax.all_gather(router, "expert", tiled=True)
-        return maxtext_experts(x, x @ router, w_in, w_out)
+        return expert_layer(x, x @ router, w_in, w_out)
 
     x, _, w_in, w_out = arguments(4, 3)
     args = x, jax.random.normal(jax.random.key(9), (HIDDEN, EXPERTS)), w_in, w_out
@@ -348,128 +321,9 @@ def test_fsdp_over_the_axis_of_the_experts():
     assert_close(value_and_grads(layer, *args), value_and_grads(expected, *args))
 
 
-def clipped_swiglu(hidden, alpha=1.702, limit=7.0):
-    """Apply the activation of GPT-OSS: gate and up alternate, and up is shifted by one."""
-    gate, up = jnp.minimum(hidden[..., ::2], limit), jnp.clip(hidden[..., 1::2], -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
-
-
-def test_gpt_oss_has_biases_of_experts_in_both_products():
-    def body(x, logits, w_in, w_out, *biases):
-        return maxtext_experts(x, logits, w_in, w_out, biases=biases, act=clipped_swiglu)
-
-    def expected(x, logits, w_in, w_out, b_in, b_out):
-        return dense(x, *choose(logits), w_in, w_out, clipped_swiglu, b_in, b_out)
-
-    keys = jax.random.split(jax.random.key(5))
-    biases = (
-        jax.random.normal(keys[0], (EXPERTS, 2 * WIDTH)),
-        jax.random.normal(keys[1], (EXPERTS, HIDDEN)),
-    )
-    args = *arguments(2, 3), *biases
-    layer = on_mesh(body, mesh_of(expert=2), *[BATCH] * 6)
-    of = functools.partial(value_and_grads, argnums=range(6))
-    assert_close(of(layer, *args), of(expected, *args))
-
-
-def group_limited(logits, bias, top_k=TOP_K, groups=2):
-    """Choose within each token's better half of the experts; the bias is for the choice only."""
-    scores = jax.nn.sigmoid(logits)
-    biased = scores + jnp.broadcast_to(bias, scores.shape)
-    in_groups = biased.reshape(*logits.shape[:-1], groups, -1)
-    best = lax.top_k(in_groups, 2)[0].sum(-1).argmax(-1)
-    eligible = jnp.where((jax.nn.one_hot(best, groups) > 0)[..., None], in_groups, -jnp.inf)
-    ids = lax.top_k(eligible.reshape(logits.shape), top_k)[1]
-    weights = jnp.take_along_axis(scores, ids, -1)
-    return weights / weights.sum(-1, keepdims=True), ids
-
-
-def test_deepseek_limits_routing_to_groups_and_updates_the_bias_from_the_load():
-    def body(x, logits, w_in, w_out, bias):
-        choose = lambda logits, _: group_limited(logits, bias)
-        y = maxtext_experts(x, logits, w_in, w_out, choose=choose)
-        load = jnp.bincount(choose(logits, None)[1].ravel(), length=EXPERTS)
-        return y, lax.psum(load, "expert")
-
-    def expected(x, logits, w_in, w_out, bias):
-        weights, ids = group_limited(logits, bias)
-        return dense(x, weights, ids, w_in, w_out, swiglu), jnp.bincount(
-            ids.ravel(), length=EXPERTS
-        )
-
-    args = arguments(4, 3)
-    args[1] += jnp.tile(jnp.array([1.0, 0, 0, 0.5]), (4, 3, 1))  # experts 0 and 3 are popular
-    in_specs = *[BATCH] * 4, P()
-    layer = on_mesh(body, mesh_of(expert=2), *in_specs, out_spec=(BATCH, P()))
-    biases = []
-    for of_all in (layer, expected):
-        bias = jnp.zeros(EXPERTS)
-        step = jax.jit(of_all)
-        for _ in range(3):
-            y, load = step(*args, bias)
-            load = load.astype(bias.dtype)
-            bias += 0.3 * jnp.sign(load.mean() - load)
-        biases.append((y, load, bias))
-    assert_close(*biases)
-    assert np.any(biases[0][2])
-    grads = [value_and_grads(lambda *a: of_all(*a, bias)[0], *args) for of_all in (layer, expected)]
-    assert_close(*grads)
-
-
-def test_llama_4_scales_what_goes_into_an_expert():
-    def body(*args):
-        raw = lambda logits, _: lax.top_k(logits, 1)
-        return maxtext_experts(*args, choose=raw, scale_inputs=True)
-
-    def expected(x, logits, w_in, w_out):
-        scores, ids = lax.top_k(logits, 1)
-        return dense(x * jax.nn.sigmoid(scores), jnp.ones_like(scores), ids, w_in, w_out, swiglu)
-
-    args = arguments(2, 3)
-    layer = on_mesh(body, mesh_of(expert=2), *[BATCH] * 4)
-    assert_close(value_and_grads(layer, *args), value_and_grads(expected, *args))
-
-
-def test_decoding_one_sequence_keeps_tokens_on_all_ranks():
-    body = functools.partial(maxtext_experts, is_batch_sharded_by_expert=False)
-    layer = on_mesh(body, mesh_of(expert=4), P(), P(), BATCH, BATCH)
-    args = arguments(1, 3)
-    assert_close(value_and_grads(layer, *args), value_and_grads(dense_layer, *args))
-
-
-def test_maxtext_counts_what_ragged_buffer_factor_drops():
-    def body(x):
-        ids = jnp.zeros((*x.shape[:2], 1), jnp.int32)  # all choose the first expert
-        weights = jnp.ones(ids.shape)
-        rows, routing = maxtext.ra2a_and_route(
-            x, weights, ids, num_experts=EXPERTS, ragged_buffer_factor=1.5
-        )
-        y = maxtext.unsort_and_unpermute(rows, routing, batch_size=x.shape[0], sequence_length=4)
-        return y, routing.num_dropped[None]
-
-    layer = jax.jit(on_mesh(body, mesh_of(expert=2), BATCH, out_spec=(BATCH, BATCH)))
-    y, num_dropped = layer(jnp.ones((2, 4, HIDDEN)))
-    assert num_dropped.tolist() == [2, 0]  # 8 rows, and room for 1.5 x 4
-    assert int(jnp.sum(y)) == 6 * HIDDEN
-
-
-@pytest.mark.parametrize("factor", (0, -1.0))
-def test_a_ragged_buffer_factor_of_0_or_less_drops_nothing(factor):
-    def rows_of(x):
-        ids = jnp.zeros((*x.shape[:2], 1), jnp.int32)  # all choose the first expert
-        given = dict(num_experts=EXPERTS, ragged_buffer_factor=factor, axis_name="ep")
-        group = ma.Group(axis_name="ep", size=2)
-        rows, routing = maxtext.ra2a_and_route(x, jnp.ones(ids.shape), ids, group=group, **given)
-        return rows, routing.num_dropped
-
-    x = jax.ShapeDtypeStruct((2, 1, 4, HIDDEN), "float32")
-    rows, _ = jax.eval_shape(jax.vmap(rows_of, axis_name="ep"), x)
-    assert rows.shape == (2, 8, HIDDEN)
-
-
 def test_gradient_accumulation_over_micro_batches():
     mesh, (x, logits, *w) = mesh_of(expert=2), arguments(6, 4)
-    layer = on_mesh(maxtext_experts, mesh, *[BATCH] * 4)
+    layer = on_mesh(expert_layer, mesh, *[BATCH] * 4)
 
     @jax.jit
     def accumulated(w):
@@ -506,7 +360,7 @@ def test_gradients_of_a_transformer_are_the_same_with_every_remat_policy():
         loss = lambda *args: jnp.sum(jnp.sin(transformer(layer, policy, *args)))
         return quick_jit(jax.grad(loss, (0, 1)))(x, blocks)
 
-    layer = on_mesh(maxtext_experts, mesh_of(expert=2), *[BATCH] * 4)
+    layer = on_mesh(expert_layer, mesh_of(expert=2), *[BATCH] * 4)
     expected = grads_of(dense_layer, "no checkpoint")
     for policy in (
         None,
@@ -552,11 +406,6 @@ def grug_body(x, logits, w_in, w_out, group):
     return grug.moe_mlp(x, *choose(logits)[::-1], None, w_in, w_out, **options)[0]
 
 
-def maxtext_body(x, logits, w_in, w_out, group, batched=True):
-    args = x[None], logits[None], w_in, w_out
-    return maxtext_experts(*args, group=group, is_batch_sharded_by_expert=batched)[0]
-
-
 def sglang_body(x, logits, w_in, w_out, group):
     args = x, *choose(logits), *jnp.split(w_in, 2, axis=-1), w_out
     return sglang_jax.ep_moe(*args, group=group)
@@ -567,11 +416,9 @@ def sglang_body(x, logits, w_in, w_out, group):
     ("body", "tokens"),
     (
         (grug_body, P("expert")),
-        (maxtext_body, P("expert")),
-        (functools.partial(maxtext_body, batched=False), P()),
         (sglang_body, P()),
     ),
-    ids=("grug", "maxtext", "maxtext decoding", "sglang-jax"),
+    ids=("grug", "sglang-jax"),
 )
 def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(body, tokens, axis_type):
     """Serving systems set a mesh for the model, and use another one for the experts."""
