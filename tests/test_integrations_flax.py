@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_integrations import (
+from test_parallelism import (
     EXPERTS,
     HIDDEN,
     TOP_K,
