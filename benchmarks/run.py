@@ -130,8 +130,6 @@ class Run:
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
     """``time.perf_counter()`` after which nothing more is timed."""
-    pause: float = 0
-    """Seconds of rest before each run of a sample."""
     pool: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1)
@@ -264,7 +262,7 @@ class Run:
             say(f"{error}; one repetition instead")
             compiled, reps = program.compile_once(), 1
             timing.check_unmerged(compiled, reps, program.exchanges)
-        return timing.sampler(compiled, args, reps, self.sample_seconds, pause=self.pause), reps
+        return timing.sampler(compiled, args, reps, self.sample_seconds), reps
 
 
 def in_words(row: Row) -> str:

@@ -213,21 +213,18 @@ def sampler(
     args: tuple[Any, ...],
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
-    pause: float = 0,
 ) -> Callable[[], float]:
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
-    calls took no longer is noise, and is taken again. The GPU rests for ``pause`` seconds before
-    each run.
+    calls took no longer is noise, and is taken again.
 
     The function raises:
       RuntimeError: if all samples are noise.
     """
 
     def seconds(calls: int) -> float:
-        time.sleep(pause)
         start = time.perf_counter()
         for _ in range(calls):
             out = None  # the results of the next call may take this memory

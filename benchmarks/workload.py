@@ -201,9 +201,7 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
     dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
     rows = pairs.sum(axis=0)
-    combine = (rows + setting.tokens) * row_bytes + 2 * (
-        own + leaving
-    ) * wire_row_bytes
+    combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
     most = lambda counts: int(np.max(counts))
     return dict(
         pair_capacity=round_up(most(pairs), 8),
