@@ -1,16 +1,18 @@
 """Train the example model in several ways on the same text, and record the loss of each step.
 
-    python -m benchmarks.losses --steps 1000                 # each way; record and plot
+    python -m benchmarks.losses --seeds 0 1 2 3              # each way with each seed; a record
     python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
 
-All ways have the same initial parameters, text and batches (``examples/train_moe.py``), so their
-losses differ by rounding: first by its size, later because rounding errors grow in training and
-change choices of the router. No row is dropped.
+With the same seed all ways have the same initial parameters, text and batches
+(``examples/train_moe.py``), so their losses differ by rounding: first by its size, later because
+rounding errors grow in training and change choices of the router. No row is dropped.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -47,6 +49,7 @@ xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize 
 string xml/dom/pulldom multiprocessing/heap pyclbr email/contentmanager email/quoprimime graphlib
 multiprocessing/spawn multiprocessing/reduction urllib/robotparser email/_encoded_words"""
 SEQUENCES = 16
+END = 100  # the last steps, whose mean loss a record has
 
 
 def text() -> bytes:
@@ -60,13 +63,13 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def train(way: str, steps: int, stop: int, devices: int | None = None) -> list[float]:
+def train(way: str, seed: int, *, steps: int, stop: int) -> list[float]:
     """Return the losses of the first ``stop`` steps of a training of ``steps`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         source, losses = pathlib.Path(folder, "text"), pathlib.Path(folder, "losses.json")
         source.write_bytes(text())
-        options = f"--steps {steps} --stop {stop} --sequences {SEQUENCES} --capacity-factor 0"
-        options += f" --sample 0 --log-every {max(stop // 10, 1)}"
+        options = f"--seed {seed} --steps {steps} --stop {stop} --sequences {SEQUENCES}"
+        options += f" --capacity-factor 0 --sample 0 --log-every {max(stop // 10, 1)}"
         paths = f"--text {source} --losses {losses} --out {folder}/losses.png"
         path = os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH"))))
         subprocess.run(
@@ -83,21 +86,26 @@ def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
 
 
 def draw(rows: record.Rows, path: pathlib.Path) -> None:
-    """Plot the losses, and how far each is from that of the dense reference."""
+    """Plot the losses of the first seed, and how far all are from those of the dense reference."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    smoothed = {row["way"]: smooth(row["losses"]) for row in rows}
-    for way, losses in smoothed.items():
-        style = "k--" if way == "dense" else "-"
-        left.plot(losses, style, linewidth=1, label=NAMES[way])
-        if way != "dense" and "dense" in smoothed:
-            right.plot(100 * (losses / smoothed["dense"] - 1), linewidth=1, label=NAMES[way])
-    left.set(xlabel="step", ylabel="nats per byte", title="training loss, mean of 20 steps")
-    right.set(xlabel="step", ylabel="%", title="difference from the dense model in float32")
+    curves = {(row["way"], row["seed"]): smooth(row["losses"]) for row in rows}
+    seeds = sorted({seed for _, seed in curves})
+    for color, way in enumerate(way for way in WAYS if (way, seeds[0]) in curves):
+        style = "k--" if way == "dense" else f"C{color}"
+        left.plot(curves[way, seeds[0]], style, linewidth=1, label=NAMES[way])
+        if way != "dense" and ("dense", seeds[0]) in curves:
+            apart = [100 * (curves[way, seed] / curves["dense", seed] - 1) for seed in seeds]
+            for one in apart:
+                right.plot(one, style, linewidth=0.4, alpha=0.5)
+            right.plot(np.mean(apart, 0), style, linewidth=1.5)
+    left.set(xlabel="step", ylabel="nats per byte", title=f"training loss, seed {seeds[0]}")
+    title = f"difference from the dense model; thick: mean of {len(seeds)} seeds"
+    right.set(xlabel="step", ylabel="%", title=title)
     left.legend()
     right.axhline(0, color="black", linestyle=":")
     figure.savefig(path, dpi=120)
@@ -112,6 +120,7 @@ def newest() -> record.Found:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=pathlib.Path, help="default: a record of today")
     parser.add_argument("--draw", type=pathlib.Path, help="draw this record, train nothing")
@@ -124,13 +133,20 @@ def main(argv: list[str] | None = None) -> int:
 
     devices = jax.devices()
     gpus = f"{len(devices)} x {devices[0].device_kind}"
-    found = record.head(gpus, len(devices), text=digest(text()), steps=args.steps)
+    more = dict(text=digest(text()), steps=args.steps, seeds=args.seeds)
+    found = record.head(gpus, len(devices), **more)
     path = args.out or record.default_path(found, folder=FOLDER)
     for way in args.only:
-        losses = train(way, args.steps, args.steps)
-        found["rows"].append(dict(way=way, end=round(float(smooth(losses)[-1]), 4), losses=losses))
+        # The model is small, so trainings with several seeds share the devices.
+        of_seed = functools.partial(train, way, steps=args.steps, stop=args.steps)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            curves = list(pool.map(of_seed, args.seeds))
+        for seed, losses in zip(args.seeds, curves):
+            end = round(float(np.mean(losses[-END:])), 4)
+            found["rows"].append(dict(way=way, seed=seed, end=end, losses=losses))
+            print(f"{NAMES[way]}, seed {seed}: {losses[0]} -> {end}", flush=True)
         record.write(found, path)
-        print(f"{NAMES[way]}: {losses[0]} -> {found['rows'][-1]['end']}: {path}", flush=True)
+    print(path)
     return 0
 
 

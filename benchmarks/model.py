@@ -241,6 +241,7 @@ class Bench:
             following.wait()
         if not rows:
             return
+        self.state = None  # frees the memory of the last one
         self.state = self.init()
         trainer = "moe_mlp" if "moe_mlp" in rows else next(iter(rows))
         train = self.args.train if self.run.on_gpu else 2
@@ -268,7 +269,7 @@ class Bench:
     def check(self, method: str, reference: Any) -> dict[str, Any]:
         """Return a row without times if the first losses are those of the reference."""
         program, layer = self.programs[method], LAYERS[method]
-        self.state = None  # frees its memory
+        self.state = None  # frees the memory of the last one
         self.state = self.init()
         results = [self.advance(program, i, self.rates[0]) for i in range(CHECKED_STEPS)]
         nats, dropped = zip(*(jax.device_get(r[:2]) for r in results))

@@ -94,15 +94,21 @@ def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) 
 
     It has as many ranks as asked for, or the most. Return None if no record has such rows.
     """
+    found = (f for f in all_of(sweep, folder) if ranks in (None, f.record["ranks"]))
+    return next(found, None)
+
+
+def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
+    """Return all records of a sweep, with its rows alone: those of most ranks, and then the newest,
+    first."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)
         rows = [row for row in record["rows"] if row["sweep"] == sweep]
-        if any(row["method"] != "wire" for row in rows) and ranks in (None, record["ranks"]):
+        if any(row["method"] != "wire" for row in rows):
             found.append(Found(path, dict(record, rows=rows)))
-    return max(
-        found, key=lambda f: (f.record["ranks"], f.record["date"], f.path.name), default=None
-    )
+    key = lambda f: (f.record["ranks"], f.record["date"], f.path.name)
+    return sorted(found, key=key, reverse=True)
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:

@@ -169,13 +169,19 @@ def steps_in_short(folder: pathlib.Path) -> str:
 
 
 def steps_in_full(folder: pathlib.Path) -> str:
-    """Return a table of whole steps for each setting."""
-    found = records.newest(STEPS)
-    if found is None:
-        return NO_STEPS
-    parts = [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
+    """Return a table of whole steps for each setting of each record."""
+    parts = []
+    for found in records.all_of(STEPS):
+        parts += [f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."]
+        parts += steps_of(found.record["rows"])
+    return "\n\n".join(parts) or NO_STEPS
+
+
+def steps_of(rows: Rows) -> list[str]:
+    """Return a sentence and a table of whole steps for each setting of a record."""
+    parts = []
     key = lambda row: tuple(row[k] for k in ("title", "rows", "routing", "micro_batches"))
-    for (title, rows, routing, micro_batches), here in grouped(found.record["rows"], key).items():
+    for (title, of_expert, routing, micro_batches), here in grouped(rows, key).items():
         row = here[0]
         lines = [
             [STEP_METHODS[method], *(column(r) for column in STEP_COLUMNS.values())]
@@ -183,13 +189,13 @@ def steps_in_full(folder: pathlib.Path) -> str:
         ]
         parts += [
             f"{title}, {row['layers']} of {row['of_layers']} layers, {row['experts']} experts, "
-            f"{rows:,} rows per expert ({row['tokens']:,} tokens a GPU), {routing} routing, "
+            f"{of_expert:,} rows per expert ({row['tokens']:,} tokens a GPU), {routing} routing, "
             f"micro-batches: {micro_batches}. The fullest rank has {row['load']:.2f} times the "
             f"mean load on average over layers, and {row['most_load']:.2f} times in the worst "
             "layer:",
             table(["MoE layer", *STEP_COLUMNS], lines),
         ]
-    return "\n\n".join(parts)
+    return parts
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:

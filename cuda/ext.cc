@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "calls/why_not.h"
-#include "counters.h"
 #include "ffi/targets.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
@@ -62,27 +61,18 @@ class AttributeReader {
 // An array of a call in Python: the type's name in XLA, and the axes.
 using Type = std::pair<std::string, std::vector<int64_t>>;
 
-moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated) {
+// Returns arrays whose dimensions belong to `types`.
+moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated = false) {
   moe_a2a::Arrays arrays;
   for (const auto& [name, axes] : types) {
     moe_a2a::Array& array = arrays.emplace_back();
     array.type = moe_a2a::TypeNamed(name);
-    array.dimensions = axes;
+    array.dimensions = {axes.data(), axes.size()};
     array.bytes = moe_a2a::NumElements(array, 0) * array.type.bytes;
     if (is_colocated) array.address_bits = array.bytes;  // the next rank's array follows
   }
   return arrays;
 }
-
-#ifdef MOE_A2A_GROUPED_GEMM
-std::vector<moe_a2a::ProductArray> ToProductArrays(const std::vector<Type>& types) {
-  std::vector<moe_a2a::ProductArray> arrays;
-  for (const auto& [name, axes] : types) {
-    arrays.push_back({moe_a2a::NumberTypeNamed(name), {axes.data(), axes.size()}, nullptr});
-  }
-  return arrays;
-}
-#endif
 
 }  // namespace
 
@@ -129,14 +119,6 @@ NB_MODULE(_native, m) {
     return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
   });
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
-  m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
-    nb::list regions;
-    for (const auto& r : moe_a2a::counter_regions(ranks, tokens, top_k, route_chunks)) {
-      regions.append(
-          nb::make_tuple(r.kernel, r.words, r.offset, r.bytes, r.count, r.stride, r.half_stride));
-    }
-    return regions;
-  });
   m.def("slots_per_chunk", &moe_a2a::slots_per_chunk, nb::arg("num_slots"));
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -152,7 +134,7 @@ NB_MODULE(_native, m) {
   m.def("why_not_product", [](const std::string& target, nb::dict attributes,
                               const std::vector<Type>& operands, const std::vector<Type>& results) {
     const AttributeReader read(std::move(attributes));
-    const auto args = ToProductArrays(operands), outs = ToProductArrays(results);
+    const auto args = ToArrays(operands), outs = ToArrays(results);
     std::string why = "no kernel has the target '" + target + "'";
     moe_a2a::for_each(moe_a2a::ProductCalls{}, [&](auto of) {
       using Call = typename decltype(of)::type;

@@ -133,7 +133,6 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},
     {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
     {"FP8_FEW_ROWS", Tuning::kFp8FewRows},
-    {"GEMM_DOT_COLUMNS", Tuning::kTransposed.n},  // of an activation's gradient, a partial dot each
 };
 
 }  // namespace moe_a2a

@@ -287,17 +287,22 @@ OTHER_ROUTINGS = (
 )
 
 
-def cases_of(layout, names=OTHER_ROUTINGS):
+def cases_of(layout, names=None):
     """Return a layout with its routings; only one routing if it has no tokens."""
+    names = names or (tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
+
+
+def few_layouts():
+    """Return layouts for what a test of the whole catalogue compiles again: all of them on GPUs,
+    where kernels differ by layout, and otherwise those that the portable path tells apart."""
+    names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
+    return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 
 
 def catalogue():
     """Return every layout with its routings."""
-    cases = []
-    for layout in LAYOUTS:
-        cases += cases_of(layout, tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
-    return cases
+    return [case for layout in LAYOUTS for case in cases_of(layout)]
 
 
 def gpu_catalogue():

@@ -445,11 +445,6 @@ def exchange_program(layout, ranks):
     return on_each_rank(program, mesh_of(ranks), exchanges=exchanges)
 
 
-@functools.cache
-def emulated_exchange_program(layout, ranks):
-    return emulated(exchange_fn(layout, emulated_group(ranks)))
-
-
 def exchange_inputs(case, ranks, seed=0):
     """Return arguments of `exchange_fn` for all ranks, with NaN where no program may read; expected
     routing."""
@@ -469,21 +464,13 @@ def exchange_inputs(case, ranks, seed=0):
 
 
 @functools.lru_cache(maxsize=4)
-def run_case(case, ranks, seed=0, emulate=False):
+def run_case(case, ranks, seed=0):
     """Return the results of a case with its inputs and its expected routing."""
     (ids, x, topk_weights, y), routing = exchange_inputs(case, ranks, seed)
-    program = (emulated_exchange_program if emulate else exchange_program)(case.layout, ranks)
-    results = program(ids, x, topk_weights, y)
+    results = exchange_program(case.layout, ranks)(ids, x, topk_weights, y)
     return types.SimpleNamespace(
         ids=ids, x=x, topk_weights=topk_weights, y=y, expected=routing, **results
     )
-
-
-def changing_routings(layout, ranks):
-    """Run one program again and again, each time with another routing; yield the results."""
-    names = list(cases.ROUTINGS)
-    for seed in range(100 if ON_GPU else len(names)):
-        yield run_case(cases.Case(layout, names[seed % len(names)]), ranks, seed)
 
 
 def assert_same_bytes(actual, expected, what=""):

@@ -382,22 +382,6 @@ def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
     return [route(each, experts, capacity, alignment, first_choice) for each in new_ids]
 
 
-def dense_moe(x, ids, weights, w_in, w_out, kept=None):
-    """Compute the layer without any exchange: x [R, T, H], w_in [E, H, F], w_out [E, F, H] for E
-    experts.
-
-    `kept` [R, T, K] is False for choices that were dropped for capacity.
-    """
-    out = np.zeros(x.shape, np.float64)
-    for source, token, k in np.ndindex(ids.shape):
-        expert = int(ids[source, token, k])
-        if not 0 <= expert < len(w_in) or (kept is not None and not kept[source, token, k]):
-            continue
-        hidden = np.tanh(x[source, token].astype(np.float64) @ w_in[expert])
-        out[source, token] += weights[source, token, k] * (hidden @ w_out[expert])
-    return out
-
-
 def crossings(ids, num_experts):
     """Count the (token, rank) pairs that leave each rank, [R]: a token crosses to a rank once."""
     ranks = len(ids)

@@ -31,6 +31,22 @@ def route_args(group, layout=LAYOUT):
     return layout.route_args(group)
 
 
+def by_ids(x, ids, weights, group, layout, **options):
+    return ma.dispatch(x, ids, weights, **route_args(group, layout), **options)
+
+
+def by_routing(x, ids, weights, group, layout, **options):
+    return ma.dispatch(x, ma.route(ids, **route_args(group, layout)), weights, **options)
+
+
+def by_halves(x, ids, weights, group, layout, **options):
+    started = ma.dispatch_start(x, ids, weights, **route_args(group, layout), **options)
+    return ma.dispatch_done(started)
+
+
+DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
+
+
 def experts(rows, row_offsets, w):
     """Apply to every row of rows [C, H] the expert of its position."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)

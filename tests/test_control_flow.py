@@ -180,19 +180,6 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
         small_layer.assert_close(program(*floats, ids, branch=branch), expected, capacity)
 
 
-@pytest.mark.exchanges(4 * LAYERS)
-def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():
-    layer = small_layer.layer_of(harness.group_of(RANKS))
-
-    def layers(x, topk_weights, w, ids):
-        def step(i, x):
-            return x + layer(x, topk_weights[i], w[i], ids[i])
-
-        return lax.fori_loop(0, LAYERS, step, x)
-
-    assert_equal_to_dense(layers)
-
-
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
     """The data decide the number of steps: the sum over ranks is the same on all of them. With its
     derivative in forward mode, the only one that JAX has for it.

@@ -20,14 +20,10 @@ KINDS = {
     "any activation": dict(activation=lambda x: SWIGLU(jnp.tanh(x))),
     "shared expert": dict(shared_expert=True),
     "chunks": dict(num_chunks=TOKENS),
-    "chunks of any activation": dict(num_chunks=TOKENS, activation=lambda x: SWIGLU(jnp.tanh(x))),
     "replicated": dict(replicated=True),
     "replicas": dict(placement=[0, 1, 2, -1, 3, 4, 5, 0]),
     "slots": dict(placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
     "experts_format": dict(experts_format=ma.BlockwiseFp8(), size=128),
-    "experts_format, replicas": dict(
-        experts_format=ma.BlockwiseFp8(), size=128, placement=[0, 1, 2, -1, 3, 4, 5, 0]
-    ),
     "quantized": dict(size=128, quantize=True),
     "quantized in bfloat16": dict(size=128, quantize=True, dtype=jnp.bfloat16),
     "quantized slots": dict(size=128, quantize=True, placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),

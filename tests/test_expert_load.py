@@ -114,6 +114,7 @@ def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
     layout = cases.Layout("small", tokens=5, top_k=2, local_experts=2, alignment=4)
     ids = cases.Case(layout, "uniform").ids(ranks)
 
+    @functools.partial(jax.jit, static_argnames=("shared_expert", "replicated"))
     def load(ids, **modes):
         on_rank = functools.partial(load_of, layout=layout, group=group, **modes)
         return jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)

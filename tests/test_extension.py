@@ -5,15 +5,17 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import versions
-from jax_moe_a2a._src.group import extension
+from jax_moe_a2a._src.group import extension, native
 
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here
@@ -89,6 +91,25 @@ def test_without_an_extension_the_reason_names_the_folders(folders):
     assert extension.load() is None
     assert f"jax_moe_a2a in {here} is a clone without CUDA kernels" in extension.why_missing()
     assert f"the installed one in {other}/jax_moe_a2a has none" in extension.why_missing()
+
+
+def test_a_program_for_gpus_without_kernels_warns_once_how_to_build_them(monkeypatch):
+    monkeypatch.setattr(native, "_native", None)
+    extension.warn_of_missing_kernels.cache_clear()
+
+    def lower(**options):
+        group = ma.Group(axis_name="ep", size=2, **options)
+        route = jax.vmap(lambda ids: ma.route(ids, group=group, num_experts=4), axis_name="ep")
+        traced = jax.jit(route).trace(np.zeros((2, 4, 2), np.int32))
+        traced.lower(lowering_platforms=("cuda",))
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        lower(implementation="portable")
+        assert not found
+        lower()
+        lower()
+    assert [extension.how_to_build() in str(each.message) for each in found] == [True]
 
 
 def test_a_clone_uses_the_installed_kernels_of_the_same_sources(folders):

@@ -22,15 +22,6 @@ def problem():
 
 
 @pytest.mark.exchanges(4)
-def test_gradients_taken_outside_equal_those_of_the_dense_layer():
-    """These tests set check_vma; test_shard_map.py has those without it."""
-    floats, ids, expected = problem()
-    layer = small_layer.layer_of_all_ranks()
-    actual = small_layer.compiled(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
-    small_layer.assert_close(actual, expected)
-
-
-@pytest.mark.exchanges(4)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
     """Cotangents cross back: each rank gets the gradient of the sum of all losses."""

@@ -133,21 +133,6 @@ def test_a_process_announces_itself_for_the_devices_of_the_program_that_it_lower
         assert list(told) == [processes.KEY.format(0)]
 
 
-def test_reports_announce_nothing(told, monkeypatch):
-    monkeypatch.setattr(native, "failure", lambda topology: "")
-    monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
-    monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
-    monkeypatch.setattr(native, "counters", lambda topology: [])
-    monkeypatch.setattr(native, "wait", lambda *args: None)
-    monkeypatch.setattr(native, "close", lambda *args: None)
-    group = group_of(1, 1)  # of which this process, number 0, has no device
-    assert (group.memory(), runtime.counters(group)) == ((), ())
-    group = group_of(0, 1)
-    group.check()
-    group.close()
-    assert not told
-
-
 def test_the_id_of_a_process_counts_where_it_means_the_same(told):
     for namespace, expected in ((processes._namespace("pid"), 77), ("another", 0), ("", 0)):
         tell(told, 1, pid=77, pid_namespace=namespace)
@@ -174,13 +159,18 @@ def test_a_process_with_unusable_gpus_says_so_and_answers_no_requests(told, monk
     assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is unreachable")
 
 
-def test_closing_waits_for_no_process(told, monkeypatch):
+def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monkeypatch):
     """A `finally` closes after the error about a process that never came."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
     monkeypatch.setattr(native, "close", lambda *args: closed.append(args))
     monkeypatch.setattr(native, "failure", lambda topology: "")
+    monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
+    monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
+    monkeypatch.setattr(native, "counters", lambda topology: [])
+    group = group_of(1, 1)  # of which this process, number 0, has no device
+    assert (group.memory(), runtime.counters(group)) == ((), ())
     group = group_of(0, 1)
     group.check()
     group.close()
@@ -282,27 +272,15 @@ def test_all_processes_take_the_path_that_every_one_can(told):
     assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "portable"
 
 
-def test_processes_of_different_versions_take_the_portable_path(told):
-    tell(told, 1, version=VERSION + 1)
-    why = group_of(0, 0, 1, 1).why_portable
-    assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: protocol 1 and")
-
-
-@pytest.mark.parametrize("field, other", (("package", "0.0.1"), ("build", "CUDA 12.0 for 90")))
-def test_processes_of_different_packages_or_builds_take_the_portable_path(told, field, other):
+@pytest.mark.parametrize(
+    "field, other", (("version", 2), ("package", "0.0.1"), ("build", "CUDA 12.0 for 90"))
+)
+def test_processes_of_different_versions_or_builds_take_the_portable_path(told, field, other):
     """The package decides the shapes of a program, so the protocol's version is not enough."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1).why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
-    assert other in why and getattr(processes._own_notice(), field) in why
-
-
-def test_a_process_of_before_packages_were_told_is_of_another_version(told):
-    tell(told, 1)
-    notice = json.loads(told[processes.KEY.format(1)])
-    del notice["package"], notice["build"]
-    told[processes.KEY.format(1)] = json.dumps(notice)
-    assert "run different versions of jax_moe_a2a" in group_of(0, 0, 1, 1).why_portable
+    assert str(other) in why and str(getattr(processes._own_notice(), field)) in why
 
 
 @pytest.mark.parametrize(
@@ -688,30 +666,6 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None
             listener.fork()
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None  # it still answers
-        listener.kill()
-        assert_ended(peers, listener)
-
-
-FORKING = """
-import os, sys, time
-from jax_moe_a2a._src.group import native
-print(*native.listen(), flush=True)
-for _ in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    print(child, flush=True)
-"""
-
-
-@needs_a_compiler
-def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
-    del endpoint  # there are kernels
-    with Listener([sys.executable, "-W", "ignore", "-c", FORKING]) as listener:
-        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
-        listener.fork()
-        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
         listener.kill()
         assert_ended(peers, listener)
 

@@ -5,7 +5,6 @@ import functools
 import cases
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
@@ -113,21 +112,6 @@ def test_reverse_over_forward_equals_that_of_the_dense_layer():
         return of
 
     assert_equal_to_dense(grad_of_slope, tolerance=1e-4)
-
-
-@pytest.mark.exchanges(7)
-def test_reverse_over_reverse_equals_that_of_the_dense_layer():
-    def hessian_times(fn):
-        def of(floats, directions):
-            def slope(*floats):
-                grads = jax.grad(small_layer.loss_of(fn), OF_FLOATS)(*floats)
-                return sum(jnp.vdot(g, d) for g, d in zip(grads, directions))
-
-            return jax.grad(slope, OF_FLOATS)(*floats)
-
-        return of
-
-    assert_equal_to_dense(hessian_times, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(2)

@@ -5,7 +5,6 @@ import pytest
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
-from jax_moe_a2a._src.exchange.lowering.route import route_chunks
 from jax_moe_a2a._src.experts import activations
 from jax_moe_a2a._src.experts import lowering as experts
 from jax_moe_a2a._src.formats import formats
@@ -54,55 +53,6 @@ def test_the_memory_estimate_knows_the_ring_and_the_zones():
     )
     zones = native.array_bytes(tokens, hidden * 2) + native.array_bytes(tokens, top_k * 4)
     assert estimate.workspace_bytes == layout.RING_DEPTH * ranks * zones
-
-
-def counter_words(region):
-    """Return the offsets in the header of all 4-byte words of a region, in all ring halves."""
-    _, _, offset, num_bytes, count, stride, half_stride = region
-    return {
-        offset + half * half_stride + run * stride + byte
-        for half in range(layout.RING_DEPTH if half_stride else 1)
-        for run in range(count)
-        for byte in range(0, num_bytes, 4)
-    }
-
-
-@pytest.mark.parametrize("ranks, tokens, top_k", ((1, 1, 1), (4, 128, 8), (64, 4096, 8), (2, 5, 3)))
-def test_counter_regions_lie_in_the_header_and_do_not_overlap(ranks, tokens, top_k):
-    regions = layout.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
-    kernels = {region[0] for region in regions}
-    for kernel in kernels:
-        words = [counter_words(region) for region in regions if region[0] == kernel]
-        assert sum(map(len, words)) == len(set().union(*words))
-        assert max(map(max, words)) < layout.HEADER_BYTES
-    assert kernels >= {
-        f"{name}_{role}"
-        for name in ("route", "dispatch", "combine")
-        for role in ("send", "receive")
-    }
-
-
-def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
-    """Each ring half has a credit (8 bytes) and a head (24) for each rank, a flag (8) for each
-    token of each rank, or for 64 of them in route, and a word (8) for each id of a routed
-    dispatch."""
-    ranks, tokens, top_k = 4, 128, 8
-
-    def of(kernel):
-        found = layout.counter_regions(ranks, tokens, top_k, route_chunks(tokens)[1])
-        return {words: size * count for k, words, _, size, count, *_ in found if k == kernel}
-
-    for name in ("route", "dispatch", "combine", "routed_dispatch"):
-        assert of(f"{name}_send") == {"next_send": 4, "credit": ranks * 8}
-    receive = {"next_receive": 4, "head": ranks * 24}
-    assert of("route_receive") == {**receive, "chunk": ranks * tokens // 64 * 8}
-    for name in ("dispatch", "combine"):
-        assert of(f"{name}_receive") == {**receive, "chunk": ranks * tokens * 8}
-    assert of("routed_dispatch_receive") == {
-        **receive,
-        "chunk": ranks * tokens * 8,
-        "id": ranks * tokens * top_k * 8,
-    }
 
 
 def test_a_token_has_no_more_choices_than_a_warp_has_lanes():

@@ -118,14 +118,13 @@ def choose(logits):
 @pytest.mark.parametrize(
     "num_tokens, options, expected",
     (
-        (4, {}, 4),  # each of two ranks has the first two
         (5, {}, 5),  # 3 tokens and 2, and one that is padding
         (4, dict(mask=[True, False, True, True]), 3),
         (1, {}, 1),  # all ranks hold it
         (4, dict(num_chunks=2), 4),
         (4, dict(placement=[0, 1, 0, 2, 3, -1]), 4),
     ),
-    ids=("divided", "padded", "masked", "replicated", "chunks", "placement"),
+    ids=("padded", "masked", "replicated", "chunks", "placement"),
 )
 def test_statistics_count_ids_that_are_no_experts(num_tokens, options, expected):
     if "placement" in options:

@@ -43,8 +43,7 @@ def whole(x, ids, weights, **route_args):
 
 
 @pytest.mark.parametrize("make_group", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("layer", (whole, split))
-@pytest.mark.parametrize("tokens", (TOKENS, 300))
+@pytest.mark.parametrize("layer, tokens", ((whole, TOKENS), (whole, 300), (split, TOKENS)))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
     """With check_vma=True, out_specs=PartitionSpec() is refused for a result that varies."""
     group, replicated = make_group(), PartitionSpec()

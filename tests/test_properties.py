@@ -8,7 +8,6 @@ import functools
 import cases
 import harness
 import hypothesis
-import jax
 import numpy as np
 import oracle
 import pytest
@@ -84,68 +83,6 @@ def test_every_exchange_is_the_oracles(routing, seed):
     harness.assert_sums_agree(
         weighted, *oracle.combine(y["float32"], expected, weights), "weighted"
     )
-
-
-@hypothesis.given(routings(harness.SEVERAL), seeds)
-def test_combine_is_the_adjoint_of_dispatch(routing, seed):
-    """<dispatch(x), y> = <x, combine(y)>, exactly: small integers in float32."""
-    ranks = harness.SEVERAL
-    layout, ids = routing
-    x, topk_weights, y = inputs(layout, ranks, seed)
-    rng = np.random.default_rng(seed)
-    x["float32"] = rng.integers(-9, 10, x["float32"].shape).astype(np.float32)
-    y["float32"] = rng.integers(-9, 10, y["float32"].shape).astype(np.float32)
-    recv, sums, _ = there_and_back(layout, ranks)(ids, x, topk_weights, y)
-    assert np.vdot(recv.rows["float32"], y["float32"]) == np.vdot(x["float32"], sums["float32"])
-
-
-@hypothesis.given(routings(harness.SEVERAL), seeds)
-def test_combine_is_linear_in_its_rows(routing, seed):
-    """combine(2 y) = 2 combine(y), exactly: powers of two change no rounding."""
-    ranks = harness.SEVERAL
-    layout, ids = routing
-    x, topk_weights, y = inputs(layout, ranks, seed)
-    program = there_and_back(layout, ranks)
-    _, once, weighted = program(ids, x, topk_weights, y)
-    _, twice, twice_weighted = program(ids, x, topk_weights, jax.tree.map(lambda l: l + l, y))
-    for name in ("bfloat16", "float32"):
-        np.testing.assert_array_equal(
-            once[name].astype(np.float32) * 2, twice[name].astype(np.float32)
-        )
-    np.testing.assert_array_equal(weighted * 2, twice_weighted)
-
-
-@hypothesis.given(routings(harness.SEVERAL), seeds, st.randoms(use_true_random=False))
-def test_renaming_ranks_renames_nothing_else(routing, seed, random):
-    """A token's sum of its own copies does not depend on where its experts live, nor on the other
-    ranks' tokens.
-    """
-    ranks = harness.SEVERAL
-    layout, ids = routing
-    if layout.capacity is not None:
-        layout = LAYOUTS[0]
-        ids = np.resize(ids, cases.shape(ranks, layout))
-    x, topk_weights, y = inputs(layout, ranks, seed)
-    experts = layout.num_experts(ranks)
-    valid = (ids >= 0) & (ids < experts)
-    order = list(range(experts))
-    random.shuffle(order)
-    renamed = np.where(valid, np.array(order, np.int32)[np.where(valid, ids, 0)], ids)
-    program = there_and_back(layout, ranks)
-    for these in (ids, renamed):
-        recv, _, _ = program(these, x, topk_weights, y)
-        kept = np.zeros(ids.shape[:2], np.int64)
-        for rank, row in np.argwhere(recv.src_info.rank >= 0):
-            source, token, k = (
-                getattr(recv.src_info, f)[rank, row] for f in ("rank", "token", "k")
-            )
-            harness.assert_same_bytes(recv.rows["float32"][rank, row], x["float32"][source, token])
-            expert = recv.expert_ids[rank][
-                np.searchsorted(recv.row_offsets[rank], row, side="right") - 1
-            ]
-            assert these[source, token, k] == expert
-            kept[source, token] += 1
-        np.testing.assert_array_equal(kept, valid.sum(axis=-1))
 
 
 @pytest.mark.exchanges(0)

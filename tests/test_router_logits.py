@@ -58,10 +58,9 @@ def logits_and_gradients(x, router, ct):
 
 @pytest.mark.parametrize("router_dtype", DTYPES)
 @pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
-def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype, sizes):
+def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
     """On GPUs, TF32 would have errors of about 5e-4."""
-    x, router, ct = drawn(x_dtype, router_dtype, *sizes)
+    x, router, ct = drawn(x_dtype, router_dtype)
     logits, d_x, d_router = quick_jit(logits_and_gradients)(x, router, ct)
     assert_equal_to(logits, exact(x) @ exact(router), jnp.float32)
     assert_equal_to(d_x, exact(ct) @ exact(router).T, x.dtype)

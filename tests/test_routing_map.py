@@ -118,22 +118,6 @@ def test_a_tangent_moves_as_its_prob():
     np.testing.assert_array_equal(moved, expected(routing_map, tangent, 3)[1])
 
 
-@pytest.mark.parametrize(
-    "wrap", (lambda f: f, jax.jit, jax.checkpoint), ids=("eager", "jit", "remat")
-)
-def test_the_gradient_is_that_of_the_chosen_places(wrap):
-    routing_map, probs = inputs((8, 5))
-    cotangent = np.random.default_rng(2).normal(size=(8, 2)).astype(np.float32)
-
-    @wrap
-    def loss(probs):
-        weights = ma.choices_from_map(routing_map, probs, top_k=2).topk_weights
-        return jnp.sum(weights * cotangent)
-
-    gradient = jax.grad(loss)(probs)
-    np.testing.assert_array_equal(gradient, expected_gradient(routing_map, cotangent, 2))
-
-
 def test_vmap_is_a_loop():
     maps, probs = zip(*(inputs((6, 5), seed=seed) for seed in range(4)), strict=True)
     batched = jax.vmap(functools.partial(ma.choices_from_map, top_k=2))
@@ -174,49 +158,6 @@ def test_there_is_no_sort():
     routing_map, probs = inputs((6, 5))
     jaxpr = jax.make_jaxpr(compiled, static_argnums=2)(routing_map, probs, 2)
     assert not {"sort", "top_k"} & {eqn.primitive.name for eqn in harness.equations(jaxpr)}
-
-
-@pytest.mark.exchanges(4)
-def test_a_layer_with_a_map_is_the_dense_layer():
-    """Dispatch and combine on every device, with gradients, against each expert for every token."""
-    ranks, tokens, hidden, top_k = harness.RANKS_ON_ONE_GPU or len(jax.devices()), 6, 4, 3
-    num_experts = 2 * ranks
-    mesh, group = harness.mesh_of(ranks), harness.group_of(ranks)
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(ranks, tokens, hidden)).astype(np.float32)
-    routing_map = rng.random((ranks, tokens, num_experts)) < 1.5 / ranks
-    routing_map[0, 0], routing_map[0, 1] = True, False
-    probs = rng.random(routing_map.shape).astype(np.float32)
-    scale = rng.normal(size=num_experts).astype(np.float32)  # what expert e multiplies by
-
-    def of_one_rank(x, routing_map, probs):
-        def layer(x, probs):
-            choices = ma.choices_from_map(routing_map, probs, top_k=top_k)
-            recv = ma.dispatch(x, *choices[:2], group=group, num_experts=num_experts)
-            sizes = recv.group_sizes
-            of_row = jnp.repeat(recv.expert_ids, sizes, total_repeat_length=len(recv.rows))
-            y = ma.combine(recv.rows * jnp.asarray(scale)[of_row][:, None], recv)
-            return jnp.sum(y**2), (y, choices.num_dropped)
-
-        return jax.grad(layer, argnums=(0, 1), has_aux=True)(x, probs)
-
-    (dx, dprobs), (y, dropped) = harness.on_each_rank(of_one_rank, mesh)(x, routing_map, probs)
-
-    # A token keeps its first top_k experts.
-    kept = routing_map & (np.cumsum(routing_map, axis=-1) <= top_k)
-    assert dropped.sum() == (routing_map & ~kept).sum() > 0
-
-    def dense(x, probs):
-        y = jnp.einsum("rte,rth,e->rth", jnp.where(kept, probs, 0), x, scale)
-        return jnp.sum(y**2), y
-
-    of_dense = jax.jit(jax.grad(dense, argnums=(0, 1), has_aux=True))
-    (dense_dx, dense_dprobs), dense_y = of_dense(x, probs)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    close(y, dense_y)
-    close(dx, dense_dx)
-    close(dprobs, dense_dprobs)
-    assert not dprobs[~kept].any()
 
 
 def permuted(x, routing_map, probs, num_rows, pad_multiple):

@@ -4,15 +4,12 @@ import functools
 
 import cases
 import harness
-import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
-import pytest
 import small_layer
 from cases import Layout
 from jax import lax
-from small_layer import OF_FLOATS, route_args
+from small_layer import route_args
 
 import jax_moe_a2a as ma
 
@@ -113,58 +110,3 @@ def test_programs_of_different_layers_run_in_any_order_on_one_group():
         sent = oracle.dispatch(layer_inputs[0], expected)
         harness.assert_same_bytes(out[0], sent)
         harness.assert_sums_agree(out[1], *oracle.combine(sent, expected))
-
-
-@pytest.mark.exchanges(4 * 3)
-def test_a_model_of_different_layers_has_the_gradient_of_the_dense_layers():
-    """Tokens go from one layer to the next, each with other experts, top_k and capacity."""
-    group = harness.group_of(RANKS)
-    layouts = (
-        Layout("narrow", tokens=6, top_k=1, local_experts=1, hidden=4),
-        Layout("wide", tokens=6, top_k=4, local_experts=3, capacity=12, hidden=4, alignment=2),
-        Layout("aligned", tokens=6, top_k=2, local_experts=2, hidden=4, alignment=8),
-    )
-    each = [small_layer.arguments(RANKS, i, layout=layout) for i, layout in enumerate(layouts)]
-    floats = each[0].floats[0], [a.floats[1] for a in each], [a.floats[2] for a in each]
-    ids, kept = [a.ids for a in each], [a.kept for a in each]
-
-    def of_one_rank(x, topk_weights, w, ids):
-        for layout, *args in zip(layouts, topk_weights, w, ids):
-            x = x + small_layer.layer_of(group, layout)(x, *args)
-        return x
-
-    def dense(x, topk_weights, w, ids, kept):
-        for args in zip(topk_weights, w, ids, kept):
-            x = x + small_layer.dense_layer(x, *args)
-        return x
-
-    layers = small_layer.on_all_ranks(of_one_rank)
-    actual = small_layer.compiled(jax.value_and_grad(small_layer.loss_of(layers, ids), OF_FLOATS))(
-        *floats
-    )
-    dense_loss = small_layer.loss_of(dense, ids, kept)
-    expected = small_layer.compiled(jax.value_and_grad(dense_loss, OF_FLOATS))(*floats)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
-
-
-def test_a_group_serves_narrow_floats_with_their_scales_alongside_ordinary_layers():
-    """A payload of float8 values and float32 scales in one layer, float32 in the other."""
-    group = harness.group_of(RANKS)
-    ((x, _, ids), expected), ((other, _, other_ids), other_expected) = inputs()[:2]
-    values = cases.any_bits(np.random.default_rng(0), x.shape, "float8_e4m3fn")
-    scales = cases.normal(np.random.default_rng(1), x.shape[:2], "float32")
-
-    def of_one_rank(values, scales, ids, other, other_ids):
-        quantized = ma.dispatch((values, scales), ids, **route_args(group, LAYOUTS[0]))
-        plain = ma.dispatch(other, other_ids, **route_args(group, LAYOUTS[1]))
-        back = ma.combine(quantized.rows[1][:, None] * jnp.ones((1, 3)), quantized)
-        return quantized.rows, plain.rows, back
-
-    program = harness.on_each_rank(of_one_rank, group.mesh, exchanges=3)
-    rows, plain, back = program(values, scales, ids, other, other_ids)
-    harness.assert_same_bytes(rows[0], oracle.dispatch(values, expected))
-    sent_scales = oracle.dispatch(scales, expected)
-    harness.assert_same_bytes(rows[1], sent_scales)
-    harness.assert_same_bytes(plain, oracle.dispatch(other, other_expected))
-    wide = np.repeat(sent_scales[..., None], 3, axis=-1)
-    harness.assert_sums_agree(back, *oracle.combine(wide, expected))

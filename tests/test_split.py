@@ -95,35 +95,17 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         harness.assert_same_bytes(own, leaf, str(path))
 
 
-@pytest.mark.exchanges(lambda decode: 4 if decode else 2, split=1)
-@pytest.mark.parametrize("decode", (False, True))
-def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
-    layout = FORMATTED
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(route_args(GROUP, layout), format=ma.MxFp8(), decode=decode)
+@pytest.mark.exchanges(2, split=1)
+def test_tokens_that_stay_quantized_are_those_of_the_whole_dispatch():
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
+    options = dict(route_args(GROUP, FORMATTED), format=ma.MxFp8())
 
-    def of_split(*args):
-        return ma.dispatch_done(ma.dispatch_start(*args, **options))
+    def both(*args):
+        split = ma.dispatch_done(ma.dispatch_start(*args, **options))
+        return split.rows, ma.dispatch(*args, **options).rows
 
-    def of_whole(*args):
-        return ma.dispatch(*args, **options)
-
-    def rows_and_gradient(dispatch):
-        def of_one_rank(x, topk_weights, ids):
-            def loss(x):
-                recv = dispatch(x, ids, topk_weights)
-                return sum(
-                    small_layer.loss(leaf.astype(jnp.float32))
-                    for leaf in jax.tree.leaves(recv.rows)
-                ), recv.rows
-
-            gradient, rows = jax.grad(loss, has_aux=True)(x)
-            return jax.tree.leaves(rows), gradient
-
-        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
-
-    actual, expected = (rows_and_gradient(fn)(x, topk_weights, ids) for fn in (of_split, of_whole))
-    small_layer.assert_same(actual, expected)
+    program = small_layer.compiled(small_layer.on_all_ranks(both))
+    small_layer.assert_same(*program(x, ids, topk_weights))
 
 
 @pytest.mark.exchanges(lambda exchanges: exchanges[0], split=lambda exchanges: exchanges[1])
@@ -231,12 +213,6 @@ def inside(layer):
     return lambda *floats: on_all(*floats, ids)
 
 
-def forward(layer):
-    _, ids, directions = problem()
-    value = small_layer.loss_of(small_layer.on_all_ranks(layer), ids)
-    return lambda *floats: jax.jvp(value, floats, directions)
-
-
 def forward_over_reverse(layer):
     _, ids, directions = problem()
     grad = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids), OF_FLOATS)
@@ -266,10 +242,6 @@ def in_a_branch(layer):
         return lax.cond(always, lambda x: layer(x, *args), jnp.tanh, x)
 
     return jax.grad(small_layer.loss_of(small_layer.on_all_ranks(of_one_rank), ids), OF_FLOATS)
-
-
-def in_a_jitted_function(layer):
-    return outside(jax.jit(layer))
 
 
 def batched(layer):
@@ -303,44 +275,36 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# Exchanges of the split and of the whole layer: the split one routes separately. Whole, split.
-EXCHANGES = {
-    outside: (5, 4),
-    inside: (5, 4),
-    forward: (5, 4),
-    forward_over_reverse: (9, 8),
-    reverse_over_reverse: (9, 8),
-    scanned: (15, 10),
-    in_a_branch: (5, 4),
-    in_a_jitted_function: (5, 4),
-    batched: (6, 4),
-    batched_with_one_routing: (6, 4),
-    emulated: (0, 0),  # always on the portable path
-}
+# The pairs of a program, and the exchanges of both layers: whole ones, because the split layer
+# routes separately, and split ones.
 TRANSFORMS = {
-    outside: FORWARD_AND_BACKWARD,
-    inside: FORWARD_AND_BACKWARD,
-    forward: {"dispatch_start": 2, "weighted_combine_start": 2},
-    forward_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
-    reverse_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
-    scanned: dict(FORWARD_AND_BACKWARD, dispatch_start=3),
-    in_a_branch: FORWARD_AND_BACKWARD,
-    in_a_jitted_function: FORWARD_AND_BACKWARD,
-    batched: FORWARD_AND_BACKWARD,
-    batched_with_one_routing: FORWARD_AND_BACKWARD,
-    emulated: FORWARD_AND_BACKWARD,
+    outside: (FORWARD_AND_BACKWARD, 5, 4),
+    inside: (FORWARD_AND_BACKWARD, 5, 4),
+    forward_over_reverse: (
+        {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
+        *(9, 8),
+    ),
+    reverse_over_reverse: (
+        {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
+        *(9, 8),
+    ),
+    scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 15, 10),
+    in_a_branch: (FORWARD_AND_BACKWARD, 5, 4),
+    batched: (FORWARD_AND_BACKWARD, 6, 4),
+    batched_with_one_routing: (FORWARD_AND_BACKWARD, 6, 4),
+    emulated: (FORWARD_AND_BACKWARD, 0, 0),  # always on the portable path
 }
 
 
 @pytest.mark.exchanges(
-    lambda transform: EXCHANGES[transform][0], split=lambda transform: EXCHANGES[transform][1]
+    lambda transform: TRANSFORMS[transform][1], split=lambda transform: TRANSFORMS[transform][2]
 )
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has_its_start(
     transform,
 ):
     floats, _, _ = problem()
-    equal_pairs(transform, TRANSFORMS[transform], *floats, tolerance=1e-4)
+    equal_pairs(transform, TRANSFORMS[transform][0], *floats, tolerance=1e-4)
 
 
 # Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
@@ -623,53 +587,6 @@ def done_after_overlap_took_it(inflight, x):
     return ma.dispatch_done(inflight).rows
 
 
-@pytest.mark.parametrize("use", (done_twice, done_after_overlap_took_it))
-def test_what_is_in_flight_is_used_once(use):
-    refused(use, ValueError, "inflight must be used once; dispatch_done got an InFlight that was")
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda inflight, x: ma.combine_done(inflight),
-        lambda inflight, x: ma.dispatch_done(x),
-        lambda inflight, x: ma.combine_done(None),
-    ],
-    ids=("of_a_dispatch", "of_an_array", "of_nothing"),
-)
-def test_a_done_takes_only_what_its_own_start_returned(use):
-    refused(use, TypeError, "inflight must be the result of (dispatch|combine)_start; got ")
-
-
-def test_overlap_takes_only_what_is_in_flight():
-    refused(
-        lambda inflight, x: ma.overlap(x, jnp.sin, x), TypeError, "inflight must be an InFlight"
-    )
-
-
-CROSSINGS = {
-    "into_scan": lambda f, x: lax.scan(
-        lambda c, _: (c + ma.dispatch_done(f).rows.sum(), None), x.sum(), length=2
-    )[0],
-    "into_cond": lambda f, x: lax.cond(
-        x[0, 0] > 0, lambda: ma.dispatch_done(f).rows, lambda: ma.dispatch_done(f).rows
-    ),
-    "into_while": lambda f, x: lax.fori_loop(
-        0, x.shape[0] + lax.axis_index(harness.AXIS), lambda i, c: ma.dispatch_done(f).rows, x
-    ),
-    "into_checkpoint": lambda f, x: jax.checkpoint(lambda: ma.dispatch_done(f).rows)(),
-    "into_jit": lambda f, x: jax.jit(lambda: ma.dispatch_done(f).rows)(),
-    "by_overlap_into_jit": lambda f, x: jax.jit(lambda x: ma.overlap(f, jnp.sin, x)[1])(x),
-}
-
-
-@pytest.mark.parametrize("crossing", CROSSINGS)
-def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_separately(crossing):
-    refused(
-        CROSSINGS[crossing], ValueError, "inflight must be used in the function that started it"
-    )
-
-
 def out_of_cond(inflight, x):
     kept = []
 
@@ -681,22 +598,65 @@ def out_of_cond(inflight, x):
     return ma.dispatch_done(kept[0]).rows
 
 
-def test_what_is_in_flight_does_not_leave_a_branch():
-    refused(out_of_cond, ValueError, "inflight must be used in the function that started it")
+def wrong_tokens(inflight, x):
+    ma.dispatch_done(inflight)
+    return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda f, x: lax.scan(lambda c, _: (c, None), f, length=2),
-        lambda f, x: jax.jit(lambda f: ma.dispatch_done(f).rows)(f),
-        lambda f, x: lax.cond(x[0, 0] > 0, lambda f: f, lambda f: f, f),
-        lambda f, x: f,
-    ],
-    ids=("carry", "argument", "branch", "result"),
-)
-def test_what_is_in_flight_is_no_argument_and_no_result(use):
-    refused(use, TypeError, "must stay in the function that started it")
+ONCE = "inflight must be used once; dispatch_done got an InFlight that was"
+OF_START = "inflight must be the result of (dispatch|combine)_start; got "
+CROSSES = "inflight must be used in the function that started it"
+STAYS = "must stay in the function that started it"
+MISUSES = {
+    "twice": (done_twice, ValueError, ONCE),
+    "after overlap": (done_after_overlap_took_it, ValueError, ONCE),
+    "done of a dispatch": (lambda f, x: ma.combine_done(f), TypeError, OF_START),
+    "done of an array": (lambda f, x: ma.dispatch_done(x), TypeError, OF_START),
+    "overlap of an array": (
+        *(lambda f, x: ma.overlap(x, jnp.sin, x), TypeError),
+        "inflight must be an InFlight",
+    ),
+    "into scan": (
+        lambda f, x: lax.scan(
+            lambda c, _: (c + ma.dispatch_done(f).rows.sum(), None), x.sum(), length=2
+        )[0],
+        *(ValueError, CROSSES),
+    ),
+    "into cond": (
+        lambda f, x: lax.cond(
+            x[0, 0] > 0, lambda: ma.dispatch_done(f).rows, lambda: ma.dispatch_done(f).rows
+        ),
+        *(ValueError, CROSSES),
+    ),
+    "into while": (
+        lambda f, x: lax.fori_loop(
+            0, x.shape[0] + lax.axis_index(harness.AXIS), lambda i, c: ma.dispatch_done(f).rows, x
+        ),
+        *(ValueError, CROSSES),
+    ),
+    "into checkpoint": (
+        lambda f, x: jax.checkpoint(lambda: ma.dispatch_done(f).rows)(),
+        *(ValueError, CROSSES),
+    ),
+    "by overlap into jit": (
+        lambda f, x: jax.jit(lambda x: ma.overlap(f, jnp.sin, x)[1])(x),
+        *(ValueError, CROSSES),
+    ),
+    "out of cond": (out_of_cond, ValueError, CROSSES),
+    "carry": (lambda f, x: lax.scan(lambda c, _: (c, None), f, length=2), TypeError, STAYS),
+    "argument": (lambda f, x: jax.jit(lambda f: ma.dispatch_done(f).rows)(f), TypeError, STAYS),
+    "result": (lambda f, x: f, TypeError, STAYS),
+    "tokens": (wrong_tokens, ValueError, "x must hold arrays with leading axis num_tokens=6"),
+    "rows": (
+        lambda f, x: ma.combine_start(x[:, :1], ma.dispatch_done(f)),
+        *(ValueError, "y must hold arrays with leading axis capacity=10"),
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_of_what_is_in_flight_is_refused(misuse):
+    refused(*MISUSES[misuse])
 
 
 @pytest.mark.parametrize(
@@ -728,18 +688,6 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
         return ma.combine_done(ma.combine_start(recv.rows, recv))
 
     small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
-
-
-def test_arguments_are_checked_as_those_of_the_whole_exchange():
-    def wrong_tokens(inflight, x):
-        ma.dispatch_done(inflight)
-        return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **route_args(GROUP))
-
-    def wrong_rows(inflight, x):
-        return ma.combine_start(x[:, :1], ma.dispatch_done(inflight))
-
-    refused(wrong_tokens, ValueError, "x must hold arrays with leading axis num_tokens=6")
-    refused(wrong_rows, ValueError, "y must hold arrays with leading axis capacity=10")
 
 
 # The lint itself

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import small_layer
 
 import jax_moe_a2a as ma
 
@@ -25,41 +26,28 @@ CUT = cases.Layout(
     "cut", tokens=9, top_k=3, local_experts=3, capacity=22, alignment=4, hidden=HIDDEN
 )
 MANY = cases.Layout("many", tokens=300, top_k=2, local_experts=2, alignment=8, hidden=HIDDEN)
+PORTABLE = ma.Group(axis_name="ep", size=2, implementation="portable")
 
 
 def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-def by_ids(x, ids, weights, layout, **options):
-    return ma.dispatch(x, ids, weights, **route_args(layout), **options)
-
-
-def by_routing(x, ids, weights, layout, **options):
-    return ma.dispatch(x, ma.route(ids, **route_args(layout)), weights, **options)
-
-
-def by_halves(x, ids, weights, layout, **options):
-    started = ma.dispatch_start(x, ids, weights, **route_args(layout), **options)
-    return ma.dispatch_done(started)
-
-
 # By name: how rows are dispatched, and with what options.
 FORMS = dict(
-    ids=(by_ids, {}),
-    routing=(by_routing, {}),
-    halves=(by_halves, {}),
-    fp8=(by_ids, dict(format=ma.BlockwiseFp8())),
-    fp4_decoded=(by_ids, dict(format=ma.NvFp4(), decode=True)),
-    mxfp8_by_routing=(by_routing, dict(format=ma.MxFp8())),
-    mxfp8_decoded_by_routing=(by_routing, dict(format=ma.MxFp8(), decode=True)),
+    ids=("ids", {}),
+    routing=("routing", {}),
+    halves=("halves", {}),
+    fp8=("ids", dict(format=ma.BlockwiseFp8())),
+    fp4_decoded=("ids", dict(format=ma.NvFp4(), decode=True)),
+    mxfp8_decoded_by_routing=("routing", dict(format=ma.MxFp8(), decode=True)),
 )
 
 
 def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
     rng = np.random.default_rng([ranks, layout.tokens])
     ids = cases.Case(layout, routing).ids(ranks)
-    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    expected = small_layer.routing_of(ids, layout)
     x = cases.normal(rng, (ranks, layout.tokens, layout.hidden), dtype)
     return ids, x, cases.normal(rng, ids.shape, "float32"), expected
 
@@ -79,17 +67,18 @@ def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
 
 @pytest.mark.parametrize(
     "form, layout",
-    [*((form, LAYOUT) for form in FORMS), ("ids", CUT), ("routing", CUT), ("ids", MANY)],
+    [*((form, LAYOUT) for form in FORMS), ("ids", CUT), ("ids", MANY)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_every_form_writes_all_rows_but_the_tail(form, layout):
-    dispatch, options = FORMS[form]
+    dispatched_by, options = FORMS[form]
 
     def rows(ids, x, weights, tail):
         given = {"x": x, "half": x.astype(jnp.bfloat16)} if "format" not in options else x
         if "format" not in options:
             given["number"] = jnp.arange(len(x))
-        recv = dispatch(given, ids, weights, layout, tail=tail, **options)
+        dispatch, group = small_layer.DISPATCHES[dispatched_by], harness.group_of(RANKS)
+        recv = dispatch(given, ids, weights, group, layout, tail=tail, **options)
         return recv.rows, recv.weights, recv.group_sizes
 
     mesh = harness.mesh_of(RANKS)
@@ -162,30 +151,113 @@ def assert_finite_and_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.exchanges(8)
-def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
-    mesh, found = harness.mesh_of(RANKS), {}
-    for tail in ("zero", "unspecified"):
-        layer = layer_of(tail, harness.group_of(RANKS))
+def results_of_tails(mesh, group, ranks):
+    """Return the sums and gradients of the layer with each tail."""
+    for tail in ("unspecified", "zero"):
+        layer = layer_of(tail, group, ranks=ranks)
 
         def value_and_grads(x, weights, w, ids, layer=layer):
             y, pull = jax.vjp(lambda *args: layer(*args, ids), x, weights, w)
             return y, pull(jnp.cos(y))
 
         program = harness.on_each_rank(value_and_grads, mesh, compiler_options=harness.QUICKLY)
-        found[tail] = program(*layer_inputs())
-    assert_finite_and_same(found["unspecified"], found["zero"])
+        yield program(*layer_inputs(ranks=ranks))
+
+
+@pytest.mark.exchanges(8)
+def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
+    mesh, group = harness.mesh_of(RANKS), harness.group_of(RANKS)
+    assert_finite_and_same(*results_of_tails(mesh, group, RANKS))
+
+
+@pytest.mark.several_devices("groups of two levels need two mesh axes")
+@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
+def test_two_levels_leave_the_tail_too():
+    mesh = jax.sharding.Mesh(np.array(harness.devices(4)).reshape(2, 2), ("host", "ep"))
+    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
+    assert_finite_and_same(*results_of_tails(mesh, group, 4))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def unwriting_dot(rows, w, sizes, multiplies_mask):
+    """Multiply rows as another library may: rows after the last group are NaN in the result and in
+    the gradient of rows. With ``multiplies_mask``, the weight gradient reads every row and
+    multiplies it by 0 or 1, as tokamax 0.0.17 does on Hopper for rows next to a group's end."""
+    return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
+
+
+def in_a_group(rows, sizes):
+    return (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+
+
+def unwritten(rows, sizes):
+    return jnp.where(in_a_group(rows, sizes), rows, jnp.nan)
+
+
+def unwriting_dot_forward(rows, w, sizes, multiplies_mask):
+    return unwriting_dot(rows, w, sizes, multiplies_mask), (rows, w, sizes)
+
+
+def unwriting_dot_backward(multiplies_mask, kept, ct):
+    rows, w, sizes = kept
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(len(rows))[None]
+    is_of_group = (row >= (ends - sizes)[:, None]) & (row < ends[:, None])  # [L, C]
+    if not multiplies_mask:
+        rows, ct = (jnp.where(in_a_group(a, sizes), a, 0) for a in (rows, ct))
+    ct_w = jnp.einsum("lch,cn->lhn", is_of_group[..., None].astype(rows.dtype) * rows[None], ct)
+    ct = jnp.where(in_a_group(ct, sizes), ct, 0)
+    ct_rows = jax.lax.ragged_dot(ct, w.swapaxes(1, 2), sizes)
+    return unwritten(ct_rows, sizes), ct_w, None
+
+
+unwriting_dot.defvjp(unwriting_dot_forward, unwriting_dot_backward)
+
+
+@pytest.mark.exchanges(16)
+def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
+    """docs/sharp_bits.md shows the mask for products whose weight gradient multiplies such rows."""
+
+    def of_product(multiply, x, weights, w, ids):
+        def layer(x, weights, w):
+            recv = ma.dispatch(x, ids, weights, **route_args(LAYOUT))
+            h = jnp.tanh(multiply(recv.rows, w, recv.group_sizes))
+            return ma.combine(multiply(h, w, recv.group_sizes), recv)
+
+        y, pull = jax.vjp(layer, x, weights, w)
+        return y, pull(jnp.cos(y))
+
+    def masked(rows, w, sizes):
+        keep = lambda rows: jnp.where(in_a_group(rows, sizes), rows, 0)
+        return keep(unwriting_dot(keep(rows), w, sizes, True))
+
+    products = dict(
+        ours=ma.grouped_dot,
+        groups=lambda *args: unwriting_dot(*args, False),
+        multiplies=lambda *args: unwriting_dot(*args, True),
+        masked=masked,
+    )
+    found = {}
+    for name, multiply in products.items():
+        program = harness.on_each_rank(
+            functools.partial(of_product, multiply),
+            harness.mesh_of(RANKS),
+            check_vma=False,
+            compiler_options=harness.QUICKLY,
+        )
+        found[name] = program(*layer_inputs())
+    assert_finite_and_same(found["groups"], found["ours"])
+    assert_finite_and_same(found["masked"], found["ours"])
+    y, (ct_x, ct_weights, ct_w) = found["multiplies"]
+    assert_finite_and_same((y, ct_x, ct_weights), (found["ours"][0], *found["ours"][1][:2]))
+    assert np.isnan(harness.numpy_of(ct_w)).any()
 
 
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize(
-    "transform",
-    ("vmap", "jvp", "hessian_product", "checkpoint", "scan", "split"),
-)
+@pytest.mark.parametrize("transform", ("vmap", "hessian_product", "scan", "split"))
 def test_every_transform_keeps_the_tail_out_of_results(transform):
     """On the portable path the tail is NaN."""
     ranks = 2
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
     x, weights, w, ids = layer_inputs(ranks=ranks)
 
     def transformed(layer, x, weights, w, ids):
@@ -195,12 +267,8 @@ def test_every_transform_keeps_the_tail_out_of_results(transform):
             batched = jax.vmap(lambda x, ids: layer(x, weights, w, ids))
             batch = lambda x: batched(jnp.stack([x, -x]), jnp.stack([ids, ids[::-1]]))
             return batch(x), jax.grad(lambda x: jnp.sum(jnp.sin(batch(x))))(x)
-        if transform == "jvp":
-            return jax.jvp(lambda *a: layer(*a, ids), (x, weights, w), (x, weights, w))
         if transform == "hessian_product":
             return jax.jvp(grad, (x, weights, w), (x, weights, w))
-        if transform == "checkpoint":
-            return jax.grad(jax.checkpoint(loss), (0, 1, 2))(x, weights, w)
         if transform == "scan":
             scanned = lambda x: jax.lax.scan(
                 lambda x, _: (x + layer(x, weights, w, ids), None), x, length=2
@@ -211,7 +279,7 @@ def test_every_transform_keeps_the_tail_out_of_results(transform):
     def of_halves(tail):
         def layer(x, weights, w, ids):
             started = ma.dispatch_start(
-                x, ids, weights, **route_args(LAYOUT, ranks, group), tail=tail
+                x, ids, weights, **route_args(LAYOUT, ranks, PORTABLE), tail=tail
             )
             started, other = ma.overlap(started, jnp.tanh, x)
             recv = ma.dispatch_done(started)
@@ -222,41 +290,21 @@ def test_every_transform_keeps_the_tail_out_of_results(transform):
 
     found = {}
     for tail in ("zero", "unspecified"):
-        layer = of_halves(tail) if transform == "split" else layer_of(tail, group, ranks=ranks)
+        layer = of_halves(tail) if transform == "split" else layer_of(tail, PORTABLE, ranks=ranks)
         fn = jax.vmap(functools.partial(transformed, layer), axis_name="ep")
         program = jax.jit(fn, compiler_options=harness.QUICKLY)
         found[tail] = program(x, weights, w, ids)
     assert_finite_and_same(found["unspecified"], found["zero"])
 
 
-@pytest.mark.several_devices("groups of two levels need two mesh axes")
-@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
-def test_two_levels_leave_the_tail_too():
-    ranks = 4
-    mesh = jax.sharding.Mesh(np.array(harness.devices(ranks)).reshape(2, 2), ("host", "ep"))
-    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
-    args, found = layer_inputs(ranks=ranks), {}
-    for tail in ("zero", "unspecified"):
-        layer = layer_of(tail, group, ranks=ranks)
-
-        def value_and_grads(x, weights, w, ids, layer=layer):
-            y, pull = jax.vjp(lambda *args: layer(*args, ids), x, weights, w)
-            return y, pull(jnp.cos(y))
-
-        program = harness.on_each_rank(value_and_grads, mesh, compiler_options=harness.QUICKLY)
-        found[tail] = program(*args)
-    assert_finite_and_same(found["unspecified"], found["zero"])
-
-
 @pytest.mark.exchanges(0)
 def test_code_that_reads_the_tail_shows_on_the_portable_path():
-    group = ma.Group(axis_name="ep", size=2, implementation="portable")
     ids, x, _, expected = inputs(LAYOUT, ranks=2)
     assert expected.is_tail.any(axis=1).all()
 
     def mean(tail):
         def on_rank(x, ids):
-            recv = ma.dispatch(x, ids, **route_args(LAYOUT, 2, group), tail=tail)
+            recv = ma.dispatch(x, ids, **route_args(LAYOUT, 2, PORTABLE), tail=tail)
             return jnp.mean(recv.rows)
 
         return jax.vmap(on_rank, axis_name="ep")(x, ids)
@@ -267,13 +315,12 @@ def test_code_that_reads_the_tail_shows_on_the_portable_path():
 @pytest.mark.exchanges(0)
 def test_the_tail_is_nan_in_every_float_on_the_portable_path():
     """Narrow floats travel as integers, and the same bits are not a NaN in all of them."""
-    group = ma.Group(axis_name="ep", size=2, implementation="portable")
     ids, _, _, expected = inputs(LAYOUT, ranks=2)
     floats = [name for name in cases.MOVED_DTYPES if "float" in name]
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
 
     def on_rank(x, ids):
-        return ma.dispatch(x, ids, **route_args(LAYOUT, 2, group), tail="unspecified").rows
+        return ma.dispatch(x, ids, **route_args(LAYOUT, 2, PORTABLE), tail="unspecified").rows
 
     for name, rows in jax.jit(jax.vmap(on_rank, axis_name="ep"))(x, ids).items():
         is_nan = np.isnan(np.asarray(rows).astype(np.float32))[..., 0]
@@ -283,11 +330,10 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
     """The function that computed the rows of a combine may read all of their cotangent."""
-    group = ma.Group(axis_name="ep", size=2, implementation="portable")
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
-        routing = ma.route(ids, **route_args(LAYOUT, 2, group))
+        routing = ma.route(ids, **route_args(LAYOUT, 2, PORTABLE))
         dispatch = lambda x: ma.dispatch(x, routing, tail="unspecified").rows
         tangent = jax.jvp(dispatch, (x,), (x,))[1]
         combine = lambda y: jnp.sum(ma.combine(y, routing))
@@ -307,28 +353,19 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize("tail", ("none", None, True))
-def test_another_tail_is_refused(tail):
-    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+@pytest.mark.parametrize("dispatch", (ma.dispatch, ma.dispatch_start))
+def test_another_tail_is_refused(dispatch):
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
-    for dispatch in (ma.dispatch, ma.dispatch_start):
-        with pytest.raises(ValueError, match='tail must be "zero" or "unspecified"; got'):
-            jax.eval_shape(
-                jax.vmap(
-                    lambda x, ids, f=dispatch: (
-                        f(x, ids, **route_args(LAYOUT, 2, group), tail=tail).rows
-                    ),
-                    axis_name="ep",
-                ),
-                x,
-                ids,
-            )
+    options = dict(route_args(LAYOUT, 2, PORTABLE), tail="none")
+    on_rank = lambda x, ids: dispatch(x, ids, **options).rows
+    with pytest.raises(ValueError, match='tail must be "zero" or "unspecified"; got'):
+        jax.eval_shape(jax.vmap(on_rank, axis_name="ep"), x, ids)
 
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
     """JAX runs the operations of a program one by one to find the one that makes NaN."""
-    options = dict(group=ma.Group(axis_name="ep", size=2, implementation="portable"), num_experts=4)
+    options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
     x, w = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 4))

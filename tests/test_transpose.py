@@ -51,37 +51,6 @@ CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
 ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
-@pytest.mark.exchanges(4)
-def test_combine_is_the_linear_transpose_of_dispatch():
-    dispatch, combine = maps()
-    x, topk_weights = integers(*TOKENS), integers(*CHOICES)
-    y, y_weights = integers(*ROWS, seed=1), integers(LAYOUT.capacity, seed=2)
-
-    @small_layer.compiled
-    def program(x, topk_weights, y, y_weights):
-        transposed = jax.linear_transpose(dispatch, x, topk_weights)
-        return dispatch(x, topk_weights), transposed((y, y_weights)), combine(y)
-
-    (rows, weights), (ct_x, ct_weights), summed = program(x, topk_weights, y, y_weights)
-    small_layer.assert_same(ct_x, summed)
-    assert np.vdot(rows, y) == np.vdot(x, ct_x) != 0
-    assert np.vdot(weights, y_weights) == np.vdot(topk_weights, ct_weights) != 0
-
-
-@pytest.mark.exchanges(4)
-def test_dispatch_is_the_linear_transpose_of_combine():
-    dispatch, combine = maps()
-    x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS, seed=1)
-
-    @small_layer.compiled
-    def program(x, topk_weights, y):
-        return jax.linear_transpose(combine, y)(x)[0], dispatch(x, topk_weights)[0], combine(y)
-
-    ct_y, rows, summed = program(x, topk_weights, y)
-    small_layer.assert_same(ct_y, rows)
-    assert np.vdot(summed, x) == np.vdot(y, ct_y) != 0
-
-
 @pytest.mark.exchanges(3)
 def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
     dispatch, combine = maps()

@@ -31,13 +31,6 @@ def arguments():
 
 
 @pytest.mark.exchanges(4)
-def test_value_and_grad_of_the_emulation_equal_those_of_the_dense_layer():
-    floats, ids, kept = arguments()
-    actual = small_layer.compiled(small_layer.value_and_grads(emulated_layer(), ids))(*floats)
-    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
-
-
-@pytest.mark.exchanges(4)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
     """Cotangents cross between the emulated ranks."""
     floats, ids, kept = arguments()
@@ -49,21 +42,6 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
 
     actual = small_layer.compiled(emulated(of_one_rank))(*floats, ids)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept)[1])
-
-
-@pytest.mark.exchanges(8)
-def test_forward_over_reverse_of_the_emulation_equals_that_of_the_dense_layer():
-    floats, ids, kept = arguments()
-
-    def hessian_times(layer, *others):
-        grad = jax.grad(small_layer.loss_of(layer, *others), OF_FLOATS)
-        return small_layer.compiled(lambda f, d: jax.jvp(grad, f, d))(
-            floats, small_layer.directions(RANKS)
-        )
-
-    actual = hessian_times(emulated_layer(), ids)
-    expected = hessian_times(small_layer.dense_layer, ids, kept)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(0)

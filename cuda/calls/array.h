@@ -1,4 +1,4 @@
-// Operands and results of a call without their addresses, and checks of them.
+// Operands and results of a call, and checks of them.
 //
 // The kernels index an array by sizes that they take from other arrays. An exported program can
 // call with any arrays, so every array is checked.
@@ -37,12 +37,17 @@ inline const DataType kInt32 = {"S32", 4, 0};
 inline const DataType kFloat32 = {"F32", 4, 0xFF};
 inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
+inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
 // Returns the type with a name. The first number of a name is the number of bits; a name without a
-// number, such as PRED, is that of a byte.
-inline DataType TypeNamed(std::string name, uint8_t nan = 0) {
+// number, such as PRED, is that of a byte. F, BF and C begin the names of floating-point types. In
+// a type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
+inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
+  const bool is_float = name.find_first_of("FBC") == 0;
+  const bool has_one_nan = name.size() > 4 && name.compare(name.size() - 4, 4, "FNUZ") == 0;
+  const uint8_t nan = !is_float ? 0 : has_one_nan ? 0x80 : 0xFF;
   return {std::move(name), bits / 8, nan};
 }
 
@@ -61,8 +66,9 @@ inline bool ToElementType(const DataType& type, ElementType* element) {
 // An operand or a result as one rank sees it.
 struct Array {
   DataType type;
-  std::vector<int64_t> dimensions;
+  Slice<const int64_t> dimensions;
   int64_t bytes;
+  void* data = nullptr;  // on the first rank; null while a program is lowered
   // The addresses of the array on all ranks of the device, combined by or. The lowest bit that is
   // set is the alignment. 0: at least 16 bytes.
   uintptr_t address_bits = 0;

@@ -17,11 +17,10 @@
 //                                  arrays do not fit each other or its attributes.
 //   Point(args, results, &params)  sets only the addresses, of one rank for one launch
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
-//   Launch(kernels, ranks, blocks, stream)
 //
 // Describe() runs when a program is lowered (calls/why_not.h) and once for each call when it runs,
-// Point() at each execution. Ranks that share a
-// GPU differ only in addresses and in the number of the rank, so one Describe() serves all of them.
+// Point() at each execution. Ranks that share a GPU differ only in addresses and in the number of
+// the rank, so one Describe() serves all of them.
 #ifndef MOE_A2A_CALLS_CALL_H_
 #define MOE_A2A_CALLS_CALL_H_
 

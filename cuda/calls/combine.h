@@ -97,11 +97,6 @@ struct CombineCall {
 
   static int64_t ZoneBytes(const CombineParams& p) { return p.zone_bytes; }
 
-  static cudaError_t Launch(const Kernels& kernels, const CombineParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    return kernels.combine(ranks, blocks, stream);
-  }
-
  private:
   static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
 

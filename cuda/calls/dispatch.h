@@ -49,11 +49,6 @@ struct DispatchCall {
   }
 
   static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
-
-  static cudaError_t Launch(const Kernels& kernels, const DispatchParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    return kernels.dispatch(ranks, blocks, stream);
-  }
 };
 
 }  // namespace moe_a2a

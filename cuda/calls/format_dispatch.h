@@ -55,11 +55,6 @@ struct FormatDispatchCall {
   }
 
   static int64_t ZoneBytes(const FormatDispatchParams& p) { return p.exchange.zone_bytes; }
-
-  static cudaError_t Launch(const Kernels& kernels, const FormatDispatchParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    return kernels.format_dispatch(ranks, blocks, stream);
-  }
 };
 
 }  // namespace moe_a2a

@@ -1,6 +1,5 @@
 // The calls of products, which run without other ranks. A call is a struct as in calls/call.h, but
-// has no state: its handler describes it at each execution, so arrays are described without
-// allocations.
+// has no state: its handler describes it at each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
 // int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
@@ -33,9 +32,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
-#include <string_view>
 
 #include "calls/array.h"
 #include "calls/call.h"
@@ -45,105 +42,64 @@
 #include "gemm/grouped_gemm.h"
 #include "lists.h"
 #include "runtime/problem.h"
-#include "runtime/slice.h"
 
 namespace moe_a2a {
 
-// The types of arrays of products, and their names in XLA.
-enum class NumberType { kBFloat16, kFloat16, kFloat32, kInt32, kFp8, kOther };
-constexpr const char* kNumberTypeNames[] = {"BF16", "F16", "F32", "S32", "F8E4M3FN"};
-
-inline NumberType NumberTypeNamed(std::string_view name) {
-  const auto found = std::find(std::begin(kNumberTypeNames), std::end(kNumberTypeNames), name);
-  return static_cast<NumberType>(found - std::begin(kNumberTypeNames));
-}
-
-struct ProductArray {
-  NumberType type;
-  Slice<const int64_t> axes;
-  void* data;  // null while a program is lowered
-
-  bool is_empty() const { return std::find(axes.begin(), axes.end(), 0) != axes.end(); }
-};
-using ProductArrays = Slice<const ProductArray>;
-
-inline std::string ToString(NumberType type, Slice<const int64_t> axes) {
-  std::string text = type == NumberType::kOther ? "an array of another type "
-                                                : kNumberTypeNames[static_cast<int>(type)];
-  text += "[";
-  for (size_t i = 0; i < axes.size(); ++i) text += (i ? "," : "") + std::to_string(axes[i]);
-  return text + "]";
-}
-
-inline std::string ToString(const ProductArray& array) { return ToString(array.type, array.axes); }
-
-inline Problem CheckShape(const ProductArray& array, const char* name, NumberType type,
-                          std::initializer_list<int64_t> axes) {
-  if (array.type == type &&
-      std::equal(axes.begin(), axes.end(), array.axes.begin(), array.axes.end())) {
-    return {};
-  }
-  return std::string(name) + " of grouped_dot must be " +
-         ToString(type, {axes.begin(), axes.size()}) + "; got " + ToString(array);
-}
-
-inline Problem CheckCounts(const char* call, ProductArrays args, size_t least, size_t most,
-                           ProductArrays results, size_t num_results) {
+inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlice results,
+                           size_t num_results) {
   if (args.size() >= least && args.size() <= most && results.size() == num_results) return {};
-  return std::string(call) + " needs " + std::to_string(least) + " to " + std::to_string(most) +
+  return "the call needs " + std::to_string(least) + " to " + std::to_string(most) +
          " operands and " + std::to_string(num_results) + " results; got " +
          std::to_string(args.size()) + " and " + std::to_string(results.size());
 }
 
-inline Problem CheckAxes(const ProductArray& rows, const ProductArray& weights,
-                         const ProductArray& table) {
-  if (rows.axes.size() == 2 && weights.axes.size() == 3 && table.axes.size() == 2) return {};
+inline Problem CheckAxes(const Array& rows, const Array& weights, const Array& table) {
+  if (rows.dimensions.size() == 2 && weights.dimensions.size() == 3 && table.dimensions.size() == 2)
+    return {};
   return "grouped_dot needs rows of two axes, weights of three and a table of two; got " +
          ToString(rows) + ", " + ToString(weights) + " and " + ToString(table);
 }
 
 // Sets the groups and the counter, after checks. The table has two axes.
 template <typename Gemm>
-Problem DescribeGroups(const ProductArray& table, const ProductArray& counter, Gemm* gemm) {
-  const int64_t num_groups = table.axes[1];
+Problem DescribeGroups(const Array& table, const Array& counter, Gemm* gemm) {
+  const int64_t num_groups = table.dimensions[1];
   gemm->starts = static_cast<const int32_t*>(table.data);
   gemm->sizes = gemm->starts + num_groups;
   gemm->weights = gemm->sizes + num_groups;
   gemm->num_groups = static_cast<int32_t>(num_groups);
   gemm->counter = static_cast<int32_t*>(counter.data);
-  return FirstOf({CheckShape(table, "the table of groups", NumberType::kInt32, {3, num_groups}),
-                  CheckShape(counter, "the counter", NumberType::kInt32, {1})});
+  return FirstOf({CheckShape(table, "the table of groups", kInt32, {3, num_groups}),
+                  CheckShape(counter, "the counter", kInt32, {1})});
 }
 
 // Sets the second array of weights, if there is one. `like` is the first.
 template <typename Gemm>
-Problem DescribeSpare(ProductArrays spare, const ProductArray& like, Gemm* gemm) {
+Problem DescribeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
   if (spare.size() == 0) return {};
-  if (spare[0].axes.size() != 3) {
+  if (spare[0].dimensions.size() != 3) {
     return "spare weights must have three axes; got " + ToString(spare[0]);
   }
   gemm->spare = spare[0].data;
-  gemm->num_spare = spare[0].axes[0];
+  gemm->num_spare = spare[0].dimensions[0];
   return CheckShape(spare[0], "spare weights", like.type,
-                    {gemm->num_spare, like.axes[1], like.axes[2]});
+                    {gemm->num_spare, like.dimensions[1], like.dimensions[2]});
 }
 
 // Sets what all products of 16-bit numbers have in common, after checks.
-inline Problem DescribeGemm(const ProductArray& rows, const ProductArray& weights,
-                            const ProductArray& table, const ProductArray& counter,
-                            GroupedGemm* gemm) {
+inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array& table,
+                            const Array& counter, GroupedGemm* gemm) {
   if (Problem problem = CheckAxes(rows, weights, table); !problem.empty()) return problem;
-  const bool is_bfloat16 = rows.type == NumberType::kBFloat16;
+  const bool is_bfloat16 = rows.type == kBFloat16;
   gemm->type = is_bfloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
-  const char* name = is_bfloat16                         ? "bfloat16"
-                     : rows.type == NumberType::kFloat16 ? "float16"
-                                                         : "another type";
-  gemm->num_rows = rows.axes[0];
-  gemm->num_weights = weights.axes[0];
-  gemm->k = weights.axes[1];
-  gemm->n = weights.axes[2];
+  const char* name = is_bfloat16 ? "bfloat16" : rows.type == kFloat16 ? "float16" : "another type";
+  gemm->num_rows = rows.dimensions[0];
+  gemm->num_weights = weights.dimensions[0];
+  gemm->k = weights.dimensions[1];
+  gemm->n = weights.dimensions[2];
   // Before the comparison of dtypes: a dtype that no kernel has is the reason to tell.
-  if (Problem problem = WhyNotGroupedGemm(name, gemm->num_rows, table.axes[1], gemm->k, gemm->n);
+  if (Problem problem =
+          WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n);
       !problem.empty()) {
     return problem;
   }
@@ -201,17 +157,16 @@ struct GroupedGemmCall {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, GroupedGemm* gemm) const {
+  Problem Describe(ArraySlice args, ArraySlice results, GroupedGemm* gemm) const {
     if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
       return "grouped_dot has no product " + std::to_string(product);
     }
     gemm->product = static_cast<GroupedProduct>(product);
     const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
-    if (Problem p = CheckCounts("grouped_dot", args, 3, is_gradient ? 3 : 4, results, 2);
-        !p.empty()) {
+    if (Problem p = CheckCounts(args, 3, is_gradient ? 3 : 4, results, 2); !p.empty()) {
       return p;
     }
-    const ProductArray &a = args[0], &b = args[1], &d = results[0];
+    const Array &a = args[0], &b = args[1], &d = results[0];
     if (Problem p = DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm); !p.empty()) {
       return p;
     }
@@ -255,15 +210,15 @@ struct DotActCall {
     return read("product", &product) && read("num_sms", &num_sms) && activation.Read(read);
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, ActivatedGemm* params) const {
+  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* params) const {
     auto& [gemm, activated] = *params;
     gemm.product = static_cast<GroupedProduct>(product);
     if (gemm.product != GroupedProduct::kForward && gemm.product != GroupedProduct::kForwardFew) {
       return "an activation has no product " + std::to_string(product);
     }
-    if (Problem p = CheckCounts("dot_act", args, 5, 6, results, 3); !p.empty()) return p;
-    const ProductArray &rows = args[0], &weights = args[1], &bias = args[3], &row_weights = args[4],
-                       &act = results[0], &pre = results[1];
+    if (Problem p = CheckCounts(args, 5, 6, results, 3); !p.empty()) return p;
+    const Array &rows = args[0], &weights = args[1], &bias = args[3], &row_weights = args[4],
+                &act = results[0], &pre = results[1];
     if (Problem p = FirstOf({activation.Describe(&activated),
                              DescribeGemm(rows, weights, args[2], results[2], &gemm)});
         !p.empty()) {
@@ -275,21 +230,20 @@ struct DotActCall {
       return p;
     }
     const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
-    const bool has_bias = bias.axes.size() != 1, keeps = pre.axes.size() != 1;
+    const bool has_bias = bias.dimensions.size() != 1, keeps = pre.dimensions.size() != 1;
     gemm.a = rows.data;
     gemm.b = weights.data;
     gemm.d = act.data;
     activated.row_weights = static_cast<const float*>(row_weights.data);
     activated.bias = has_bias ? bias.data : nullptr;
     activated.pre = keeps ? pre.data : nullptr;
-    return FirstOf(
-        {has_bias
-             ? CheckShape(bias, "biases", rows.type, {gemm.num_weights + gemm.num_spare, gemm.n})
-             : CheckShape(bias, "biases", rows.type, {0}),
-         CheckShape(row_weights, "router weights", NumberType::kFloat32, {gemm.num_rows}),
-         CheckShape(act, "activations", rows.type, {gemm.num_rows, columns}),
-         keeps ? CheckShape(pre, "pre-activations", rows.type, {gemm.num_rows, gemm.n})
-               : CheckShape(pre, "pre-activations", rows.type, {0})});
+    return FirstOf({has_bias ? CheckShape(bias, "biases", rows.type,
+                                          {gemm.num_weights + gemm.num_spare, gemm.n})
+                             : CheckShape(bias, "biases", rows.type, {0}),
+                    CheckShape(row_weights, "router weights", kFloat32, {gemm.num_rows}),
+                    CheckShape(act, "activations", rows.type, {gemm.num_rows, columns}),
+                    keeps ? CheckShape(pre, "pre-activations", rows.type, {gemm.num_rows, gemm.n})
+                          : CheckShape(pre, "pre-activations", rows.type, {0})});
   }
 
   static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
@@ -309,13 +263,12 @@ struct ActDotGradCall {
     return read("num_sms", &num_sms) && activation.Read(read);
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, ActivatedGemm* params) const {
+  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* params) const {
     auto& [gemm, activated] = *params;
     gemm.product = GroupedProduct::kTransposed;
-    if (Problem p = CheckCounts("act_dot_grad", args, 5, 6, results, 4); !p.empty()) return p;
-    const ProductArray &gradient = args[0], &weights = args[1], &pre = args[3],
-                       &row_weights = args[4], &d_pre = results[0], &act = results[1],
-                       &partial_dots = results[2];
+    if (Problem p = CheckCounts(args, 5, 6, results, 4); !p.empty()) return p;
+    const Array &gradient = args[0], &weights = args[1], &pre = args[3], &row_weights = args[4],
+                &d_pre = results[0], &act = results[1], &partial_dots = results[2];
     if (Problem p = FirstOf({activation.Describe(&activated),
                              DescribeGemm(gradient, weights, args[2], results[3], &gemm)});
         !p.empty()) {
@@ -331,15 +284,14 @@ struct ActDotGradCall {
     activated.pre = pre.data;
     activated.d_pre = d_pre.data;
     activated.partial_dots = static_cast<float*>(partial_dots.data);
-    const NumberType type = gradient.type;
+    const DataType type = gradient.type;
     return FirstOf(
         {DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, width),
          CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
-         CheckShape(row_weights, "router weights", NumberType::kFloat32, {gemm.num_rows}),
+         CheckShape(row_weights, "router weights", kFloat32, {gemm.num_rows}),
          CheckShape(d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
          CheckShape(act, "activations", type, {gemm.num_rows, columns}),
-         CheckShape(partial_dots, "partial dots", NumberType::kFloat32,
-                    {num_dots, gemm.num_rows})});
+         CheckShape(partial_dots, "partial dots", kFloat32, {num_dots, gemm.num_rows})});
   }
 
   static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
@@ -348,9 +300,9 @@ struct ActDotGradCall {
 };
 
 // Returns the type of results that may be bfloat16 or float32. CheckShape() refuses other types.
-inline ElementType WideType(NumberType type, NumberType* expected) {
-  const bool is_float = type == NumberType::kFloat32;
-  *expected = is_float ? NumberType::kFloat32 : NumberType::kBFloat16;
+inline ElementType WideType(const DataType& type, DataType* expected) {
+  const bool is_float = type == kFloat32;
+  *expected = is_float ? kFloat32 : kBFloat16;
   return is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
 }
 
@@ -365,26 +317,26 @@ struct Fp8GemmCall {
     return read("product", &product) && read("num_sms", &num_sms);
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, Fp8Gemm* params) const {
+  Problem Describe(ArraySlice args, ArraySlice results, Fp8Gemm* params) const {
     Fp8Gemm& gemm = *params;
     gemm.product = static_cast<Fp8Product>(product);
     if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
       return "grouped_dot in FP8 has no product " + std::to_string(product);
     }
-    if (Problem p = CheckCounts("grouped_dot in FP8", args, 5, 6, results, 2); !p.empty()) {
+    if (Problem p = CheckCounts(args, 5, 6, results, 2); !p.empty()) {
       return p;
     }
-    const ProductArray &rows = args[0], &weights = args[1], &table = args[2], &row_scales = args[3],
-                       &weight_scales = args[4], &d = results[0];
+    const Array &rows = args[0], &weights = args[1], &table = args[2], &row_scales = args[3],
+                &weight_scales = args[4], &d = results[0];
     if (Problem p = CheckAxes(rows, weights, table); !p.empty()) return p;
-    gemm.num_rows = rows.axes[0];
-    gemm.num_weights = weights.axes[0];
-    gemm.n = weights.axes[1];
-    gemm.k = weights.axes[2];
-    if (Problem p = WhyNotFp8Gemm(gemm.num_rows, table.axes[1], gemm.k, gemm.n); !p.empty()) {
+    gemm.num_rows = rows.dimensions[0];
+    gemm.num_weights = weights.dimensions[0];
+    gemm.n = weights.dimensions[1];
+    gemm.k = weights.dimensions[2];
+    if (Problem p = WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n); !p.empty()) {
       return p;
     }
-    NumberType type_of_d;
+    DataType type_of_d;
     gemm.type = WideType(d.type, &type_of_d);
     const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
     gemm.rows = rows.data;
@@ -395,12 +347,11 @@ struct Fp8GemmCall {
     gemm.matrix_scales = static_cast<const float*>(weight_scales.data);
     gemm.d = d.data;
     if (Problem p = DescribeSpare(args.from(5), weights, &gemm); !p.empty()) return p;
-    const auto fp8 = NumberType::kFp8, float32 = NumberType::kFloat32;
     return FirstOf(
-        {CheckShape(rows, "rows", fp8, {gemm.num_rows, gemm.k}),
-         CheckShape(weights, "weights", fp8, {gemm.num_weights, gemm.n, gemm.k}),
-         CheckShape(row_scales, "the scales of rows", float32, {gemm.num_rows, blocks_k}),
-         CheckShape(weight_scales, "the scales of weights", float32,
+        {CheckShape(rows, "rows", kFp8, {gemm.num_rows, gemm.k}),
+         CheckShape(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}),
+         CheckShape(row_scales, "the scales of rows", kFloat32, {gemm.num_rows, blocks_k}),
+         CheckShape(weight_scales, "the scales of weights", kFloat32,
                     {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}),
          CheckShape(d, "the result", type_of_d, {gemm.num_rows, gemm.n}),
          DescribeGroups(table, results[1], &gemm)});
@@ -424,23 +375,24 @@ struct ActEncodeCall {
     return read("num_sms", &num_sms) && activation.Read(read);
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, ActEncode* params) const {
+  Problem Describe(ArraySlice args, ArraySlice results, ActEncode* params) const {
     ActEncode& call = *params;
-    if (Problem p = CheckCounts("act_encode", args, 3, 3, results, 2); !p.empty()) return p;
-    const ProductArray &product = args[0], &table = args[1], &row_weights = args[2],
-                       &values = results[0], &scales = results[1];
-    if (product.axes.size() != 3 || table.axes.size() != 2) {
+    if (Problem p = CheckCounts(args, 3, 3, results, 2); !p.empty()) return p;
+    const Array &product = args[0], &table = args[1], &row_weights = args[2], &values = results[0],
+                &scales = results[1];
+    if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
       return "act_encode needs a product of three axes and a table of two; got " +
              ToString(product) + " and " + ToString(table);
     }
     if (Problem p = activation.Describe(&call); !p.empty()) return p;
     if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
-    NumberType type;
+    DataType type;
     call.type = WideType(product.type, &type);
-    const bool is_weighted = call.is_gated || row_weights.axes.size() != 1;
-    const int64_t batch = product.axes[0], rows = product.axes[1], width = product.axes[2];
+    const bool is_weighted = call.is_gated || row_weights.dimensions.size() != 1;
+    const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
+                  width = product.dimensions[2];
     const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
-    const int64_t num_groups = table.axes[1];
+    const int64_t num_groups = table.dimensions[1];
     if (width % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
         num_groups % batch != 0) {
       return "act_encode needs columns in multiples of 128 and the same number of groups for each "
@@ -457,13 +409,13 @@ struct ActEncodeCall {
     call.batch = static_cast<int32_t>(batch);
     call.num_groups = static_cast<int32_t>(num_groups / batch);
     call.columns = static_cast<int32_t>(columns);
-    const auto float32 = NumberType::kFloat32;
-    return FirstOf({CheckShape(product, "the product", type, {batch, rows, width}),
-                    CheckShape(table, "the table of groups", NumberType::kInt32, {3, num_groups}),
-                    is_weighted ? CheckShape(row_weights, "router weights", float32, {batch, rows})
-                                : CheckShape(row_weights, "router weights", float32, {0}),
-                    CheckShape(values, "the values", NumberType::kFp8, {batch, rows, columns}),
-                    CheckShape(scales, "the scales", float32, {batch, rows, columns / kFp8Block})});
+    return FirstOf(
+        {CheckShape(product, "the product", type, {batch, rows, width}),
+         CheckShape(table, "the table of groups", kInt32, {3, num_groups}),
+         is_weighted ? CheckShape(row_weights, "router weights", kFloat32, {batch, rows})
+                     : CheckShape(row_weights, "router weights", kFloat32, {0}),
+         CheckShape(values, "the values", kFp8, {batch, rows, columns}),
+         CheckShape(scales, "the scales", kFloat32, {batch, rows, columns / kFp8Block})});
   }
 
   static Problem Launch(ActEncode& call, int sms, cudaStream_t stream) {
@@ -482,27 +434,26 @@ struct EncodeSquaresCall {
     return true;
   }
 
-  Problem Describe(ProductArrays args, ProductArrays results, EncodeSquares* params) const {
+  Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
     EncodeSquares& call = *params;
-    if (Problem p = CheckCounts("encode_squares", args, 1, 1, results, 3); !p.empty()) return p;
-    const ProductArray &weights = args[0], &turned = results[0], &plain = results[1],
-                       &scales = results[2];
-    if (weights.axes.size() != 3 || weights.axes[1] % kFp8Block != 0 ||
-        weights.axes[2] % kFp8Block != 0) {
+    if (Problem p = CheckCounts(args, 1, 1, results, 3); !p.empty()) return p;
+    const Array &weights = args[0], &turned = results[0], &plain = results[1], &scales = results[2];
+    if (weights.dimensions.size() != 3 || weights.dimensions[1] % kFp8Block != 0 ||
+        weights.dimensions[2] % kFp8Block != 0) {
       return "encode_squares needs weights [L, K, N], with multiples of 128; got " +
              ToString(weights);
     }
-    const int64_t num = weights.axes[0], k = weights.axes[1], n = weights.axes[2];
-    const auto check_values = [&](const ProductArray& values, const char* name, int64_t rows,
+    const int64_t num = weights.dimensions[0], k = weights.dimensions[1], n = weights.dimensions[2];
+    const auto check_values = [&](const Array& values, const char* name, int64_t rows,
                                   int64_t columns) {
-      const bool is_there = values.axes.size() == 3;
-      return is_there ? CheckShape(values, name, NumberType::kFp8, {num, rows, columns})
-                      : CheckShape(values, name, NumberType::kFp8, {0});
+      const bool is_there = values.dimensions.size() == 3;
+      return is_there ? CheckShape(values, name, kFp8, {num, rows, columns})
+                      : CheckShape(values, name, kFp8, {0});
     };
-    const auto values_of = [](const ProductArray& values) {
-      return values.is_empty() ? nullptr : static_cast<uint8_t*>(values.data);
+    const auto values_of = [](const Array& values) {
+      return NumElements(values, 0) == 0 ? nullptr : static_cast<uint8_t*>(values.data);
     };
-    NumberType type;
+    DataType type;
     call = {WideType(weights.type, &type),
             weights.data,
             values_of(turned),
@@ -511,11 +462,11 @@ struct EncodeSquaresCall {
             num,
             k,
             n};
-    return FirstOf({CheckShape(weights, "weights", type, {num, k, n}),
-                    check_values(turned, "the values", n, k),
-                    check_values(plain, "the transposed values", k, n),
-                    CheckShape(scales, "the scales", NumberType::kFloat32,
-                               {num, n / kFp8Block, k / kFp8Block})});
+    return FirstOf(
+        {CheckShape(weights, "weights", type, {num, k, n}),
+         check_values(turned, "the values", n, k),
+         check_values(plain, "the transposed values", k, n),
+         CheckShape(scales, "the scales", kFloat32, {num, n / kFp8Block, k / kFp8Block})});
   }
 
   static Problem Launch(EncodeSquares& call, int, cudaStream_t stream) {
@@ -528,7 +479,7 @@ using ProductCalls = Types<GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmC
 
 // Reads and describes a call. Returns why no kernel runs it.
 template <typename Call, typename Reader>
-Problem DescribeProduct(const Reader& read, ProductArrays args, ProductArrays results,
+Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {
   Call call = {};
   if (Problem problem = ReadAttributes(read, &call); !problem.empty()) return problem;

@@ -30,7 +30,7 @@ struct RouteCall {
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
                    RouteParams* params) const {
     RouteParams& p = *params;
-    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.empty()) {
+    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.size() == 0) {
       return "route needs ids and rank, and returns 14 arrays";
     }
     const Array& ids = args[0];
@@ -46,7 +46,7 @@ struct RouteCall {
     for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(ids.dimensions[i]);
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
-    p.capacity = static_cast<int32_t>(results[4].dimensions.back());
+    p.capacity = static_cast<int32_t>(results[4].dimensions.end()[-1]);
     p.first_choice = static_cast<int32_t>(first_choice);
     p.parts = static_cast<int32_t>(parts);
     p.tokens_per_chunk = static_cast<int32_t>(tokens_per_chunk);
@@ -87,12 +87,6 @@ struct RouteCall {
   }
 
   static int64_t ZoneBytes(const RouteParams& p) { return array_bytes(1, BytesOfIds(p)); }
-
-  static cudaError_t Launch(const Kernels& kernels, const RouteParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    const cudaError_t error = kernels.route_exchange(ranks, blocks, stream);
-    return error == cudaSuccess ? kernels.route_assign(ranks, stream) : error;
-  }
 
  private:
   static constexpr size_t kNumResults = kNumPlanArrays + 3;

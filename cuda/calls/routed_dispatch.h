@@ -35,7 +35,7 @@ struct RoutedDispatchCall {
                    RoutedDispatchParams* params) const {
     RoutedDispatchParams& p = *params;
     if (args.size() < kNumFirst || results.size() < kNumPlanArrays ||
-        results[4].dimensions.empty()) {
+        results[4].dimensions.size() == 0) {
       return "routed dispatch needs ids and rank, and returns a plan";
     }
     const Array& ids = args[0];
@@ -110,11 +110,6 @@ struct RoutedDispatchCall {
   }
 
   static int64_t ZoneBytes(const RoutedDispatchParams& p) { return p.exchange.zone_bytes; }
-
-  static cudaError_t Launch(const Kernels& kernels, const RoutedDispatchParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    return kernels.routed_dispatch(ranks, blocks, stream);
-  }
 
  private:
   static constexpr size_t kNumFirst = 2;  // operands before the payload

@@ -124,11 +124,6 @@ struct WeightedDispatchCall {
 
   static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
 
-  static cudaError_t Launch(const Kernels& kernels, const DispatchParams* ranks, int blocks,
-                            cudaStream_t stream) {
-    return kernels.dispatch(ranks, blocks, stream);
-  }
-
  private:
   bool is_scaled() const { return num_weights > 0; }
   bool is_dotted() const { return num_rows > 0; }

@@ -6,36 +6,24 @@
 namespace moe_a2a {
 namespace {
 
-// Returns the byte whose repetition is a NaN of this type, or 0 if the type has no NaN.
-uint8_t NanOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F8E4M3FNUZ:
-    case ffi::DataType::F8E4M3B11FNUZ:
-    case ffi::DataType::F8E5M2FNUZ: return 0x80;
-    case ffi::DataType::F8E4M3:
-    case ffi::DataType::F8E4M3FN:
-    case ffi::DataType::F8E5M2:
-    case ffi::DataType::F8E8M0FNU:
-    case ffi::DataType::F8E3M4:
-    case ffi::DataType::F16:
-    case ffi::DataType::BF16:
-    case ffi::DataType::F32:
-    case ffi::DataType::F64:
-    case ffi::DataType::C64:
-    case ffi::DataType::C128: return 0xFF;
-    default: return 0;
-  }
-}
-
 DataType TypeOf(ffi::DataType type) {
+  switch (type) {  // the types of products, which are described at each execution
+    case ffi::DataType::BF16: return kBFloat16;
+    case ffi::DataType::F16: return kFloat16;
+    case ffi::DataType::F32: return kFloat32;
+    case ffi::DataType::S32: return kInt32;
+    case ffi::DataType::F8E4M3FN: return kFp8;
+    default: break;
+  }
   std::ostringstream name;
   name << static_cast<XLA_FFI_DataType>(type);
-  return TypeNamed(name.str(), NanOf(type));
+  return TypeNamed(name.str());
 }
 
 template <typename Buffers>
 ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device, Alignment alignment) {
   Arrays decoded;
+  decoded.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
     auto any = buffers.template get<ffi::AnyBuffer>(i);
     if (!any) return ffi::Unexpected(any.error());
@@ -53,10 +41,11 @@ ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device, Ali
     }
     Array& array = decoded.emplace_back();
     array.type = TypeOf(buffer.element_type());
-    array.dimensions.assign(dimensions.begin(), dimensions.end());
+    array.dimensions = {dimensions.begin(), dimensions.size()};
     array.bytes = static_cast<int64_t>(buffer.size_bytes()) / ranks_of_device;
+    array.data = buffer.untyped_data();
     if (alignment == Alignment::kOfThisExecution) {
-      array.address_bits = reinterpret_cast<uintptr_t>(buffer.untyped_data());
+      array.address_bits = reinterpret_cast<uintptr_t>(array.data);
     }
     if (ranks_of_device > 1) array.address_bits |= array.bytes;
   }

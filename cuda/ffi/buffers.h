@@ -22,8 +22,9 @@ enum class Alignment { kVector, kOfThisExecution };
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
-// Returns the operands or results of the first rank of a call. Ranks that share a device have
-// common buffers, with a leading axis of ranks.
+// Returns the operands or results of the first rank of a call. Their dimensions belong to XLA and
+// last as long as the execution. Ranks that share a device have common buffers, with a leading axis
+// of ranks.
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingArgs& buffers, int64_t ranks_of_device,
                                   Alignment alignment);
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingRets& buffers, int64_t ranks_of_device,

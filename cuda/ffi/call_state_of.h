@@ -130,7 +130,7 @@ class CallStateOf final : public CallState {
             AddressList(results, state.result_bytes).addresses(), ranks[1]);
     }
     return Start(execution, state, args.addresses(), results.addresses(), [&](cudaStream_t stream) {
-      return Call::Launch(*state.kernels, ranks, state.blocks, stream);
+      return state.kernels->launch(ranks, state.blocks, stream);
     });
   }
 

@@ -1,6 +1,4 @@
 // The handlers of products (calls/products.h): they decode a call, describe it and launch it.
-#include "ffi/grouped_gemm.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -20,58 +18,20 @@
 namespace moe_a2a {
 namespace {
 
-NumberType NumberTypeOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::BF16: return NumberType::kBFloat16;
-    case ffi::DataType::F16: return NumberType::kFloat16;
-    case ffi::DataType::F32: return NumberType::kFloat32;
-    case ffi::DataType::S32: return NumberType::kInt32;
-    case ffi::DataType::F8E4M3FN: return NumberType::kFp8;
-    default: return NumberType::kOther;
-  }
-}
-
-// The operands or results of one execution.
-class ArrayList {
- public:
-  // Returns false if an argument is no buffer, or if no call has that number of buffers.
-  template <typename Buffers>
-  bool Read(const Buffers& buffers) {
-    if (buffers.size() > kMost) return false;
-    count_ = buffers.size();
-    for (size_t i = 0; i < count_; ++i) {
-      const auto any = buffers.template get<ffi::AnyBuffer>(i);
-      if (!any) return false;
-      const ffi::AnyBuffer buffer = BufferOf(*any);
-      const auto axes = buffer.dimensions();
-      list_[i] = {
-          NumberTypeOf(buffer.element_type()), {axes.begin(), axes.size()}, buffer.untyped_data()};
-    }
-    return true;
-  }
-
-  ProductArrays arrays() const { return {list_, count_}; }
-
- private:
-  static constexpr size_t kMost = 8;
-
-  ProductArray list_[kMost];
-  size_t count_ = 0;
-};
-
 template <typename Call>
 ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
                    ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
-  ArrayList args, results;
-  if (!args.Read(operands) || !results.Read(outputs)) {
-    return Internal("an operand or a result of the call is not an array, or the call has too many");
-  }
+  const auto args = DecodeArrays(operands, /*ranks_of_device=*/1, Alignment::kVector);
+  if (!args) return args.error();
+  const auto results = DecodeArrays(outputs, /*ranks_of_device=*/1, Alignment::kVector);
+  if (!results) return results.error();
   typename Call::Params params = {};
   int64_t limit = 0;
-  if (const Problem problem = DescribeProduct<Call>(AttributeReader(attributes), args.arrays(),
-                                                    results.arrays(), &params, &limit);
+  if (const Problem problem =
+          DescribeProduct<Call>(AttributeReader(attributes), {args->data(), args->size()},
+                                {results->data(), results->size()}, &params, &limit);
       !problem.empty()) {
-    return Invalid(problem);
+    return Invalid(std::string(Call::kTarget) + ": " + problem);
   }
   int num_sms = 0;
   if (const cudaError_t error =

@@ -15,9 +15,6 @@
 #include "ffi/call_state_of.h"
 #include "ffi/done.h"
 #include "ffi/errors.h"
-#ifdef MOE_A2A_GROUPED_GEMM
-#include "ffi/grouped_gemm.h"
-#endif
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {

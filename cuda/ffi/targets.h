@@ -22,6 +22,9 @@ struct Target {
 
 const std::vector<Target>& Targets();
 
+// Adds the targets of products (ffi/grouped_gemm.cc). XLA may capture their calls in a CUDA graph.
+void AddProductTargets(std::vector<Target>& targets);
+
 // The type of the state that `instantiate` makes. XLA assigns the id.
 struct StateType {
   const char* name;

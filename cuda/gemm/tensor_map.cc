@@ -1,40 +1,15 @@
 #include "gemm/tensor_map.h"
 
-#include <cuda_runtime_api.h>
-
 #include <string>
 
 #include "gemm/form.h"
+#include "runtime/driver.h"
 
 namespace moe_a2a::gemm {
-namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// Returns the driver's function, found at run time; null if the driver does not have it.
-Encode FindEncode() {
-  static const Encode found = [] {
-    constexpr int kVersion = 12000;  // the function is as old as CUDA 12.0
-    const char* name = "cuTensorMapEncodeTiled";
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &result);
-#else
-    (void)kVersion;
-    const cudaError_t error = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &result);
-#endif
-    const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return is_found ? reinterpret_cast<Encode>(address) : nullptr;
-  }();
-  return found;
-}
-
-}  // namespace
 
 Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
-  const Encode encode = FindEncode();
+  static const auto encode =
+      reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(FindInDriver("cuTensorMapEncodeTiled"));
   if (encode == nullptr) return "the CUDA driver is too old: it has no cuTensorMapEncodeTiled";
   const uint64_t row_bytes =
       (map.row_elements > 0 ? map.row_elements : map.columns) * map.element_bytes;

@@ -4,14 +4,13 @@
 namespace moe_a2a {
 namespace {
 
-constexpr Kernels kKernels = {
-    {LoadRouteExchange, LaunchRouteExchange},
-    {LoadRouteAssign, LaunchRouteAssign},
-    {LoadDispatch, LaunchDispatch},
-    {LoadCombine, LaunchCombine},
-    {LoadFormatDispatch, LaunchFormatDispatch},
-    {LoadRoutedDispatch, LaunchRoutedDispatch},
-};
+constexpr Kernels kKernels = {{
+    Launcher<RouteParams>{LoadRoute, LaunchRoute},
+    Launcher<DispatchParams>{LoadDispatch, LaunchDispatch},
+    Launcher<FormatDispatchParams>{LoadFormatDispatch, LaunchFormatDispatch},
+    Launcher<RoutedDispatchParams>{LoadRoutedDispatch, LaunchRoutedDispatch},
+    Launcher<CombineParams>{LoadCombine, LaunchCombine},
+}};
 
 }  // namespace
 

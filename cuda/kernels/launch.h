@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <tuple>
+
 #include "params.h"
 
 // The form in which the kernels of a file are compiled: for ranks with a device each, or for ranks
@@ -23,10 +25,8 @@ namespace moe_a2a {
 // launcher may choose, and sets their limits (kernels/table.h).
 inline namespace MOE_A2A_FORM {
 
-cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
-cudaError_t LoadRouteExchange();
-cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream);
-cudaError_t LoadRouteAssign();
+cudaError_t LaunchRoute(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LoadRoute();
 cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream);
 cudaError_t LoadDispatch();
 cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
@@ -40,34 +40,32 @@ cudaError_t LoadCombine();
 
 }  // namespace MOE_A2A_FORM
 
-// Loads and launches the kernels of one operation. Both functions are null if a form lacks the
-// kernels.
-template <typename... Arguments>
-struct Operator {
-  cudaError_t (*load)() = nullptr;
-  cudaError_t (*launch)(Arguments...) = nullptr;
-
-  cudaError_t operator()(Arguments... arguments) const {
-    return launch == nullptr ? cudaErrorUnknown : launch(arguments...);
-  }
+// Loads and launches the kernels that have these parameters.
+template <typename Params>
+struct Launcher {
+  cudaError_t (*load)();
+  cudaError_t (*launch)(const Params* ranks, int num_blocks, cudaStream_t stream);
 };
 
 // The kernels in one form.
 struct Kernels {
-  Operator<const RouteParams*, int, cudaStream_t> route_exchange;
-  Operator<const RouteParams*, cudaStream_t> route_assign;
-  Operator<const DispatchParams*, int, cudaStream_t> dispatch;
-  Operator<const CombineParams*, int, cudaStream_t> combine;
-  Operator<const FormatDispatchParams*, int, cudaStream_t> format_dispatch;
-  Operator<const RoutedDispatchParams*, int, cudaStream_t> routed_dispatch;
+  std::tuple<Launcher<RouteParams>, Launcher<DispatchParams>, Launcher<FormatDispatchParams>,
+             Launcher<RoutedDispatchParams>, Launcher<CombineParams>>
+      launchers;
 
   // Loads every kernel on the current device, so that no later call does.
   cudaError_t load() const {
-    const auto& [a, b, c, d, e, f] = *this;  // all members; any other number does not compile
-    for (cudaError_t (*load)() : {a.load, b.load, c.load, d.load, e.load, f.load}) {
-      if (const cudaError_t error = load(); error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    const auto load_next = [&](const auto& launcher) {
+      if (error == cudaSuccess) error = launcher.load();
+    };
+    std::apply([&](const auto&... each) { (load_next(each), ...); }, launchers);
+    return error;
+  }
+
+  template <typename Params>
+  cudaError_t launch(const Params* ranks, int num_blocks, cudaStream_t stream) const {
+    return std::get<Launcher<Params>>(launchers).launch(ranks, num_blocks, stream);
   }
 };
 
@@ -75,10 +73,9 @@ struct Kernels {
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
 
-// The most local experts for which LaunchRouteAssign fits into shared memory.
+// The most local experts for which route_assign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
-// The most counts (levels times local experts) for which LaunchRouteExchange fits into shared
-// memory.
+// The most counts (levels times local experts) for which route_exchange fits into shared memory.
 constexpr int kMaxRouteCounts = 16384;
 // The most blocks of each of the ranks that share a device: the limit of a grid's second dimension.
 constexpr int64_t kMaxColocatedBlocks = 65535;

@@ -670,18 +670,7 @@ struct RouteAssignKernels {
   }
 };
 
-}  // namespace
-
-inline namespace MOE_A2A_FORM {
-
-cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
-  const RouteParams& params = *ranks;
-  const size_t counts = params.levels() * params.local_experts();
-  const size_t shared = (counts + params.view.num_ranks) * sizeof(int32_t);
-  return LaunchListed<RouteExchangeKernels>({}, ranks, num_blocks, kRouteThreads, shared, stream);
-}
-
-cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream) {
+cudaError_t LaunchAssign(const RouteParams* ranks, cudaStream_t stream) {
   const RouteParams& params = *ranks;
   const auto shared_bytes = [&](int counting_warps) {
     return assign_shared_bytes(params.local_experts(), params.tokens_per_chunk, params.top_k,
@@ -694,8 +683,23 @@ cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream) {
                                           shared_bytes(counting_warps), stream, counting_warps);
 }
 
-cudaError_t LoadRouteExchange() { return LoadListed<RouteExchangeKernels>(); }
-cudaError_t LoadRouteAssign() { return LoadListed<RouteAssignKernels>(); }
+}  // namespace
+
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchRoute(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
+  const RouteParams& params = *ranks;
+  const size_t counts = params.levels() * params.local_experts();
+  const size_t shared = (counts + params.view.num_ranks) * sizeof(int32_t);
+  const cudaError_t error =
+      LaunchListed<RouteExchangeKernels>({}, ranks, num_blocks, kRouteThreads, shared, stream);
+  return error == cudaSuccess ? LaunchAssign(ranks, stream) : error;
+}
+
+cudaError_t LoadRoute() {
+  const cudaError_t error = LoadListed<RouteExchangeKernels>();
+  return error == cudaSuccess ? LoadListed<RouteAssignKernels>() : error;
+}
 
 }  // namespace MOE_A2A_FORM
 

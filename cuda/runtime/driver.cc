@@ -3,10 +3,8 @@
 #include <cuda_runtime_api.h>
 
 namespace moe_a2a {
-namespace {
 
-template <typename Function>
-bool Find(const char* symbol, Function* function) {
+void* FindInDriver(const char* symbol) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult result;
   constexpr unsigned kVersion = 12000;  // the API as of CUDA 12.0
@@ -17,9 +15,15 @@ bool Find(const char* symbol, Function* function) {
   (void)kVersion;
   const cudaError_t error = cudaGetDriverEntryPoint(symbol, &address, cudaEnableDefault, &result);
 #endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return false;
-  *function = reinterpret_cast<Function>(address);
-  return true;
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? address : nullptr;
+}
+
+namespace {
+
+template <typename Function>
+bool Find(const char* symbol, Function* function) {
+  *function = reinterpret_cast<Function>(FindInDriver(symbol));
+  return *function != nullptr;
 }
 
 }  // namespace

@@ -23,6 +23,9 @@ struct Driver {
   decltype(&cuGetErrorString) error_string = nullptr;
 };
 
+// Returns the function of the driver with this name in CUDA 12.0, or null if there is none.
+void* FindInDriver(const char* symbol);
+
 // Returns the functions, or null if there is no driver or if it lacks one of them. Creates no
 // context.
 const Driver* GetDriver();

@@ -1,59 +1,105 @@
 // The slab of a device: an address range that never moves, with as much memory as shapes need. All
 // devices of a process see a slab at the same addresses. Another process maps the same memory at
 // its own addresses.
+//
+// Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC
+// handles, a slab can grow at fixed addresses. If the owner of a slab ends, other processes'
+// mappings stay valid: writes to the memory of a dead peer have no effect and do not fault.
 #ifndef MOE_A2A_RUNTIME_SLAB_H_
 #define MOE_A2A_RUNTIME_SLAB_H_
 
+#include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "runtime/driver.h"
 #include "runtime/handoff.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a {
 
-// `readers` below are the ordinals of this process's devices that may load from and store to a
-// slab.
+// The address range of a slab, and the memory that is mapped there.
 class Slab {
  public:
-  virtual ~Slab() = default;
-  virtual char* base() const = 0;
+  Slab(const Slab&) = delete;
+
+  // Reserves the addresses.
+  Problem Open();
+  char* base() const { return reinterpret_cast<char*>(base_); }
   // Unmaps all memory and keeps the addresses.
-  virtual Problem Release() = 0;
+  Problem Release();
+
+ protected:
+  struct Mapped {
+    int64_t offset, bytes;
+    CUmemGenericAllocationHandle handle;
+  };
+
+  // `name`: how messages call the slab. `readers`: the ordinals of this process's devices that may
+  // load from and store to the slab.
+  Slab(std::string name, std::vector<int> readers);
+  ~Slab();
+
+  // Takes ownership of the handle. If it fails, no mapping has changed.
+  Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
+  // Returns how many bytes of the range of `most` bytes at `offset` are mapped before the first
+  // gap.
+  int64_t mapped_from(int64_t offset, int64_t most) const;
+  Problem Check(CUresult result, const std::string& doing) const;
+
+  const Driver* const driver_ = GetDriver();
+  const std::string name_;
+  const std::vector<int> readers_;
+  std::vector<Mapped> mapped_;
+
+ private:
+  CUdeviceptr base_ = 0;
 };
 
 // The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
+  // `is_shared`: other processes can map the slab.
+  OwnSlab(int ordinal, std::vector<int> readers, bool is_shared);
+
+  // Reserves the addresses, after checks.
+  Problem Open();
   // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or
   // unmaps anything.
-  virtual Problem Grow(int64_t half_bytes) = 0;
+  Problem Grow(int64_t half_bytes);
   // Returns the bytes of allocated memory, in whole pages of the driver.
-  virtual int64_t mapped_bytes() const = 0;
+  int64_t mapped_bytes() const;
   // Adds the slab's allocations from index `first` on, for another process. The slab must be
   // shared.
-  virtual Problem Share(size_t first, std::vector<Allocation>* allocations) = 0;
+  Problem Share(size_t first, std::vector<Allocation>* allocations);
+
+ private:
+  // Allocates memory for the first `wanted` bytes of a range. If it fails, nothing has changed, so
+  // a smaller shape may succeed.
+  Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted);
+  // Returns a sentence about the device's free memory, for a message.
+  std::string FreeMemory() const;
+
+  CUmemAllocationProp properties_ = {};
+  size_t granularity_ = 0;
 };
 
 // The slab of a device of another process of this host.
 class PeerSlab : public Slab {
  public:
+  explicit PeerSlab(std::vector<int> readers) : Slab("of another process", std::move(readers)) {}
+
   // Maps more allocations of the slab.
-  virtual Problem Map(const std::vector<Allocation>& allocations) = 0;
-  virtual size_t num_allocations() const = 0;
+  Problem Map(const std::vector<Allocation>& allocations);
+  size_t num_allocations() const { return mapped_.size(); }
   // Returns true if the header and the first `half_bytes` of every ring half are mapped.
-  virtual bool holds(int64_t half_bytes) const = 0;
+  bool holds(int64_t half_bytes) const;
 };
 
 // Returns why a reader has no peer access to the memory of a device, or empty.
 Problem CheckAccess(int ordinal, const std::vector<int>& readers);
-
-// `is_shared`: other processes can map the slab.
-Problem OpenOwnSlab(int ordinal, const std::vector<int>& readers, bool is_shared,
-                    std::unique_ptr<OwnSlab>* slab);
-
-Problem OpenPeerSlab(const std::vector<int>& readers, std::unique_ptr<PeerSlab>* slab);
 
 }  // namespace moe_a2a
 

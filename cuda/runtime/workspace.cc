@@ -118,8 +118,9 @@ Problem Workspace::OpenOwn(Device& device) {
     return p;
   }
   if (!device.own) {
-    Problem p = OpenOwnSlab(device.place.ordinal, ReadersOf(device), spans_processes_, &device.own);
-    if (!p.empty()) return p;
+    auto own = std::make_unique<OwnSlab>(device.place.ordinal, ReadersOf(device), spans_processes_);
+    if (Problem p = own->Open(); !p.empty()) return p;
+    device.own = std::move(own);
   }
   return OpenRest(device);
 }
@@ -244,7 +245,9 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
         "this process has no information about it. Call group.reserve() in every process first");
   }
   if (!device.peer) {
-    if (Problem p = OpenPeerSlab(ReadersOf(device), &device.peer); !p.empty()) return p;
+    auto peer = std::make_unique<PeerSlab>(ReadersOf(device));
+    if (Problem p = peer->Open(); !p.empty()) return p;
+    device.peer = std::move(peer);
   }
   while (!device.peer->holds(half_bytes)) {
     Request request(kNumWords);

@@ -12,7 +12,6 @@
 #include <tuple>
 #include <vector>
 
-#include "counters.h"
 #include "kernels/launch.h"
 #include "params.h"
 #include "runtime/devices.h"
@@ -34,6 +33,12 @@ struct Topology {
   bool operator<(const Topology& other) const {
     return std::tie(num_ranks, devices) < std::tie(other.num_ranks, other.devices);
   }
+};
+
+// The counters of a rank (docs/protocol.md, section 4).
+struct CounterValues {
+  uint64_t next_epoch, poison;
+  std::vector<uint64_t> credits, heads;  // epochs, [kRingDepth, num_ranks]
 };
 
 class Workspace {

@@ -1,138 +1,462 @@
-"""Replace the exchange of MaxText's ``RoutedMoE`` in the body of its ``shard_map``."""
+"""Compute the routed experts of MaxText with ``moe_mlp``, without a change of MaxText's source."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._axes import group_over
+
+class _Version(NamedTuple):
+    """What the routed layer of one version of MaxText looks like, as far as ``enable`` needs it."""
+
+    signatures: Mapping[str, str]
+    """Parameters of each method that is replaced or called."""
+    is_loss_before_bias: bool
+    """True if the balance loss reads router scores without the bias of loss-free balancing."""
+    counts_with_accumulation: bool
+    """True if the trainer takes counts of tokens, not updates, when it accumulates gradients."""
+
+
+_KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
+_COMMON = {
+    "_logical_to_mesh_axes": "logical_name",
+    "_maybe_shard_with_pspec": "inputs pspec logical_axes",
+    "get_tensor_parallelism_size": "",
+    "apply_ffn_activation": "layer_w0 layer_w1",
+    "should_update_load_balance": "",
+}
+_VERSIONS = {
+    "0.2.4": _Version(
+        _COMMON
+        | {
+            "sparse_matmul": f"inputs gate_logits pre_bias_logits {_KERNELS} input_ids",
+            "get_topk": "gate_logits pre_bias_logits rngs input_ids",
+            "load_balance_loss": "top_k_indices logits",
+        },
+        is_loss_before_bias=False,
+        counts_with_accumulation=False,
+    ),
+    "0.2.5": _Version(
+        _COMMON
+        | {
+            "sparse_matmul": f"inputs gate_logits pre_bias_logits {_KERNELS} input_ids "
+            "forced_routed_experts",
+            "get_topk": "gate_logits pre_bias_logits rngs input_ids forced_routed_experts",
+            "load_balance_loss": "top_k_indices logits density_prob",
+            "megatron_seq_aux_loss": "scores",
+            "get_ragged_buffer_factor": "",
+        },
+        is_loss_before_bias=True,
+        counts_with_accumulation=True,
+    ),
+}
+
+_ENABLED = "while jax_moe_a2a computes the experts"
+# Options of MaxText that ask for something other than its default result: the only value that
+# ``enable`` accepts, and what to do about another one.
+_REQUIRED: dict[str, tuple[Any, str]] = {
+    "sparse_matmul": (True, "Set sparse_matmul=True"),
+    "te_moe_block": (False, "Set te_moe_block=False"),
+    "use_batch_split_schedule": (False, "Set use_batch_split_schedule=False"),
+    "quantization": (
+        "",
+        "For experts in FP8, set quantization='' and pass experts_format=ma.BlockwiseFp8() to "
+        "enable",
+    ),
+    "moe_quantize_token_all_gather": (
+        False,
+        "For tokens that travel in FP8, set it to False and pass format=ma.BlockwiseFp8() to "
+        "enable",
+    ),
+    "moe_quantize_combine_bwd_method": ("", "Set it to '', and pass wire_dtype to enable"),
+    "moe_dropless_fallback": (
+        None,
+        "Set it to None; with ragged_buffer_factor=-1 no token is dropped",
+    ),
+    "defer_small_all_reduces": (False, "Set it to False"),
+    "log_required_ragged_buffer_factor": (False, "Set it to False"),
+    "moe_log_max_load_ratio": (False, "Set it to False"),
+    "ici_pipeline_parallelism": (1, "Set it to 1"),
+    "dcn_pipeline_parallelism": (1, "Set it to 1"),
+    "enable_diloco": (False, "Set it to False"),
+}
+# Methods of the other implementations of the layer, and the option that selects each.
+_OTHER_PATHS = {
+    "dense_matmul": "sparse_matmul",
+    "fused_moe_matmul": "attention",
+    "_te_moe_block": "te_moe_block",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class RouteOutput:
-    """The data that the experts and ``unsort_and_unpermute`` need with the rows. It is a
-    pytree.
+class _Options:
+    """The arguments of ``enable``, and the version of MaxText."""
 
-    C is the number of rows of a rank and L the number of its experts.
-    """
-
-    group_sizes: jax.Array
-    """[L] int32: rows of each local expert, for the grouped matrix product."""
-    selected_experts: jax.Array
-    """[C] int32: local expert of each row, for the biases; 0 for a row without a token."""
-    num_dropped: jax.Array
-    """[] int32: rows of this rank that were dropped because ``ragged_buffer_factor`` was too
-    small."""
-    recv: ma.Recv
-    """The result of ``ma.dispatch``, for example for ``ma.expert_load``."""
-    weighted: bool
-    """True if outputs are multiplied by router weights; False if the rows were scaled instead."""
+    version: _Version
+    layer: Mapping[str, Any]
+    """Arguments of ``moe_mlp``."""
+    group: Mapping[str, Any]
+    """Arguments of ``Group``."""
 
 
-jax.tree_util.register_dataclass(
-    RouteOutput,
-    data_fields=["group_sizes", "selected_experts", "num_dropped", "recv"],
-    meta_fields=["weighted"],
-)
+_replaced: dict[str, Any] = {}
+"""The methods of MaxText's class by their names, while others are in their places."""
 
 
-def ra2a_and_route(
-    x: jax.Array,
-    weights: jax.Array,
-    selected_experts: jax.Array,
+def enable(
     *,
-    num_experts: int,
-    ragged_buffer_factor: float = -1.0,
-    is_batch_sharded_by_expert: bool = True,
-    scale_inputs: bool = False,
-    axis_name: str = "expert",
-    group: ma.Group | None = None,
-) -> tuple[jax.Array, RouteOutput]:
-    """Send tokens to the ranks of their experts, grouped by expert, inside ``jax.shard_map``.
+    experts_format: ma.BlockwiseFp8 | None = None,
+    format: ma.TokenFormat | None = None,
+    wire_dtype: DTypeLike | ma.TokenFormat | None = None,
+    **group_options: Any,
+) -> None:
+    """Let ``moe_mlp`` compute the routed experts of all MaxText models of this process.
 
-    This function replaces ``permute``, the gathered group sizes, ``get_all_to_all_params``, the
-    first ``ragged_all_to_all`` and ``local_permute``.
+    The call imports MaxText if necessary, and replaces ``RoutedMoE.sparse_matmul`` in the imported
+    module. Call it before MaxText builds its model or traces its train step. A second call replaces
+    the arguments of the first one. Programs that JAX has already traced stay as they are.
 
     Args:
-      x: this rank's tokens, floats [B, S, H].
-      weights: router weights, floats [B, S, K], as ``get_topk`` returns them.
-      selected_experts: global expert ids, integers [B, S, K]; -1 means no expert.
-      num_experts: number of experts of all ranks together.
-      ragged_buffer_factor: rows of a rank as a multiple of the balanced load; rows that do not fit
-        are dropped and counted. 0 or less means the worst case, which drops nothing.
-      is_batch_sharded_by_expert: False if all ranks hold the same tokens, for example when decoding
-        one sequence. Then no token is sent, and ``unsort_and_unpermute`` sums over the ranks.
-      scale_inputs: True to multiply each row by the sigmoid of its weight before the experts, and
-        to sum their outputs without weights, as in Llama 4.
-      axis_name: the mesh axis over which experts are sharded.
-      group: the ranks, for options such as ``num_sms`` or ``timeout``; its axis is ``axis_name``.
-        None makes a group with the default options.
-
-    Returns:
-      Rows [C, H] in the dtype of ``x``, sorted by local expert and zero after the last one, and the
-      ``RouteOutput``.
+      experts_format: ``BlockwiseFp8()`` for training with products in FP8, as in ``moe_mlp``; None
+        for products in MaxText's ``dtype``.
+      format: token format in which tokens travel to their experts, as in ``moe_mlp``.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``moe_mlp``.
+      **group_options: arguments of ``Group``, for example ``num_sms`` or ``timeout``.
 
     Raises:
-      TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
-      ValueError: if an array has the wrong shape or ``axis_name`` is not in scope.
+      ImportError: if MaxText is not installed, or its version is not supported.
+      TypeError: if an option of the group is unknown.
     """
-    top_k = selected_experts.shape[-1]
-    weights = weights.reshape(-1, top_k)
-    if scale_inputs:
-        weights = jax.nn.sigmoid(weights.astype(jnp.float32))
-    recv = ma.dispatch(
-        x.reshape(-1, x.shape[-1]),
-        selected_experts.reshape(-1, top_k),
-        weights,
-        group=group_over(axis_name, group),
-        num_experts=num_experts,
-        capacity_factor=ragged_buffer_factor if ragged_buffer_factor > 0 else None,
-        replicated=not is_batch_sharded_by_expert,
+    ma.Group(axis_name="expert", size=1, **group_options)
+    module, version = _supported_maxtext()
+    disable()
+    layer = dict(experts_format=experts_format, format=format, wire_dtype=wire_dtype)
+    options = _Options(version, layer, group_options)
+
+    # The class of the layer looks its methods up by name, so they need not be pickled or renamed.
+    @functools.wraps(module.RoutedMoE.sparse_matmul)
+    def sparse_matmul(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        return _sparse_matmul(options, self, *args, **kwargs)
+
+    methods: dict[str, Callable[..., Any]] = {"sparse_matmul": sparse_matmul}
+    methods |= {name: _refusing(option) for name, option in _OTHER_PATHS.items()}
+    for name, method in methods.items():
+        if hasattr(module.RoutedMoE, name):
+            _replaced[name] = getattr(module.RoutedMoE, name)
+            setattr(module.RoutedMoE, name, method)
+
+
+def disable() -> None:
+    """Restore the methods of MaxText that ``enable`` replaced. Do nothing if there are none."""
+    while _replaced:
+        name, method = _replaced.popitem()
+        setattr(importlib.import_module("maxtext.layers.moe").RoutedMoE, name, method)
+
+
+def _supported_maxtext() -> tuple[Any, _Version]:
+    """Return MaxText's module of the layer and its version, or raise an error."""
+    supported = " and ".join(_VERSIONS)
+    try:
+        found = importlib.import_module("maxtext.version").__version__
+    except ImportError as error:
+        raise ImportError(
+            f"enable needs MaxText {supported}; found none that Python can import: pip install "
+            f"maxtext=={list(_VERSIONS)[-1]}"
+        ) from error
+    if found not in _VERSIONS:
+        raise ImportError(
+            f"enable supports MaxText {supported}; found {found}. Install a supported version"
+        )
+    module, version = importlib.import_module("maxtext.layers.moe"), _VERSIONS[found]
+    for name, expected in version.signatures.items():
+        method = _replaced.get(name) or getattr(module.RoutedMoE, name, None)
+        names = "none" if method is None else " ".join(list(inspect.signature(method).parameters))
+        names = names.removeprefix("self").strip()
+        if names != expected:
+            raise ImportError(
+                f"enable supports MaxText {supported}, where RoutedMoE.{name} of {found} has the "
+                f"parameters ({expected.replace(' ', ', ')}); found a MaxText that says it is "
+                f"{found} with ({names.replace(' ', ', ')}). Install a supported version"
+            )
+    return module, version
+
+
+def _refusing(option: str) -> Callable[..., Any]:
+    """Return a method that raises an error about the option that selects it."""
+
+    def method(self: Any, *_: Any, **__: Any) -> Any:
+        _check_config(self.config)
+        raise ValueError(
+            f"{option} must select sparse_matmul of RoutedMoE {_ENABLED}; got {option}="
+            f"{getattr(self.config, option)!r}. Change it, or call disable() to use MaxText's "
+            "own implementation"
+        )
+
+    return method
+
+
+def _check_config(config: Any) -> None:
+    """Raise an error if an option asks for something that the layer does not do."""
+    for name, (expected, remedy) in _REQUIRED.items():
+        value = getattr(config, name, expected)
+        if (value or expected) != expected:
+            raise ValueError(
+                f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. {remedy}, or call "
+                "disable() to use MaxText's own implementation"
+            )
+
+
+class _Axes(NamedTuple):
+    """The mesh axes of a layer."""
+
+    expert: tuple[str, ...]
+    tensor: tuple[str, ...]
+    tokens: P
+    """The sharding of [batch, sequence]."""
+    is_replicated: bool
+    """True if all ranks of the experts hold the same tokens, as in decoding."""
+
+    @property
+    def of_tokens(self) -> tuple[str, ...]:
+        """Return the axes over which tokens differ."""
+        return tuple(axis for entry in self.tokens for axis in _names(entry))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return the axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _axes_of(layer: Any, batch_size: int) -> _Axes:
+    """Return the axes of a layer for a batch of tokens, or raise an error."""
+    size = lambda axes: math.prod(layer.mesh.shape[axis] for axis in axes)
+    present = lambda names: tuple(axis for axis in _names(names) if axis in layer.mesh.shape)
+    expert = present(layer._expert_parallelism_name)
+    if not expert:
+        raise ValueError(
+            f"mesh_axes must have the axis {layer._expert_parallelism_name!r} {_ENABLED}; got "
+            f"{tuple(layer.mesh.shape)}. Without expert parallelism, its size is 1"
+        )
+    # As in MaxText, a batch of one sequence is the sign of decoding.
+    batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
+    spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
+    first, second, *_ = (*spec, None, None)
+    if size(expert) == 1 and batch_size % size(_names(first)):
+        first = None
+    tokens = P(first, second)
+    divided = {axis for entry in tokens for axis in _names(entry)}
+    missing = [axis for axis in expert if axis not in divided and layer.mesh.shape[axis] > 1]
+    if missing and divided & {axis for axis in expert if layer.mesh.shape[axis] > 1}:
+        raise ValueError(
+            f"logical_axis_rules must divide tokens over all axes of the experts {expert} or over "
+            f"none of them {_ENABLED}; got {tokens} for the axes {batch!r} and "
+            "'activation_norm_length'. Change the rules of these axes"
+        )
+    return _Axes(expert, present(layer._tensor_parallelism_name), tokens, bool(missing))
+
+
+def _sparse_matmul(
+    options: _Options,
+    layer: Any,
+    inputs: jax.Array,
+    gate_logits: jax.Array,
+    pre_bias_logits: jax.Array | None,
+    *weights: Any,
+    input_ids: jax.Array | None = None,
+    forced_routed_experts: jax.Array | None = None,
+    **named: Any,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return the layer's outputs, its balance loss and its update of the router's bias.
+
+    This is ``RoutedMoE.sparse_matmul``.
+    """
+    config = layer.config
+    _check_config(config)
+    named |= dict(zip(_KERNELS.split(), weights))
+    for name, array in named.items():
+        if array is not None and not hasattr(array, "astype"):
+            raise TypeError(
+                f"quantization must be '' {_ENABLED}; got {name} as {type(array).__name__}. "
+                + _REQUIRED["quantization"][1]
+            )
+    axes = _axes_of(layer, inputs.shape[0])
+    tensor = axes.tensor or None
+    columns, rows = P(axes.expert, None, tensor), P(axes.expert, tensor)
+    specs = {
+        "inputs": axes.tokens,
+        "gate_logits": axes.tokens,
+        "pre_bias_logits": axes.tokens,
+        "input_ids": axes.tokens,
+        "forced_routed_experts": axes.tokens,
+        "w0_kernel": columns,
+        "w1_kernel": columns,
+        "wo_kernel": rows,
+        "w0_bias": rows,
+        "w1_bias": rows,
+        "wo_bias": P(axes.expert),
+    }
+    arrays = dict(
+        inputs=inputs,
+        gate_logits=gate_logits,
+        pre_bias_logits=pre_bias_logits,
+        input_ids=input_ids,
+        forced_routed_experts=forced_routed_experts,
     )
-    rows = recv.rows
-    if scale_inputs:
-        assert recv.weights is not None
-        rows = (rows.astype(jnp.float32) * recv.weights[:, None]).astype(rows.dtype)
-    experts = jnp.maximum(recv.row_experts, 0)
-    return rows, RouteOutput(recv.group_sizes, experts, recv.num_dropped, recv, not scale_inputs)
+    # Weights are cast before they are gathered over data axes, so that fewer bytes travel.
+    arrays |= {n: None if w is None else w.astype(layer.dtype) for n, w in named.items()}
+    arrays = {n: array for n, array in arrays.items() if array is not None}
+    placed = {n: layer._maybe_shard_with_pspec(array, specs[n]) for n, array in arrays.items()}
+    body = jax.shard_map(
+        functools.partial(_moe_body, options, layer, axes),
+        mesh=layer.mesh,
+        in_specs=({n: specs[n] for n in placed}, P()),
+        out_specs=(P(*axes.tokens, tensor), P(), P()),
+        check_vma=config.check_vma,
+    )
+    output, loss, updates = body(placed, layer.rngs)
+    if _has_loss(layer) and _is_loss_of_sequences(config):
+        # This loss needs whole sequences, which the mesh may divide.
+        scores = gate_logits if pre_bias_logits is None else pre_bias_logits
+        loss = layer.megatron_seq_aux_loss(scores)
+    return output, loss, updates
 
 
-def unsort_and_unpermute(
-    outputs: jax.Array,
-    routing: RouteOutput,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    dtype: DTypeLike | None = None,
-) -> jax.Array:
-    """Return the experts' outputs to the source ranks, and sum them, inside ``jax.shard_map``.
+def _moe_body(
+    options: _Options, layer: Any, axes: _Axes, arrays: dict[str, Any], rngs: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Compute the whole layer inside ``jax.shard_map``."""
+    config, get = layer.config, arrays.get
+    x, gate_logits = arrays["inputs"], arrays["gate_logits"]
+    pre_bias_logits, forced = get("pre_bias_logits"), get("forced_routed_experts")
+    given = {} if forced is None else dict(forced_routed_experts=forced)
+    weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, get("input_ids"), **given)
+    if forced is not None:  # MaxText accepts any id outside of the range for no expert
+        ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    This function replaces ``unsort_output_and_ra2a`` and ``unpermute``. Sums are computed in
-    float32.
+    num_chunks = getattr(layer, "num_moe_token_chunks", None) or config.num_moe_token_chunks
+    if not config.use_ring_of_experts:  # MaxText divides tokens in no other mode
+        num_chunks = 1
+    scores = gate_logits
+    if options.version.is_loss_before_bias and pre_bias_logits is not None:
+        scores = pre_bias_logits
+    loss = _balance_loss(layer, scores, ids, num_chunks, axes.of_tokens)
+    updates = _bias_updates(options.version, layer, ids, axes.of_tokens)
 
-    Args:
-      outputs: the experts' outputs, floats [C, H'] in the order of the rows. H' may be a part of
-        the hidden size, for example after ``psum_scatter`` over a tensor axis.
-      routing: the ``RouteOutput`` of the rows.
-      batch_size: B.
-      sequence_length: S.
-      dtype: dtype of the result. None means the dtype of ``outputs``.
+    batch_size, length, hidden = x.shape
+    top_k = ids.shape[-1]
+    tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
+    of_rows: jax.Array | None = weights
+    if _block(config) == "llama4":
+        if top_k != 1:
+            raise ValueError(
+                "num_experts_per_tok must be 1 for the decoder block llama4, which scales the "
+                f"inputs of the experts {_ENABLED}; got num_experts_per_tok={top_k}"
+            )
+        scale = jax.nn.sigmoid(weights.astype(jnp.float32))
+        tokens, of_rows = (tokens * scale).astype(layer.dtype), None
+    b_out = get("wo_bias")
+    if b_out is not None and axes.tensor:
+        # The tensor axis adds partial sums, in which each bias counts once.
+        b_out = jnp.where(lax.axis_index(axes.tensor) == 0, b_out, 0)
+    side_by_side = lambda *names: jnp.concatenate([arrays[name] for name in names], axis=-1)
+    y = ma.moe_mlp(
+        tokens,
+        ids,
+        of_rows,
+        side_by_side("w0_kernel", "w1_kernel"),
+        arrays["wo_kernel"],
+        b_in=side_by_side("w0_bias", "w1_bias") if "w0_bias" in arrays else None,
+        b_out=b_out,
+        activation=_activation(layer),
+        group=ma.Group(layer.mesh, axes.expert, **options.group),
+        num_experts=layer.num_experts,
+        capacity_factor=_capacity_factor(layer),
+        replicated=axes.is_replicated,
+        num_chunks=num_chunks,
+        **options.layer,
+    )
+    if axes.is_replicated:
+        y = lax.psum(y, axes.expert)
+    if axes.tensor:
+        y = lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
+    return y.reshape(batch_size, length, -1).astype(layer.dtype), loss, updates
 
-    Returns:
-      [B, S, H']: for each token the sum over its choices, weighted unless the rows were scaled.
 
-    Raises:
-      TypeError: if ``outputs`` has the wrong dtype, as in ``ma.combine``.
-      ValueError: if ``outputs`` has the wrong shape.
+def _block(config: Any) -> str:
+    """Return the name of the kind of decoder layer."""
+    return str(getattr(config.decoder_block, "value", config.decoder_block))
+
+
+def _activation(layer: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return the activation of the experts, of gate and up side by side."""
+    config, block = layer.config, _block(layer.config)
+    limit = config.mlp_activations_limit
+    if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
+        return ma.clamped_swiglu(limit)
+    if block == "gpt_oss" or (block in ("deepseek", "deepseek4") and limit > 0):
+        return lambda rows: layer.apply_ffn_activation(*jnp.split(rows, 2, axis=-1))
+    return ma.gated(layer.activation_fn)
+
+
+def _capacity_factor(layer: Any) -> float | None:
+    """Return the capacity as a multiple of the balanced load, or None to drop nothing."""
+    if getattr(layer, "force_dropless", False):
+        return None
+    own = getattr(layer, "get_ragged_buffer_factor", None)
+    factor = own() if own else layer.config.ragged_buffer_factor
+    return factor if factor > 0 else None
+
+
+def _has_loss(layer: Any) -> bool:
+    """Return True if the layer has a loss for balance."""
+    return layer.config.load_balance_loss_weight > 0 and not layer.is_hash_routing
+
+
+def _is_loss_of_sequences(config: Any) -> bool:
+    """Return True if the loss for balance is that of Megatron-LM, of whole sequences."""
+    selected = getattr(config, "moe_use_megatron_seq_aux_loss", False)
+    return selected and config.routed_score_func == "sigmoid"
+
+
+def _balance_loss(
+    layer: Any, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
+) -> jax.Array | None:
+    """Return the mean of the loss over all tokens, or None if the layer does not compute it here.
+
+    MaxText has a loss for each chunk of the tokens.
     """
-    recv = routing.recv
-    y = ma.combine(outputs, recv, weights="recv" if routing.weighted else None)
-    if recv.routing.replicated:
-        y = lax.psum(y, recv.routing.group.axis_name)
-    return y.reshape(batch_size, sequence_length, -1).astype(dtype or outputs.dtype)
+    if not _has_loss(layer) or _is_loss_of_sequences(layer.config):
+        return None
+    probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
+    chunks = zip(*(jnp.split(a, num_chunks, axis=1) for a in (ids, probabilities)))
+    loss = sum(layer.load_balance_loss(*chunk) for chunk in chunks) / num_chunks
+    return lax.pmean(loss, axes) if axes else loss
+
+
+def _bias_updates(
+    version: _Version, layer: Any, ids: jax.Array, axes: tuple[str, ...]
+) -> jax.Array | None:
+    """Return what loss-free balancing adds to the bias of the router, from the counts of all
+    tokens, or None if the layer has no such bias."""
+    if not layer.should_update_load_balance():
+        return None
+    config = layer.config
+    counts = jnp.sum(jax.nn.one_hot(ids.reshape(-1), layer.num_experts, dtype=jnp.int32), axis=0)
+    counts = lax.psum(counts, axes) if axes else counts
+    if version.counts_with_accumulation and config.gradient_accumulation_steps > 1:
+        return counts
+    mean = jnp.sum(counts) / layer.num_experts
+    return jnp.sign(mean - counts) * config.routed_bias_update_rate

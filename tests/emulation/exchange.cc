@@ -163,9 +163,13 @@ std::string name_of(TokenFormat format) {
 }
 
 void Bound::add(const DataType& type, std::vector<int64_t> axes, char* data) {
-  moe_a2a::Array array = {type, std::move(axes), 0, reinterpret_cast<uintptr_t>(data)};
+  const auto& owned =
+      dimensions.emplace_back(std::make_shared<const std::vector<int64_t>>(std::move(axes)));
+  moe_a2a::Array& array = arrays.emplace_back();
+  array.type = type;
+  array.dimensions = {owned->data(), owned->size()};
   array.bytes = NumElements(array, 0) * type.bytes;
-  arrays.push_back(std::move(array));
+  array.address_bits = reinterpret_cast<uintptr_t>(data);
   addresses.push_back(data);
 }
 

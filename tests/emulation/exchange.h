@@ -154,6 +154,7 @@ std::string name_of(moe_a2a::TokenFormat format);
 struct Bound {
   moe_a2a::Arrays arrays;
   std::vector<char*> addresses;
+  std::vector<std::shared_ptr<const std::vector<int64_t>>> dimensions;  // of the arrays
 
   // `data` may be null if only sizes matter.
   void add(const moe_a2a::DataType& type, std::vector<int64_t> axes, char* data);
@@ -163,6 +164,7 @@ struct Bound {
   void append(const Bound& more) {
     arrays.insert(arrays.end(), more.arrays.begin(), more.arrays.end());
     addresses.insert(addresses.end(), more.addresses.begin(), more.addresses.end());
+    dimensions.insert(dimensions.end(), more.dimensions.begin(), more.dimensions.end());
   }
 };
 
@@ -204,7 +206,7 @@ cudaError_t launch_call(const Call& call, const LaunchOn& on, const Arguments& a
   const int blocks = moe_a2a::grid_of(p, on.num_sms).blocks;
   vary(p, blocks);
   return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
-    return Call::Launch(on.kernels, ranks, blocks, stream);
+    return on.kernels.launch(ranks, blocks, stream);
   });
 }
 

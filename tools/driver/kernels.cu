@@ -377,14 +377,20 @@ using Calls = std::vector<Call>;
 struct Bound {
   Arrays arrays;
   std::vector<char*> addresses;
+  std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
   // cudaMalloc aligns only the buffers of the first rank: if ranks share a GPU, each rank's buffer
   // directly follows the buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
-    arrays.push_back({type, std::move(dimensions), bytes, static_cast<uintptr_t>(buffer.bytes)});
-    addresses.push_back(buffer.as<char>());
+    const auto& owned = all_dimensions.emplace_back(std::move(dimensions));
+    Array& array = arrays.emplace_back();
+    array.type = type;
+    array.dimensions = {owned.data(), owned.size()};
+    array.bytes = bytes;
+    array.address_bits = static_cast<uintptr_t>(buffer.bytes);
+    addresses.push_back(buffer.data);
   }
 };
 
@@ -462,7 +468,7 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
     kind.Point({a.args.addresses.data(), a.args.addresses.size()},
                {a.results.addresses.data(), a.results.addresses.size()}, &ranks[i]);
   }
-  CHECK(Kind::Launch(kernels, ranks.data(), grid.blocks, stream));
+  CHECK(kernels.launch(ranks.data(), grid.blocks, stream));
 }
 
 void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaStream_t stream) {

@@ -12,10 +12,10 @@ from typing import Any
 from jax.interpreters import ad
 
 from .. import compat
+from ..ad import is_zero, select, spread
 from . import rules
 from .dispatch_combine import COMBINE
 from .record import TOKEN, Exchange, Layouts, split_routing
-from .rules import is_zero, select
 from .weighted import WEIGHTED_COMBINE, tangent_pairs
 
 
@@ -77,7 +77,7 @@ def _jvp(
     moved = _bind_tangents(
         COMBINE, select(moves, d_rows), select(moves, d_addends), routing, **params
     )
-    return out, rules.spread(moves, moved, d_addends)
+    return out, spread(moves, moved, d_addends)
 
 
 def _weighted_jvp(

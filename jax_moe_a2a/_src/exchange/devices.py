@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from .. import compat
+from ..ad import register_constant
 from ..group.group import Group
-from .rules import register_constant
 
 # The identity on the ids of a group whose devices the program decides. JAX reuses a lowered program
 # for other devices, but lowers a program with this primitive again for each device assignment. The

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .. import compat
+from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, zero_tangent
 from ..formats.formats import Quantized, TokenFormat
 from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .lowering.combine import combine_calls
 from .lowering.dispatch import dispatch_calls
 from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, Options, split_routing
-from .rules import carries_tangent, cotangents_of, is_zero, select, zero_tangent
 
 # Layouts and types
 
@@ -179,7 +179,7 @@ def _transpose(
     payload, routing = split_routing(operands)
     if options.format is not None:
         num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
-        zeros = [ad.Zero(rules.aval_of(x)) for x in payload]
+        zeros = [ad.Zero(aval_of(x)) for x in payload]
         leaves = cotangents[:num_leaves] if options.decode else zeros[:num_leaves]
         choice_arrays = cotangents[len(cotangents) - num_choice_arrays :]
         cotangents = [*leaves, *choice_arrays, *zeros[num_leaves + num_choice_arrays :]]

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from .. import compat
+from ..ad import select, spread
 from ..checks import PyTree
 from ..group.group import Group
 from ..routing.types import RouteOptions
-from .rules import select, spread
 from .split import tie
 
 T = TypeVar("T")

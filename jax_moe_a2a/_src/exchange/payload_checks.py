@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from ..ad import carries_tangent
 from ..checks import PyTree, check_bool, check_static, check_tail, merge_axes, short
 from ..formats.formats import TokenFormat, WireDtype
 from .record import Options
-from .rules import carries_tangent
 
 
 def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:

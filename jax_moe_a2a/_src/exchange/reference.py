@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..ad import accumulation_dtype
 from ..compat import align_varying
 from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..group.group import Group
@@ -260,13 +261,6 @@ def own_rank(group: Group) -> jax.Array:
     if group.size == 1:
         return jnp.int32(0)
     return lax.axis_index(group.axis_name).astype(jnp.int32)
-
-
-def accumulation_dtype(dtype: Any) -> Any:
-    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
-    complex."""
-    wide = (jnp.float64, jnp.complex64, jnp.complex128)
-    return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
 
 def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from .. import compat
+from ..ad import select, zero_tangent
 from ..group.group import Group
 from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
@@ -23,7 +24,7 @@ from .dispatch_combine import DISPATCH, keep_arrays, moved_tangents, used_payloa
 from .lowering import route as lowered
 from .lowering.call_placement import register
 from .record import crossed_axes
-from .rules import is_own_axis, move_or_broadcast, select, zero_tangent
+from .rules import is_own_axis, move_or_broadcast
 
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")

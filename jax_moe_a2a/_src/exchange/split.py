@@ -16,13 +16,13 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
+from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, spread, zero_tangent
 from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
 from .lowering import exchange as lowered
 from .lowering.call_placement import barrier, register
 from .record import Exchange, Layout, Layouts, split_routing
-from .rules import aval_of, carries_tangent, cotangents_of, is_zero, select
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
 tie_p = compat.Primitive("moe_a2a_tie")
@@ -89,7 +89,7 @@ def _half_jvp(
     ]
     moved = _bind_kept(half, tangents, payload, routing, params)
     has_tangent = [carries_tangent(jax.typeof(x).dtype) for x in out]
-    return out, rules.spread(has_tangent, moved, [rules.zero_tangent(x) for x in out])
+    return out, spread(has_tangent, moved, [zero_tangent(x) for x in out])
 
 
 def _half_transpose(
@@ -102,7 +102,7 @@ def _half_transpose(
     ]
     moved = _bind_kept(half.transpose, cotangents, payload, routing, params)
     has_tangent = [carries_tangent(aval_of(x).dtype) for x in payload]
-    found = rules.spread(has_tangent, moved, [ad.Zero(aval_of(x)) for x in payload])
+    found = spread(has_tangent, moved, [ad.Zero(aval_of(x)) for x in payload])
     wanted = [ad.is_undefined_primal(x) for x in payload]
     return cotangents_of(payload, wanted, select(wanted, found)) + [None] * len(routing)
 
@@ -169,7 +169,7 @@ def _weighted_start_transpose(
 
 def _tie_those_with_tangents(tangents: Sequence[Any]) -> list[Any]:
     is_tied = [not is_zero(dx) and jax.typeof(dx).dtype != jax.dtypes.float0 for dx in tangents]
-    return rules.spread(is_tied, tie(*select(is_tied, tangents)), tangents)
+    return spread(is_tied, tie(*select(is_tied, tangents)), tangents)
 
 
 def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -16,6 +16,15 @@ import jax
 from jax.interpreters import ad, batching
 
 from .. import compat
+from ..ad import (
+    accumulation_dtype,
+    aval_of,
+    cotangents_of,
+    is_zero,
+    jvp_of_moving,
+    select,
+    zero_tangent,
+)
 from ..group.group import Group
 from ..plan.plan import RoutingArrays
 from . import reference, rules
@@ -23,8 +32,6 @@ from .dispatch_combine import bind_dispatch
 from .lowering.combine import weighted_combine_calls
 from .lowering.dispatch import weighted_dispatch_calls
 from .record import ROW, TOKEN, Exchange, Layouts, split_routing
-from .reference import accumulation_dtype
-from .rules import cotangents_of, is_zero, select, zero_tangent
 
 
 def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
@@ -143,7 +150,7 @@ def _combine_transpose(
     moved: list[Any] = []
     if any(wanted):
         rows, weights = payload[:num_leaves], payload[num_leaves:]
-        num_axes = rules.aval_of(weights[0]).ndim - 1 - int(params["emulated"])
+        num_axes = aval_of(weights[0]).ndim - 1 - int(params["emulated"])
         params.update(num_weight_axes=num_axes)
         moved = _weigh(cotangent, rows, weights, wanted, routing, params)
         moved = _as_operands(moved, select(wanted, payload))
@@ -183,7 +190,7 @@ def _dispatch_jvp(
     payload, routing = split_routing(tangents)
     moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
     fn = partial(_dispatch_and_weigh, **params)
-    out, tangents_out = rules.jvp_of_moving(fn, moving, primals, tangents)
+    out, tangents_out = jvp_of_moving(fn, moving, primals, tangents)
     # Each result depends on the first operand and on one other array. The results of the choice
     # arrays come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..ad import accumulation_dtype
 from ..checks import check_factor
-from ..exchange.reference import accumulation_dtype
 from .gated import Gated, halves
 
 Function = Callable[[jax.Array], jax.Array]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ..ad import accumulation_dtype
 from ..checks import short
-from ..exchange.reference import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)

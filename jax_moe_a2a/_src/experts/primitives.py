@@ -43,7 +43,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from .. import compat
-from ..exchange.rules import is_zero, jvp_of_moving
+from ..ad import is_zero, jvp_of_moving
 from ..grouped.lowering import by_kernel
 from ..grouped.primitives import (
     all_or_none,

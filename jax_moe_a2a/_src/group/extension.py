@@ -12,6 +12,7 @@ been built from the sources next to which it runs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -75,6 +76,17 @@ def why_missing() -> str:
     other = other_installation()
     found = f"the installed one in {other} has none" if other else "no other one is installed"
     return f"jax_moe_a2a in {FOLDER.parent} is a clone without CUDA kernels, and {found}"
+
+
+@functools.cache
+def warn_of_missing_kernels() -> None:
+    """Warn once that a program for GPUs runs without kernels: it is right, but slow."""
+    warnings.warn(
+        "jax_moe_a2a: this program for GPUs takes the portable path, which is several times slower "
+        f"than the kernels, because {why_missing()}: {how_to_build()}, or ask for this path by "
+        "Group(..., implementation='portable')",
+        stacklevel=2,
+    )
 
 
 def version_of(distribution: str) -> str | None:

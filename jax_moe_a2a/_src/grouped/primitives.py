@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
+from ..ad import aval_of, is_zero, zero_tangent
 from ..checks import check_tail
-from ..exchange.rules import aval_of, is_zero, zero_tangent
 from . import lowering as lowered
 from . import reference
 

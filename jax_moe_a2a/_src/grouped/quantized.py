@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import compat, scopes
+from ..ad import is_zero, zero_tangent
 from ..checks import Tail, as_array, short
-from ..exchange.rules import is_zero, zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
 from . import lowering as lowered

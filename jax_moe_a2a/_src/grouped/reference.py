@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..exchange.reference import accumulation_dtype
+from ..ad import accumulation_dtype
 
 
 class Groups(NamedTuple):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .. import compat
-from ..exchange.rules import is_zero
+from ..ad import is_zero
 from .encode_rows import bind_encode_rows
 from .primitives import (
     bilinear_jvp,

@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .. import compat
-from ..exchange.reference import accumulation_dtype
-from ..exchange.rules import is_zero
+from ..ad import accumulation_dtype, is_zero
 from . import lowering as lowered
 from . import reference
 from .primitives import (

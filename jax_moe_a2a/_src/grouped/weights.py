@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat, scopes
+from ..ad import zero_tangent
 from ..checks import as_array, check_bool, is_known, short
-from ..exchange.rules import zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
 from . import lowering as lowered

@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import scopes
+from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, is_known, short
 from ..compat import align_varying
-from ..exchange.reference import accumulation_dtype
 from .router import check_logits, check_mask, one_hot
 
 AxisNames: TypeAlias = str | Sequence[str] | None

@@ -22,8 +22,7 @@ from jax import lax
 from jax.interpreters import ad, mlir
 
 from .. import compat, scopes
-from ..exchange.reference import accumulation_dtype
-from ..exchange.rules import is_zero
+from ..ad import accumulation_dtype, is_zero
 from ..grouped.primitives import bilinear_jvp, bind, register
 
 router_dot_p = compat.Primitive("moe_a2a_router_dot")

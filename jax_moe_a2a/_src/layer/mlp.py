@@ -21,14 +21,13 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import scopes
+from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_int, check_static, merge_axes, short, taken_from
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
-from ..exchange.fixed import fixed
 from ..exchange.record import Options
 from ..exchange.recv import Recv
-from ..exchange.reference import accumulation_dtype
 from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act

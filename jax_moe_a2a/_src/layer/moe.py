@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat, scopes
+from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_int, fitting_experts, short, taken_from
-from ..exchange.reference import accumulation_dtype
 from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat

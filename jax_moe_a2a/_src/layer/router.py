@@ -10,8 +10,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import scopes
+from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, check_floats, check_int, short
-from ..exchange.reference import accumulation_dtype
 from ..plan.capacity import check_top_k
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]

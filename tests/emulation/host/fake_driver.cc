@@ -279,11 +279,12 @@ cudaError_t launch(const Params*, int, cudaStream_t) {
   return result();
 }
 
-// The second launch of a route.
-cudaError_t launch_assign(const RouteParams*, cudaStream_t) { return result(); }
+template <typename... Params>
+constexpr std::tuple<Launcher<Params>...> launchers(const std::tuple<Launcher<Params>...>*) {
+  return {Launcher<Params>{result, launch<Params>}...};
+}
 
-constexpr Kernels kKernels = {{result, launch}, {result, launch_assign}, {result, launch},
-                              {result, launch}, {result, launch},        {result, launch}};
+constexpr Kernels kKernels = {launchers(static_cast<decltype(Kernels::launchers)*>(nullptr))};
 
 }  // namespace
 

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from ... import compat
-from ...group import native
+from ...group import extension, native
 from ...group.group import Group
 
 logger = logging.getLogger("jax_moe_a2a")
@@ -102,6 +102,8 @@ def register(
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
     def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if not native.has_kernels() and params["group"].implementation is None:
+            extension.warn_of_missing_kernels()
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:

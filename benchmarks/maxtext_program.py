@@ -1,0 +1,188 @@
+"""Make MaxText's own training program, of an installed MaxText of any supported version.
+
+Configuration, model, optimizer, synthetic data and train step are MaxText's. Modules of clouds and
+of data sets, which such a program imports and never calls, are replaced by empty modules where
+they are not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import pathlib
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+# Packages for clouds, data sets, checkpoints and their formats.
+_OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy tensorboardX
+datasets transformers tokenizers huggingface_hub safetensors
+cloud_accelerator_diagnostics ml_goodput_measurement google.cloud google.api
+google.api_core tensorflow tensorflow_datasets tensorflow_text array_record""".split()
+# MaxText's modules that need these packages when they are imported.
+_OF_DATA_SETS = """common.grain_utility input_pipeline.grain_data_processing
+input_pipeline.hf_data_processing input_pipeline.olmo_grain_data_processing
+input_pipeline.multihost_dataloading input_pipeline.tfds_data_processing
+input_pipeline.tfds_data_processing_c4_mlperf""".split()
+
+COMMON: dict[str, Any] = dict(
+    override_model_config=True,
+    dataset_type="synthetic",
+    reuse_example_batch=1,
+    packing=False,
+    enable_checkpointing=False,
+    skip_jax_distributed_system=True,
+    enable_goodput_recording=False,
+    monitor_goodput=False,
+    enable_gcp_goodput_metrics=False,
+    use_vertex_tensorboard=False,
+    log_config=False,
+    enable_dropout=False,
+    sharding_tolerance=1.0,
+    tokenizer_type="huggingface",
+    run_name="step",
+    steps=100,
+)
+
+
+class _Anything:
+    """An object of a class that is not installed."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+
+class _Empty(types.ModuleType):
+    """A module in which each name is a class or a mock."""
+
+    __path__: list[str] = []
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made: Any = type(name, (_Anything,), {}) if name[0].isupper() else mock.MagicMock(name=name)
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds empty modules for names and for their submodules."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if any(name == own or name.startswith(own + ".") for own in self.names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # the package that would hold it
+        return True
+
+
+def load() -> types.SimpleNamespace:
+    """Import MaxText, and return its modules for training."""
+    os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
+    missing = [name for name in _OPTIONAL if _is_missing(name)]
+    if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        missing += [f"maxtext.{name}" for name in _OF_DATA_SETS]
+        sys.meta_path.insert(0, _Finder(missing))
+    names = {
+        "train": "trainers.pre_train.train",
+        "train_utils": "utils.train_utils",
+        "maxtext_utils": "utils.maxtext_utils",
+        "sharding": "utils.sharding",
+        "version": "version",
+    }
+    modules = {key: importlib.import_module(f"maxtext.{name}") for key, name in names.items()}
+    return types.SimpleNamespace(**modules, folder=pathlib.Path(modules["version"].__file__).parent)
+
+
+class Program:
+    """MaxText's train step, compiled, with its state."""
+
+    def __init__(self, options: Mapping[str, Any]):
+        import jax
+        from flax import nnx
+        from flax.linen import partitioning
+
+        self.maxtext = maxtext = load()
+        self._rules = getattr(maxtext.train, "logical_axis_rules", partitioning.axis_rules)
+        directory = tempfile.mkdtemp()
+        base = dict(base_output_directory=directory, jax_cache_dir=directory)
+        self.command = [
+            "train",
+            str(maxtext.folder / "configs" / "base.yml"),
+            *(f"{name}={value}" for name, value in (COMMON | base | dict(options)).items()),
+        ]
+        self.config, recorder = maxtext.train.initialize(self.command)
+        of_loop = maxtext.train_utils.setup_train_loop(self.config, recorder)
+        _, _, shardings, _, self.mesh, _, _, self._loader, self._rampup, _, state = of_loop
+        self.graph, self.state = nnx.split(state)
+        of_params, shardings = maxtext.sharding.maybe_update_params_sharding_with_opt(
+            self.config, shardings
+        )
+        step, _ = maxtext.train_utils.jit_train_and_eval_step(
+            self.config,
+            self.graph,
+            self.mesh,
+            self.state,
+            shardings,
+            maxtext.train.train_step,
+            maxtext.train.eval_step,
+            None,
+            of_params,
+        )
+        with self.scope():
+            placed = maxtext.sharding.get_input_data_sharding(self.config, self.mesh)
+            batch = maxtext.maxtext_utils.get_shaped_batch(self.config, batch_sharding=placed)
+            self.compiled = step.lower(self.state, batch).compile()
+        self._jax = jax
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Enter MaxText's mesh and rules."""
+        import jax
+
+        with jax.set_mesh(self.mesh), self._rules(self.config.logical_axis_rules):
+            yield
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of one device in a step."""
+        return int(self.config.per_device_batch_size * self.config.max_target_length)
+
+    @property
+    def tflop(self) -> float:
+        """Return the floating-point operations of one device in a step, as MaxText counts them,
+        in units of 10**12."""
+        count = self.maxtext.maxtext_utils.calculate_tflops_training_per_device
+        return float(count(self.config, log=False)[0])
+
+    def batch(self) -> Any:
+        """Return the next batch."""
+        return self._loader.load_next_batch(rampup_manager=self._rampup)
+
+    def step(self) -> dict[str, Any]:
+        """Train one step, and return its metrics, which may still be computed."""
+        batch = self.batch()
+        with self.scope():
+            self.state, metrics = self.compiled(self.state, batch)
+        return metrics["scalar"]

@@ -1,0 +1,103 @@
+"""Define what the derivatives and sums of all rooms have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from . import compat
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
+    complex."""
+    wide = (jnp.float64, jnp.complex64, jnp.complex128)
+    return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
+
+
+def carries_tangent(dtype: Any) -> bool:
+    """Return True if a payload of this dtype is differentiated.
+
+    Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
+    add their cotangents without overflow.
+    """
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
+
+
+def zero_tangent(primal: Any) -> ad.Zero:
+    """Return the symbolic zero of the tangent type of ``primal``."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def is_zero(tangent: Any) -> bool:
+    """Return True if a tangent or cotangent is a symbolic zero."""
+    return type(tangent) is ad.Zero
+
+
+def aval_of(x: Any) -> Any:
+    """Return the type of an array, an undefined primal or a symbolic zero. The symbolic zero of an
+    integer has dtype float0."""
+    return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
+
+
+def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Return the values that are kept."""
+    return [value for value, kept in zip(values, keep, strict=True) if kept]
+
+
+def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return ``others``, with the elements of ``kept`` at the places where ``keep`` is True."""
+    values = iter(kept)
+    return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
+
+
+def jvp_of_moving(
+    fn: Callable[..., Any], moves: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+) -> Any:
+    """Return the results and tangents of ``fn``, of which only some operands move."""
+
+    def of_moving(*moving: Any) -> Any:
+        return fn(*spread(moves, moving, primals))
+
+    return jax.jvp(of_moving, select(moves, primals), select(moves, tangents))
+
+
+def cotangents_of(
+    payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
+) -> list[Any]:
+    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
+    linear operands, and None for known operands."""
+    none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
+    return spread(wanted, found, none)
+
+
+def register_constant(primitive: Any) -> None:
+    """Register a primitive that returns its operand and has no derivative."""
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, lambda ctx, x: [x])
+    ad.primitive_jvps[primitive] = lambda primals, _: (
+        primitive.bind(*primals),
+        zero_tangent(primals[0]),
+    )
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
+
+
+fixed_p = compat.Primitive("fixed")
+
+
+def fixed(x: jax.Array) -> jax.Array:
+    """Return ``x``, which derivatives treat as a constant.
+
+    ``lax.stop_gradient`` does the same, but ``jax.linear_transpose`` refuses it.
+    """
+    return fixed_p.bind(x)
+
+
+register_constant(fixed_p)
+ad.primitive_transposes[fixed_p] = lambda ct, x: [ad.Zero(aval_of(x))]
