@@ -218,13 +218,12 @@ class Run:
         reps: int = 1,
         exchanges: int = 1,
         tied_axes: int | None = 2,
-        carries: bool = False,
         keeps_results: bool = False,
     ) -> Program:
         """Trace a program that repeats a step, and hand it to the compiler's threads.
 
         Args:
-          step, tied_axes, carries: for ``timing.chain``.
+          step, tied_axes: for ``timing.chain``.
           state, fixed: its arguments, or their shapes.
           keeps_results: the program is the step, once; it returns all results.
         """
@@ -232,7 +231,7 @@ class Run:
             reps = 1
 
         def lower(reps: int) -> Any:
-            chain = timing.chain(step, reps, tied_axes, carries=carries)
+            chain = timing.chain(step, reps, tied_axes)
             return self.per_rank(step if keeps_results else chain).lower(state, *fixed)
 
         lowered = lower(reps)

@@ -31,7 +31,6 @@ from benchmarks import (  # noqa: E402
     methods,
     model,
     operations,
-    overlap,
     placement,
     products,
     record,
@@ -363,16 +362,6 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
     rows = run_on_cpu(products, "", tmp_path / "products.json")["rows"]
     ours = [row["op"] for row in rows if row["method"] == "ours"]
     assert ours == ["experts", "experts_and_gradients", "forward", "d_rows", "d_weights"]
-
-
-@on_cpu
-def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
-    options = "--only dispatch backward --num-sms 8 --quick"
-    rows = run_on_cpu(overlap, options, tmp_path / "overlap.json")["rows"]
-    assert [(row["op"], row["sweep"], row["num_sms"]) for row in rows] == [
-        *(("dispatch", "overlap", 8), ("backward", "overlap", 8))
-    ]
-    assert all(row["ratio_to_longer"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
