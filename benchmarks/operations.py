@@ -73,7 +73,6 @@ def prepare(
             group_sizes=dispatched.group_sizes,
             state=dispatched.state,
         )
-        pairs = {}
         if BACKWARD in ops:
             out, vjp = jax.vjp(lambda x, w: round_trip(method, x, routed, w), x, weights)
             found["residuals"], vjp_treedef = jax.tree.flatten(vjp)
