@@ -5,13 +5,12 @@
     python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
-    python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1 --no-experts
+    python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
 call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. First this times the experts alone
-(``experts.py``) on rows that are dispatched already; then the layer by each method with the same
-experts. The router's choices are given. Training is forward alone, and forward with the gradients
+quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times experts
+alone. The router's choices are given. Training is forward alone, and forward with the gradients
 of tokens, router weights and experts; decode is up to 128 tokens, forward. Every result is checked
 before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
 drop others, ``ours``. The programs of all settings are compiled first.
@@ -37,7 +36,7 @@ from . import experts, operations, suite, timing
 from . import run as runs
 from .methods import METHODS as MAKERS
 from .run import Case, Job, Program, Row, Run, say
-from .workload import LAYERS, Workload, draw, round_up
+from .workload import LAYERS, Workload, draw
 
 DECODE_TOKENS = (64, 8)
 MOST_DECODE_TOKENS = 128
@@ -52,13 +51,11 @@ OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
     "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
 }
 OURS = ("ours", *OF_MOE_MLP)
-ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
-PAUSED_SECONDS = 0.012  # of a sample after a pause
 
 
 class Shape(NamedTuple):
@@ -73,13 +70,6 @@ class Shape(NamedTuple):
     def sweep(self) -> str:
         """Return the sweep of its rows."""
         return "layer" if self.is_training else "decode"
-
-    @property
-    def fullest(self) -> int:
-        """Return the rows of the fullest expert, rounded up."""
-        setting = self.workload.setting
-        counts = [(self.workload.ids == e).sum() for e in range(setting.experts)]
-        return round_up(int(max(counts)), 128 if self.is_training else 8)
 
     @property
     def reference(self) -> str:
@@ -107,15 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=("tight",),
         help="tight, worst (the default of the package) or a capacity factor",
     )
-    parser.add_argument("--no-experts", action="store_true", help="not the experts alone")
     parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=0,
-        help="seconds of rest before each run of a sample, which is short then, so that GPUs do "
-        "not reach their power limit",
-    )
     return parser.parse_args(argv)
 
 
@@ -123,17 +105,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
-    sweeps = ["grouped", "layer", "decode"]
-    run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
-    if args.pause:
-        run = dataclasses.replace(run, sample_seconds=PAUSED_SECONDS, pause=args.pause)
-        run.record["pause_s"] = args.pause
+    run = runs.open_run(args, num_gpus, ["layer", "decode"], "layer", SAMPLES if num_gpus else 1)
     benches = []
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
             with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
                 bench = Bench(run, shape, grouped)
-                bench.start(methods(args, shape, grouped, run.on_gpu), not args.no_experts)
+                bench.start(methods(args, shape, grouped, run.on_gpu))
                 benches.append(bench)
     for bench in benches:
         bench.measure()
@@ -184,13 +162,11 @@ class Bench:
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
 
-    def start(self, wanted: list[str], has_experts: bool) -> None:
-        """Compile the experts alone, and the layer by each of the methods that are wanted."""
+    def start(self, wanted: list[str]) -> None:
+        """Compile the layer by each of the methods that are wanted."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
         say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows, compiling")
-        if has_experts:
-            self.cases.append(self.experts_case())
         for method in dict.fromkeys((shape.reference, *wanted)):
             with self.run.attempt(f"{shape.sweep} by {method}"):
                 case = self.layer_case(method)
@@ -205,52 +181,6 @@ class Bench:
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
             self.run.measure(self.cases)
         self.state = self.weights = self.reference = None  # frees memory for the next
-
-    def dispatching(self) -> Any:
-        """Return a program for the rows [R, C, H] and group sizes [R, L] that the experts get."""
-        method = MAKERS[self.shape.reference](self.shape.workload, self.group)
-
-        def dispatch(state: Any) -> tuple[jax.Array, jax.Array]:
-            dispatched = method.dispatch(*state)
-            return dispatched.rows, dispatched.group_sizes
-
-        return self.run.per_rank(dispatch).lower(self.state)
-
-    def experts_case(self) -> Case:
-        """Return the case of the experts alone, on rows that are dispatched already."""
-        shape, lowered = self.shape, self.dispatching()
-        dispatched = self.run.compile(lowered)
-        gradients = experts.with_gradients(self.experts)
-
-        def forward(state: Any, w_in: Any, w_out: Any) -> Any:
-            return (self.experts(state[0], w_in, w_out, state[1]),)
-
-        def both(state: Any, w_in: Any, w_out: Any) -> Any:
-            return gradients(state[0], w_in, w_out, state[1])
-
-        def compare(state: Any, w_in: Any, w_out: Any) -> Any:
-            found = (both if shape.is_training else forward)(state, w_in, w_out)
-            named = dict(zip(experts.RESULTS, found, strict=False))
-            return experts.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
-
-        def start(fn: Callable[..., Any], reps: int = 1, **options: Any) -> Program:
-            rows = lowered.out_info
-            return self.run.start(fn, rows, *self.weights, reps=reps, exchanges=0, **options)
-
-        compared = start(compare, keeps_results=True)
-
-        def check() -> tuple[Any, ...]:
-            args = dispatched.result()(self.state), *self.weights
-            errors = compared.compiling.result()(*args).items()
-            named = {f"{name} of the experts": error for name, error in errors}
-            operations.check_errors(named, TOLERANCE)
-            return args
-
-        jobs = [self.job("experts", ALONE, start(forward, shape.reps))]
-        if shape.is_training:
-            program = start(both, keeps_results=True)
-            jobs.append(self.job("experts_and_gradients", ALONE, program))
-        return Case("experts alone", check, jobs)
 
     def layer_case(self, method: str) -> Case:
         """Return the case of the layer by a method, whose results must be those of the first."""
@@ -325,14 +255,13 @@ class Bench:
             return dict(
                 op=op,
                 method=method,
-                sweep="grouped" if method == ALONE else shape.sweep,
+                sweep=shape.sweep,
                 **suite.describe(shape.workload),
                 shape=shape.name,
                 intermediate=shape.intermediate,
                 dropped=round(shape.workload.dropped, 5),
                 is_training=shape.is_training,
                 grouped=self.grouped,
-                fullest_expert=shape.fullest,
                 path=self.group.path if is_ours else "plain",
                 num_sms=num_sms,
                 **result.row(),

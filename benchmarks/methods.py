@@ -12,7 +12,6 @@ permutation. They take the ids to be valid, which ours does not.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from .workload import Setting, Workload
+from .workload import DTYPE, Setting, Workload
 
 GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the largest
 
@@ -49,6 +48,8 @@ class Method(NamedTuple):
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
+    decode: Callable[[Any], jax.Array] = lambda rows: rows
+    """Makes what combine accepts from the rows of a dispatch."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -74,7 +75,11 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         wire_dtype = travels.get("wire_dtype")
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
-    return Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    if setting.formatted != "rows":
+        return method
+    fmt = travels["format"]
+    return method._replace(decode=lambda rows: fmt.decode(rows, jnp.dtype(DTYPE)))
 
 
 def token_format(setting: Setting) -> ma.TokenFormat | None:
@@ -83,24 +88,6 @@ def token_format(setting: Setting) -> ma.TokenFormat | None:
         BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
     )
     return formats.get(setting.format)
-
-
-def encoded(workload: Workload, group: ma.Group) -> Method:
-    """Make our method with tokens that XLA quantizes before and decodes after the exchange, as a
-    format does."""
-    setting, fmt = workload.setting, token_format(workload.setting)
-    assert fmt is not None
-    bare = dataclasses.replace(setting, format="", formatted="")
-    method = ours(dataclasses.replace(workload, setting=bare), group)
-
-    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        values: Any = fmt.encode(x)
-        dispatched = method.dispatch(values, ids, weights)
-        if setting.formatted == "rows":
-            return dispatched
-        return dispatched._replace(rows=fmt.decode(dispatched.rows, x.dtype))
-
-    return method._replace(dispatch=dispatch)
 
 
 def local(workload: Workload, group: ma.Group) -> Method:
@@ -233,10 +220,8 @@ METHODS: dict[str, Callable[..., Method]] = dict(
     dense=dense,
     ragged=ragged,
     ragged32=functools.partial(ragged, updates=32),
-    encoded=encoded,
     local=local,
 )
-CALLS_OURS = ("ours", "encoded")
 
 
 # Local parts of the plain methods.

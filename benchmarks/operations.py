@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .methods import Method
 from .workload import Workload
@@ -48,7 +47,7 @@ class Operation(NamedTuple):
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
     """Return x, by dispatch and combine: experts return their rows, and weights sum to 1."""
     dispatched = method.dispatch(x, ids, weights)
-    return method.combine(dispatched.rows, dispatched.state)
+    return method.combine(method.decode(dispatched.rows), dispatched.state)
 
 
 def prepare(
@@ -74,14 +73,13 @@ def prepare(
             group_sizes=dispatched.group_sizes,
             state=dispatched.state,
         )
-        pairs = {}
         if BACKWARD in ops:
             out, vjp = jax.vjp(lambda x, w: round_trip(method, x, routed, w), x, weights)
             found["residuals"], vjp_treedef = jax.tree.flatten(vjp)
             dx, d_weights = vjp(x)
             norms = (x.astype(jnp.float32) ** 2).sum(axis=-1, keepdims=True)
             pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
-        elif isinstance(dispatched.rows, jax.Array):
+        else:
             pairs = dict(out=(round_trip(method, x, routed, weights), x))
         found["errors"] = {name: squares(*pair) for name, pair in pairs.items()}
         return found
@@ -168,13 +166,7 @@ def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
 
 @jax.jit
 def _are_equal(a: Any, b: Any) -> jax.Array:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    equal = [jnp.array_equal(_comparable(x), _comparable(y)) for x, y in pairs]
-    return jnp.stack(equal).all()
-
-
-def _comparable(x: jax.Array) -> jax.Array:
-    return x if x.dtype.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
+    return jnp.stack(jax.tree.leaves(jax.tree.map(jnp.array_equal, a, b))).all()
 
 
 def check(
@@ -193,5 +185,3 @@ def check(
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]
         if not bool(_are_equal(*rows)):
             raise AssertionError("rows or group sizes differ from ours")
-    elif not prepared["errors"]:
-        raise AssertionError("nothing to check the rows against")

@@ -36,18 +36,15 @@ LINK_BYTES = 347e9  # per second, link limit of 4,096 tokens in 2026-11-21-4xH20
 def main() -> int:
     """Simulate all settings, and write the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="8 ranks, 256 tokens, 2 batches")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=(8, 32))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--out", type=pathlib.Path, help="the record's path (.json)")
     args = parser.parse_args()
     set_platform(None)
-    tokens, batches = (256, 2) if args.quick else (TOKENS, BATCHES)
     record = records.head("none", 0)
-    for ranks in (8,) if args.quick else args.ranks:
+    for ranks in args.ranks:
         for sigma in (1.1, 1.7):
-            for row in simulate(ranks, sigma, args.seed, tokens, batches, args.methods):
+            for row in simulate(ranks, sigma, args.methods):
                 record["rows"].append(row)
                 say(f"{ranks} ranks, sigma {sigma}: {row['method']}, {row['load']}")
     path = args.out or records.FOLDER / f"{records.today()}-placement.json"
@@ -91,19 +88,12 @@ def fetch_us(experts: int) -> float:
     return 1e6 * experts * WEIGHTS_OF_EXPERT * ITEM_BYTES / LINK_BYTES
 
 
-def simulate(
-    ranks: int,
-    sigma: float,
-    seed: int,
-    tokens: int,
-    batches: int,
-    methods: Sequence[str] = METHODS,
-) -> Iterator[records.Row]:
+def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
     """Yield the row of each method: the load of the fullest rank over the mean, and the dropped
     share of rows at a capacity factor, each the mean and the largest of the batches."""
-    rng = np.random.default_rng([seed, ranks])
+    rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
-    counts = [_counts(popularity, ranks, tokens, rng) for _ in range(batches + 1)]
+    counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
     plans = _plans(counts[0].sum(0), ranks)
     for method in methods:
         loads, drops = [], []
@@ -119,14 +109,14 @@ def simulate(
             method=method,
             ranks=ranks,
             sigma=sigma,
-            seed=seed,
-            tokens=tokens,
+            seed=0,
+            tokens=TOKENS,
             top_k=TOP_K,
             experts=EXPERTS,
             spare=0 if method in METHODS[:2] else SPARE,
             replicas=int((plans.get(method, plans["home form"]).slot_experts >= 0).sum()) - EXPERTS,
             fetched=_num_fetched(plans["home form"], ranks) if method in FETCHING else 0,
-            batches=batches,
+            batches=BATCHES,
             load=spread(loads),
             dropped=spread(drops),
         )
@@ -150,11 +140,11 @@ def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
     }
 
 
-def _counts(popularity: Any, ranks: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
+def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray:
     """Return how many choices of each rank choose each expert, [R, E]."""
     counts = np.empty((ranks, EXPERTS), np.int32)
     for rank in range(ranks):  # a Gumbel number is -log of an exponential one
-        keys = rng.standard_exponential((tokens, EXPERTS), np.float32)
+        keys = rng.standard_exponential((TOKENS, EXPERTS), np.float32)
         keys = popularity - np.log(np.maximum(keys, np.float32(1e-30)))
         ids = np.argpartition(keys, -TOP_K, axis=-1)[:, -TOP_K:]
         counts[rank] = np.bincount(ids.ravel(), minlength=EXPERTS)

@@ -8,15 +8,14 @@ one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make wi
 experts; or a few rows, as in decode. Every result is compared with plain products of the first
 and the last group before it is timed.
 
-A figure is a median over samples. A sample is a number of calls without a wait between them, and
-all implementations of a product take turns, because a GPU's clock falls while it is hot.
+A figure is a median over samples, which all implementations of a product take in turns, because a
+GPU's clock falls while it is hot.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ ROWS = 32_768
 SIGMA = 1.1  # of the logarithm of an expert's popularity
 SAMPLES = 5
 BUDGET_SECONDS = 180.0
-SAMPLE_SECONDS = 0.02
 TOLERANCE = 1e-2  # bfloat16 has 8 bits
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
@@ -189,23 +187,6 @@ def experts(setting: Setting) -> Work:
     return Work((rows, w_in, w_out, known), operation, error, of_op, (w_in, w_out))
 
 
-def sampler(run: Callable[[], Any]) -> Callable[[], float]:
-    """Return a function that times calls without a wait between them, in us of one call."""
-    jax.block_until_ready(run())
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    calls = max(2, min(50, int(SAMPLE_SECONDS / (time.perf_counter() - start))))
-
-    def sample() -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = run()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls * 1e6
-
-    return sample
-
-
 def measure(run: runs.Run, setting: Setting) -> None:
     """Time a setting; add the rows to the run."""
     runs.say(f"{setting.name}, {setting.sizes}, {setting.rows} rows")
@@ -225,7 +206,7 @@ def measure(run: runs.Run, setting: Setting) -> None:
                 error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = sampler(functools.partial(call, *work.args))
+                samplers[method] = timing.sampler(call, work.args, 1, run.sample_seconds)
         for method, us in timing.take_turns(samplers, run.samples).items():
             times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
             row = dict(

@@ -54,16 +54,14 @@ PANEL = ("panel", "title", "shape", "k", "n", "sizes", "tokens")
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
-    *("pairs", "grouped"),
+    "grouped",
     *("routing", "micro_batches"),
     *("op", "method"),
 )
-OF_SWEEP = dict.fromkeys(("sms", "overlap"), "num_sms")
-OF_SWEEP |= dict(products="rows", model="rows")
+OF_SWEEP = dict(sms="num_sms", products="rows", model="rows")
 MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
-    **dict(exchange_us="exchange alone", products_us="products alone", ratio_to_longer="ratio"),
-    **dict(cost_us="cost", tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
+    **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
 )
 STEPS = "model"  # the sweep of benchmarks.model

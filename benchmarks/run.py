@@ -130,8 +130,6 @@ class Run:
     sample_seconds: float = timing.SAMPLE_SECONDS
     deadline: float = float("inf")
     """``time.perf_counter()`` after which nothing more is timed."""
-    pause: float = 0
-    """Seconds of rest before each run of a sample."""
     pool: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
             min(MAX_THREADS, os.cpu_count() or 1)
@@ -220,13 +218,12 @@ class Run:
         reps: int = 1,
         exchanges: int = 1,
         tied_axes: int | None = 2,
-        carries: bool = False,
         keeps_results: bool = False,
     ) -> Program:
         """Trace a program that repeats a step, and hand it to the compiler's threads.
 
         Args:
-          step, tied_axes, carries: for ``timing.chain``.
+          step, tied_axes: for ``timing.chain``.
           state, fixed: its arguments, or their shapes.
           keeps_results: the program is the step, once; it returns all results.
         """
@@ -234,7 +231,7 @@ class Run:
             reps = 1
 
         def lower(reps: int) -> Any:
-            chain = timing.chain(step, reps, tied_axes, carries=carries)
+            chain = timing.chain(step, reps, tied_axes)
             return self.per_rank(step if keeps_results else chain).lower(state, *fixed)
 
         lowered = lower(reps)
@@ -264,7 +261,7 @@ class Run:
             say(f"{error}; one repetition instead")
             compiled, reps = program.compile_once(), 1
             timing.check_unmerged(compiled, reps, program.exchanges)
-        return timing.sampler(compiled, args, reps, self.sample_seconds, pause=self.pause), reps
+        return timing.sampler(compiled, args, reps, self.sample_seconds), reps
 
 
 def in_words(row: Row) -> str:

@@ -46,7 +46,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of ours")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
-    parser.add_argument("--no-wire", action="store_true", help="do not measure the link limit")
     args = parser.parse_args(argv)
     if unknown := set(args.sweep) - set(sweeps.SWEEPS):
         names = ",".join(sweeps.SWEEPS)
@@ -104,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None
-    if num_gpus > 1 and not args.no_wire:  # before JAX takes the memory
+    if num_gpus > 1:  # before JAX takes the memory
         settings = choose_settings(args, True)
         if args.sweep:
             settings = [Setting(tokens, **FULL) for tokens in WIRE_TOKENS]

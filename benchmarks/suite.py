@@ -17,7 +17,7 @@ from jax_moe_a2a._src.exchange.lowering import budgets
 from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
 
 from . import operations, timing, wire
-from .methods import CALLS_OURS, METHODS
+from .methods import METHODS
 from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
@@ -50,8 +50,6 @@ class Plan:
     """Our method runs once with each of these options of a group."""
     sweep: str = ""
     """The sweep that the table belongs to; "" for the standard settings."""
-    reference: str = ""
-    """A method that rows are compared with, which is not timed; "" for the first that is."""
     tolerance: float = operations.TOLERANCE
     """Relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
@@ -84,11 +82,6 @@ class Variant(NamedTuple):
     run_once: concurrent.futures.Future
     programs: list[Timed]
 
-    @property
-    def is_reference(self) -> bool:
-        """Return True if the rows of other methods are compared with its rows."""
-        return self.method == (self.plan.reference or "ours")
-
     def __str__(self) -> str:
         sms = f", num_sms={self.group.num_sms}" if self.group.num_sms else ""
         return f"{self.plan.workload.setting}: {self.method}{sms}"
@@ -119,10 +112,8 @@ def start_compiling(run: Run, plan: Plan) -> list[Variant]:
     workload = plan.workload
     say(f"{workload.setting}: tracing (capacity {workload.capacity})")
     variants: list[Variant] = []
-    reference = [plan.reference] if plan.reference else []
-    for method in reference + [method for method in METHODS if method in plan.methods]:
+    for method in (method for method in METHODS if method in plan.methods):
         ops = plan.ops if method == "ours" else plan.plain_ops
-        ops = () if method == plan.reference else ops
         for options in plan.options if method == "ours" else ({},):
             with run.attempt(f"{workload.setting}: {method}"):
                 variants.append(compile_variant(run, plan, method, options, ops))
@@ -239,10 +230,9 @@ def case_of(
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
-        if variant.method != variant.plan.reference:
-            operations.check(prepared, reference or None, variant.plan.tolerance)
+        operations.check(prepared, reference or None, variant.plan.tolerance)
         variant.group.check()
-        if variant.is_reference and not reference:
+        if variant.method == "ours" and not reference:
             reference.update({name: prepared[name] for name in ("rows", "group_sizes")})
         return prepared
 
@@ -268,7 +258,7 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
     if tie_us is not None:
         tie_us *= (reps - 1) / reps  # there is none after the last
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
-    path = group.path if variant.method in CALLS_OURS else "plain"
+    path = group.path if variant.method == "ours" else "plain"
     graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
     row: Row = dict(
         op=op,

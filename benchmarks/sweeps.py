@@ -50,11 +50,6 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
     return lambda size: [{field: size}]
 
 
-def forward(setting: Setting) -> dict[str, Any]:
-    """Return the options of a plan of forward operations."""
-    return dict(ops=FORWARD)
-
-
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
     """Return the options of a plan that has plain JAX for a few numbers of tokens."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
@@ -68,13 +63,13 @@ def formats(name: str) -> list[dict[str, Any]]:
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return what is measured of a format, with the tokens that XLA quantizes as reference."""
+    """Return what is measured of a format."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
     if setting.formatted == "sums":
         return dict(ops=(COMBINE,), tolerance=tolerance)
-    return dict(ops=(DISPATCH, EXCHANGE), reference="encoded", tolerance=tolerance)
+    return dict(ops=(DISPATCH, EXCHANGE), tolerance=tolerance)
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
@@ -92,9 +87,9 @@ SWEEPS: dict[str, Sweep] = dict(  # what says most first
     ),
     sms=Sweep(lambda _: [{}], ("",), of_budgets, has_few=True),
     formats=Sweep(formats, ("", *FORMAT_TOLERANCE), of_format, has_few=True),
-    experts=Sweep(by("experts"), (64, 128, 256, 512), forward),
-    hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), forward),
-    topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), forward),
+    experts=Sweep(by("experts"), (64, 128, 256, 512), lambda setting: dict(ops=FORWARD)),
+    hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), lambda setting: dict(ops=FORWARD)),
+    topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), lambda setting: dict(ops=FORWARD)),
     skew=Sweep(  # a hot rank; experts of different popularity
         lambda change: [change],
         (

@@ -81,14 +81,12 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 def chain(
-    step: Callable[..., Any], reps: int, tied_axes: int | None = 2, *, carries: bool = False
+    step: Callable[..., Any], reps: int, tied_axes: int | None = 2
 ) -> Callable[..., list[jax.Array]]:
     """Repeat ``step`` (state, fixed arguments -> results) ``reps`` times on the same state.
 
     The result is the first element of each of the last results: enough to keep them alive.
-    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results. If it
-    ``carries``, the first result takes the place of the first leaf of the state, and what is tied
-    is a result too: a step need not read it.
+    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
 
@@ -102,14 +100,11 @@ def chain(
                 jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), *fixed))
             )
             leaves = tie(leaves, tied, results)
-            if carries:
-                leaves[0] = results[0]
             if tied_axes is None:
                 # Every leaf changes. Otherwise XLA would compute what depends on an unchanged leaf
                 # (an all_gather of x, for example) once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
-        kept = [leaves[i] for i in tied] if carries else []
-        return [first_element(leaf) for leaf in (*results, *kept)]
+        return [first_element(leaf) for leaf in results]
 
     return repeated
 
@@ -213,21 +208,18 @@ def sampler(
     args: tuple[Any, ...],
     reps: int,
     sample_seconds: float = SAMPLE_SECONDS,
-    pause: float = 0,
 ) -> Callable[[], float]:
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
-    calls took no longer is noise, and is taken again. The GPU rests for ``pause`` seconds before
-    each run.
+    calls took no longer is noise, and is taken again.
 
     The function raises:
       RuntimeError: if all samples are noise.
     """
 
     def seconds(calls: int) -> float:
-        time.sleep(pause)
         start = time.perf_counter()
         for _ in range(calls):
             out = None  # the results of the next call may take this memory

@@ -63,7 +63,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
       num_gpus: how many GPUs, two at least.
 
     Returns:
-      ``flag_us`` (one way, between two GPUs), ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
+      ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
       memory, reads and writes counted), and ``results``: by plain peer stores, one dict per size
       with ``bytes``, ``blocks`` (the best number of them), ``median_us``, ``min_us``, ``max_us``,
       ``gb_per_s``.
@@ -99,8 +99,7 @@ def in_words(measured: dict[str, Any]) -> str:
     return (
         f"Out of each of {measured['gpus']} GPUs at once, evenly to all others: plain stores "
         f"{best['gb_per_s']:.0f} GB/s ({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB). "
-        f"A GPU's own memory: {measured['local_gb_per_s']:,.0f} GB/s, reads and writes counted. "
-        f"A flag takes {measured['flag_us']:.2f} us one way."
+        f"A GPU's own memory: {measured['local_gb_per_s']:,.0f} GB/s, reads and writes counted."
     )
 
 

@@ -3,7 +3,7 @@
     python examples/overlap.py
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. On CPUs the program is the
-same, but nothing overlaps. ``python -m benchmarks.overlap`` measures the gain on GPUs.
+same, but nothing overlaps. docs/overlap.md says when it pays.
 """
 
 import os

@@ -31,7 +31,6 @@ from benchmarks import (  # noqa: E402
     methods,
     model,
     operations,
-    overlap,
     placement,
     products,
     record,
@@ -218,7 +217,7 @@ def test_a_sample_in_which_more_calls_took_no_longer_is_taken_again(monkeypatch)
         now += 10.0 if num_calls == odd_call else 1.0
         return ()
 
-    clock = types.SimpleNamespace(perf_counter=lambda: now, sleep=lambda seconds: None)
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(timing, "time", clock)
     # Three calls tell how long one takes, five warm up; a sample is of five calls and of one.
     odd_call = 3 + 5 + 6
@@ -307,20 +306,13 @@ def test_kernels_of_a_trace_are_summed_by_name():
 
 
 @pytest.mark.parametrize("formatted", ["rows", "decoded"])
-def test_rows_in_a_format_are_those_of_tokens_that_were_quantized_before(formatted):
+def test_a_format_is_checked_with_a_tolerance_of_its_own(formatted):
     setting = dataclasses.replace(SETTING, hidden=128, format="MxFp8", formatted=formatted)
     work = workload.draw(setting, harness.FEW)
-    reference = prepared_by(methods.encoded, work, (operations.EXCHANGE,))
     ours = prepared_by(methods.ours, work, (operations.EXCHANGE,))
-    operations.check(ours, reference, operations.FORMAT_TOLERANCE["MxFp8"])
-    if formatted == "decoded":
-        with pytest.raises(AssertionError, match="^out is wrong"):  # it has been quantized
-            operations.check(ours, reference)
-        return
-    rows = ours["rows"]
-    wrong_scales = rows._replace(scales=jnp.roll(rows.scales, 1, axis=1))
-    with pytest.raises(AssertionError, match="rows or group sizes differ"):
-        operations.check(dict(ours, rows=wrong_scales), reference)
+    operations.check(ours, None, operations.FORMAT_TOLERANCE["MxFp8"])
+    with pytest.raises(AssertionError, match="^out is wrong"):  # it has been quantized
+        operations.check(ours, None)
 
 
 def test_the_errors_of_formats_in_the_documents_are_those_of_the_record():
@@ -358,10 +350,7 @@ def test_experts_that_are_wrong_are_refused():
 @on_cpu
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     rows = run_on_cpu(layer, "--only training", tmp_path / "layer.json")["rows"]
-    assert {row["op"] for row in rows if row["sweep"] == "grouped"} == {
-        *("experts", "experts_and_gradients")
-    }
-    measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
+    measured = {(row["method"], row["op"]) for row in rows}
     methods = *layer.OURS, "all_gather", "dense"
     expected = {(m, op) for m in methods for op in ("forward", "forward_and_gradients")}
     assert measured == expected - {(layer.OF_FP8, "forward_and_gradients")}
@@ -373,16 +362,6 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
     rows = run_on_cpu(products, "", tmp_path / "products.json")["rows"]
     ours = [row["op"] for row in rows if row["method"] == "ours"]
     assert ours == ["experts", "experts_and_gradients", "forward", "d_rows", "d_weights"]
-
-
-@on_cpu
-def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
-    options = "--only dispatch backward --num-sms 8 --quick"
-    rows = run_on_cpu(overlap, options, tmp_path / "overlap.json")["rows"]
-    assert [(row["op"], row["sweep"], row["num_sms"]) for row in rows] == [
-        *(("dispatch", "overlap", 8), ("backward", "overlap", 8))
-    ]
-    assert all(row["ratio_to_longer"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)

@@ -44,7 +44,7 @@ DOCUMENTS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"),
     *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*.md"))),
 )
-MOST_LINES = {"README.md": 160, "docs/sharp_bits.md": 250}
+MOST_LINES = {"README.md": 160, "docs/sharp_bits.md": 230}
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -174,7 +174,7 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "README.md": 2,
         "docs/getting_started.md": 7,
         "docs/concepts.md": 5,
-        "docs/sharp_bits.md": 7,
+        "docs/sharp_bits.md": 6,
         "docs/recipes.md": 6,
         "docs/overlap.md": 3,
         "docs/formats.md": 5,
@@ -185,7 +185,7 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "docs/coming_from.md": 6,
         "docs/integrations/flax.md": 4,
         "docs/integrations/maxtext.md": 3,
-        "docs/integrations/others.md": 4,
+        "docs/integrations/others.md": 3,
         "docs/integrations/transformers.md": 3,
     }.items(),
 )

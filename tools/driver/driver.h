@@ -5,14 +5,11 @@
 
 #include <cuda_runtime.h>
 
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <numeric>
-#include <random>
 #include <string>
 #include <type_traits>
 #include <variant>
@@ -41,24 +38,6 @@ inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
   } while (false)
 
 constexpr int kItemBytes = 2;  // bfloat16
-
-// ---- Sizes of groups
-
-// Returns sizes in proportion to popularities, whose logarithms have the standard deviation sigma.
-inline std::vector<int> SkewedSizes(double sigma, int num, int total) {
-  std::mt19937 random(1);
-  std::normal_distribution<double> normal;
-  std::vector<double> ends(num);
-  for (double& end : ends) end = std::exp(sigma * normal(random));
-  std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  std::vector<int> sizes;
-  int placed = 0;
-  for (double end : ends) {
-    sizes.push_back(static_cast<int>(std::lround(end / ends.back() * total)) - placed);
-    placed += sizes.back();
-  }
-  return sizes;
-}
 
 // ---- Command line
 

@@ -10,34 +10,27 @@
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
 //                 [--send-teams 0] [--receive-teams 0]
-//                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
-//                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,routed-format,
-//                        format-combine]
-//                 [--format BlockwiseFp8|MxFp8|NvFp4] [--decode] [--bare]
+//                 [--hidden 7168] [--top-k 8] [--experts 256]
+//                 [--ops dispatch,combine,route,routed,weighted]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
 // Prints one line per operation and combination of the lists. A time is that of the slowest device,
 // in microseconds per launch (route: per pair of launches). `wire` is the number of bytes in the
 // busiest direction of a rank's links, where a token counts once per remote rank. The kernels of
-// route make the plan of all other operations. If it is compiled with -DMOE_A2A_TIMELINE, the
-// driver also prints when the last launch of rank 0 first and last passed each mark (params.h).
+// route make the plan of all other operations. The capacity is that of the fullest rank. With
+// -DMOE_A2A_TIMELINE, the driver also prints when the last launch of rank 0 first and last passed
+// each mark (params.h).
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. A launch is for all
-//                  ranks, with the kernels of cuda/colocated/. Numbers in --sms are reduced to what
-//                  cuda/ffi/call_state.cc allows for a rank. `wire` and GB/s are computed as for N GPUs, but these bytes
-//                  cross no link
-//   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams and
-//                  --receive-teams (teams of a block): likewise
-//   --capacity     rows of a rank. tight: those of the fullest rank, rounded up to 128; worst: the most possible
-//   --skew         rank 0 receives this multiple of its share of the choices (at most all choices)
-//   --bare         dispatch without router weights
-//   --format       format of the tokens of format-dispatch and routed-format, and of the partial sums of
-//                  format-combine
-//   --decode       destinations decode the tokens
-//   --check        requires that all launches of an operation return the same bits: the first one, which writes to
-//                  poisoned arrays, the last timed one, and those with other numbers of the lists. It skips inner
-//                  products of a weighted dispatch, because their rounding depends on these numbers
+//   --ranks        runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/:
+//                  a launch is for all ranks. Numbers in --sms are reduced to what
+//                  cuda/ffi/call_state.cc allows for a rank. The bytes of `wire` cross no link
+//   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams
+//                  and --receive-teams (teams of a block): likewise
+//   --check        requires that all launches of an operation return the same bits: the first one,
+//                  which writes to poisoned arrays, the last timed one, and those with other numbers
+//                  of the lists. It skips inner products of a weighted dispatch, because their
+//                  rounding depends on these numbers
 //   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
 
@@ -54,8 +47,6 @@
 
 #include "calls/combine.h"
 #include "calls/dispatch.h"
-#include "calls/encoded_payload.h"
-#include "calls/format_dispatch.h"
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
 #include "calls/weighted_dispatch.h"
@@ -87,9 +78,8 @@ struct Options {
   std::vector<int> send_teams = {0}, receive_teams = {0};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
-  std::string format = "BlockwiseFp8", capacity = "tight";
-  bool check = false, bare = false, decode = false;
-  double skew = 1, timeout_s = 5;
+  bool check = false;
+  double timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all visible GPUs
   int ranks = 0;  // 0: one rank on each GPU; otherwise all ranks on the first GPU
@@ -128,8 +118,6 @@ Options ParseOptions(int argc, char** argv) {
   Options* o = &options;
   ReadOptions(argc, argv,
               {{"--check", &o->check},
-               {"--bare", &o->bare},
-               {"--decode", &o->decode},
                {"--tokens", &o->tokens},
                {"--sms", &o->sms},
                {"--send-blocks", &o->send_blocks},
@@ -142,20 +130,14 @@ Options ParseOptions(int argc, char** argv) {
                {"--samples", &o->samples},
                {"--gpus", &o->gpus},
                {"--ranks", &o->ranks},
-               {"--skew", &o->skew},
                {"--timeout", &o->timeout_s},
-               {"--format", &o->format},
-               {"--capacity", &o->capacity},
                {"--ops", &o->ops}});
-  CHECK(options.capacity == "tight" || options.capacity == "worst");
   ChooseRanks(&options);
   CHECK(options.hidden >= 1 && options.iters >= 1 && options.samples >= 1);
   CHECK(options.top_k >= 1 && options.top_k <= kMaxTopK && options.top_k <= options.experts);
   CHECK(options.experts % options.ranks == 0);
   CHECK(options.experts / options.ranks <= kMaxLocalExperts);
-  CHECK(options.skew > 0 && options.timeout_s > 0);
-  // All choices of a token may fall on one side.
-  CHECK(options.skew == 1 || options.top_k <= options.experts / options.ranks);
+  CHECK(options.timeout_s > 0);
   for (int tokens : options.tokens) CHECK(tokens >= 1);
   for (int sms : options.sms) CHECK(sms >= 1);
   if (options.gpus < options.ranks) LimitBlocks(&options);
@@ -181,10 +163,6 @@ struct Workload {
   int num_ranks;
   int num_gpus;  // as many as ranks, or one for all
   int num_tokens, hidden, top_k, num_experts;
-  std::string format_name;
-  TokenFormat format;
-  bool weights;  // dispatch sends router weights
-  bool decode;   // destinations decode the tokens
   int capacity = 0;
   int64_t crossing_tokens = 0;            // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
@@ -196,20 +174,15 @@ struct Workload {
   int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
 };
 
-std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
+std::vector<int32_t> DrawIds(const Workload& w, int rank) {
   std::mt19937_64 random(SeedOf(Seed::kIds, rank));
-  const auto draw = [&](int first, int last) {
-    return std::uniform_int_distribution<int>(first, last - 1)(random);
-  };
-  std::bernoulli_distribution is_hot(std::min(1.0, skew / w.num_ranks));
+  std::uniform_int_distribution<int> draw(0, w.num_experts - 1);
   std::vector<int32_t> ids(int64_t{w.num_tokens} * w.top_k);
   for (size_t token = 0; token < ids.size(); token += w.top_k) {
     for (int k = 0; k < w.top_k; ++k) {
-      int first = 0, last = w.num_experts;
-      if (skew != 1) (is_hot(random) ? last : first) = w.local_experts();
       const auto begin = ids.begin() + token;
-      int id = draw(first, last);
-      while (std::find(begin, begin + k, id) != begin + k) id = draw(first, last);
+      int id = draw(random);
+      while (std::find(begin, begin + k, id) != begin + k) id = draw(random);
       begin[k] = id;
     }
   }
@@ -218,7 +191,7 @@ std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
 
 // Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all
 // rows.
-void CountRows(bool is_worst, Workload* w) {
+void CountRows(Workload* w) {
   std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
   for (int source = 0; source < w->num_ranks; ++source) {
     const std::vector<int32_t>& ids = w->ids[source];
@@ -234,9 +207,7 @@ void CountRows(bool is_worst, Workload* w) {
       }
     }
   }
-  const int64_t capacity =
-      is_worst ? int64_t{w->num_ranks} * w->num_tokens * w->top_k
-               : round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
+  const int64_t capacity = round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
   CHECK(capacity <= INT32_MAX);
   w->capacity = static_cast<int>(capacity);
   w->crossing_tokens = std::max(*std::max_element(leaving.begin(), leaving.end()),
@@ -244,38 +215,23 @@ void CountRows(bool is_worst, Workload* w) {
 }
 
 Workload MakeWorkload(const Options& options, int num_tokens) {
-  CHECK(format_named(options.format) != kNoFormat);
-  Workload w = {options.ranks, options.gpus,    num_tokens,     options.hidden,
-                options.top_k, options.experts, options.format, format_named(options.format),
-                !options.bare, options.decode};
-  for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
-  CountRows(options.capacity == "worst", &w);
+  Workload w = {options.ranks,  options.gpus,  num_tokens,
+                options.hidden, options.top_k, options.experts};
+  for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, rank));
+  CountRows(&w);
   return w;
 }
 
 // ---- Memory of the devices
 
-// Adds a remedy to the message of a failed allocation, if ranks share a GPU.
-Problem WithRemedy(int ranks_per_gpu, const Problem& problem) {
-  if (problem.empty() || ranks_per_gpu == 1) return problem;
-  return problem + "; " + std::to_string(ranks_per_gpu) +
-         " ranks share the GPU's memory: use fewer ranks or tokens, or a smaller hidden size";
-}
-
 // An array of a rank, in memory of DeviceMemory.
-class DeviceBuffer {
- public:
-  DeviceBuffer(void* data, int64_t bytes) : data_(data), bytes_(bytes) {}
-
+struct DeviceBuffer {
+  char* data;
+  int64_t bytes;
   template <typename T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return reinterpret_cast<T*>(data);
   }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  void* data_;
-  int64_t bytes_;
 };
 
 // The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take
@@ -287,7 +243,7 @@ class DeviceMemory {
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
   DeviceMemory(const DeviceMemory&) = delete;
   ~DeviceMemory() {
-    for (const DeviceBuffer& array : first_) cudaFree(array.as<void>());
+    for (const DeviceBuffer& array : first_) cudaFree(array.data);
   }
 
   // Makes Take() return arrays of the next rank. Also called before the first rank.
@@ -297,20 +253,17 @@ class DeviceMemory {
   }
 
   DeviceBuffer Take(int64_t bytes) {
-    if (rank_ == 0) first_.emplace_back(Allocate(bytes), bytes);
+    if (rank_ == 0) {
+      first_.push_back({nullptr, bytes});
+      CHECK(cudaMalloc(&first_.back().data, num_ranks_ * bytes));
+    }
     CHECK(rank_ < num_ranks_ && num_taken_ < first_.size());
     const DeviceBuffer& first = first_[num_taken_++];
-    CHECK(first.bytes() == bytes);
-    return DeviceBuffer(first.as<char>() + rank_ * bytes, bytes);
+    CHECK(first.bytes == bytes);
+    return {first.data + rank_ * bytes, bytes};
   }
 
  private:
-  void* Allocate(int64_t bytes) const {
-    void* data = nullptr;
-    CHECK(WithRemedy(num_ranks_, ProblemOf(cudaMalloc(&data, num_ranks_ * bytes))));
-    return data;
-  }
-
   const int num_ranks_;
   int rank_ = -1;
   size_t num_taken_ = 0;             // by this rank
@@ -319,7 +272,7 @@ class DeviceMemory {
 
 DeviceBuffer Upload(const std::vector<int32_t>& values, DeviceMemory& memory) {
   DeviceBuffer buffer = memory.Take(values.size() * sizeof(int32_t));
-  CHECK(cudaMemcpy(buffer.as<void>(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(buffer.as<void>(), values.data(), buffer.bytes, cudaMemcpyHostToDevice));
   return buffer;
 }
 
@@ -382,23 +335,8 @@ struct RankData {
 
 // ---- Launches, with the parameters that cuda/calls builds for the handlers
 
-// The operations that --ops names. For the protocol (Operation), the last four are dispatches and
-// combines.
-enum class Op {
-  kDispatch,
-  kCombine,
-  kRoute,
-  kRoutedDispatch,
-  kWeightedDispatch,
-  kFormatDispatch,
-  kRoutedFormatDispatch,
-  kFormatCombine
-};
-bool IsRouted(Op op) { return op == Op::kRoutedDispatch || op == Op::kRoutedFormatDispatch; }
-bool HasFormat(Op op) {
-  return op == Op::kFormatDispatch || op == Op::kFormatCombine || op == Op::kRoutedFormatDispatch;
-}
-constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
+// The operations that --ops names.
+enum class Op { kDispatch, kCombine, kRoute, kRoutedDispatch, kWeightedDispatch };
 
 // A combination of the lists on the command line.
 struct Tuning {
@@ -419,7 +357,7 @@ Grid ChooseGrid(const Params& p, const Tuning& tuning) {
 int64_t ZoneBytes(const Workload& w) {
   const int64_t ids = array_bytes(1, w.ids_bytes());
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
-  const int64_t weights = w.weights ? array_bytes(w.num_tokens, w.top_k * sizeof(float)) : 0;
+  const int64_t weights = array_bytes(w.num_tokens, w.top_k * sizeof(float));
   return std::max(ids, rows + weights);
 }
 
@@ -441,11 +379,9 @@ struct Bound {
   std::vector<char*> addresses;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
-  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns only
-  // the buffers of the first rank: if ranks share a GPU, each rank's buffer directly follows the
-  // buffer of the previous rank.
-  void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer,
-           int64_t offset = 0) {
+  // cudaMalloc aligns only the buffers of the first rank: if ranks share a GPU, each rank's buffer
+  // directly follows the buffer of the previous rank.
+  void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer) {
     int64_t bytes = type.bytes;
     for (int64_t dimension : dimensions) bytes *= dimension;
     const auto& owned = all_dimensions.emplace_back(std::move(dimensions));
@@ -453,16 +389,14 @@ struct Bound {
     array.type = type;
     array.dimensions = {owned.data(), owned.size()};
     array.bytes = bytes;
-    array.address_bits = static_cast<uintptr_t>(buffer.bytes() | offset);
-    addresses.push_back(buffer.as<char>() + offset);
+    array.address_bits = static_cast<uintptr_t>(buffer.bytes);
+    addresses.push_back(buffer.data);
   }
 };
 
 struct Arguments {
   Bound args, results;
 };
-
-const DataType kUInt8 = {"U8", 1, 0};
 
 void AddRouting(const Call& call, Bound* args) {
   const Workload& w = call.workload;
@@ -481,36 +415,20 @@ void AddIds(const Call& call, Bound* args) {
 
 void AddPlan(const Call& call, Bound* results) {
   for (const DeviceBuffer& array : call.data.plan) {
-    results->Add(kInt32, {array.bytes() / kInt32.bytes}, array);
+    results->Add(kInt32, {array.bytes / kInt32.bytes}, array);
   }
 }
 
-// Tokens and their router weights, as they are or in a format. Without --decode, the values of all
-// rows come first, and then the scales of all rows.
-void AddPayload(const Call& call, bool has_format, Arguments* a) {
+// Tokens and their router weights.
+void AddPayload(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
-  const DeviceBuffer& dispatched = call.data.dispatched;
   a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
-  if (has_format && !w.decode) {
-    const int64_t values = value_bytes(w.format, w.hidden);
-    const int64_t scales = scale_bytes(w.format, w.hidden);
-    a->results.Add(kUInt8, {w.capacity, values}, dispatched);
-    a->results.Add(kUInt8, {w.capacity, scales}, dispatched,
-                   round_up(w.capacity * values, kVectorBytes));
-  } else {
-    a->results.Add(kBFloat16, {w.capacity, w.hidden}, dispatched);
-  }
-  if (!w.weights) return;
+  a->results.Add(kBFloat16, {w.capacity, w.hidden}, call.data.dispatched);
   a->args.Add(kFloat32, {w.num_tokens, w.top_k}, call.data.choice_weights);
   a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
 }
 
-EncodedPayload EncodingOf(const Workload& w) {
-  return {w.format_name, /*num_leaves=*/1, w.decode, /*has_token_scales=*/false, kGlobalScale};
-}
-
 void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
-void SetRoles(const Roles& roles, FormatDispatchParams& p) { p.exchange.roles = roles; }
 void SetRoles(const Roles& roles, RoutedDispatchParams& p) { p.exchange.roles = roles; }
 void SetRoles(const Roles& roles, CombineParams& p) { p.roles = roles; }
 void SetRoles(const Roles&, RouteParams&) {}  // route has no roles
@@ -559,24 +477,11 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
     LaunchKind(kind, calls, kernels, stream, bind);
   };
   constexpr int64_t kAlignment = 1, kNoDrops = -1;  // the capacity holds all rows
-  const auto combine = [&](const std::string& wire) {
-    CombineCall kind = {};
-    kind.num_pairs = 1;
-    kind.wire = wire;
-    kind.global_scale = kGlobalScale;
-    launch(kind, [](const Call& call, Arguments* a) {
-      const Workload& w = call.workload;
-      a->args.Add(kBFloat16, {w.capacity, w.hidden}, call.data.rows);
-      a->args.Add(kFloat32, {w.capacity}, call.data.weights);
-      AddRouting(call, &a->args);
-      a->results.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.combined);
-    });
-  };
   switch (operation) {
     case Op::kDispatch:
-      return launch(DispatchCall{{w.weights, /*leaves_tail=*/false}},
+      return launch(DispatchCall{{/*num_choice_arrays=*/1, /*leaves_tail=*/false}},
                     [](const Call& call, Arguments* a) {
-                      AddPayload(call, /*has_format=*/false, a);
+                      AddPayload(call, a);
                       AddRouting(call, &a->args);
                     });
     case Op::kWeightedDispatch:
@@ -589,29 +494,30 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
         a->results.Add(kBFloat16, {w.capacity, w.hidden}, call.data.dispatched);
         a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
       });
-    case Op::kFormatDispatch:
-      return launch(FormatDispatchCall{{w.weights, /*leaves_tail=*/false}, EncodingOf(w)},
-                    [](const Call& call, Arguments* a) {
-                      AddPayload(call, /*has_format=*/true, a);
-                      AddRouting(call, &a->args);
-                    });
-    case Op::kRoutedDispatch:
-    case Op::kRoutedFormatDispatch: {
-      const bool has_format = HasFormat(operation);
+    case Op::kRoutedDispatch: {
       RoutedDispatchCall kind = {};
       kind.num_experts = w.num_experts;
       kind.alignment = kAlignment;
       kind.first_choice = kNoDrops;
-      kind.options.num_choice_arrays = w.weights;
-      if (has_format) kind.encoded = EncodingOf(w);
-      return launch(kind, [=](const Call& call, Arguments* a) {
+      kind.options.num_choice_arrays = 1;
+      return launch(kind, [](const Call& call, Arguments* a) {
         AddIds(call, &a->args);
         AddPlan(call, &a->results);
-        AddPayload(call, has_format, a);
+        AddPayload(call, a);
       });
     }
-    case Op::kCombine: return combine(kBFloat16.name);
-    case Op::kFormatCombine: return combine(w.format_name);
+    case Op::kCombine: {
+      CombineCall kind = {};
+      kind.num_pairs = 1;
+      kind.wire = kBFloat16.name;
+      return launch(kind, [](const Call& call, Arguments* a) {
+        const Workload& w = call.workload;
+        a->args.Add(kBFloat16, {w.capacity, w.hidden}, call.data.rows);
+        a->args.Add(kFloat32, {w.capacity}, call.data.weights);
+        AddRouting(call, &a->args);
+        a->results.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.combined);
+      });
+    }
     case Op::kRoute:
       return launch(RouteCall{w.num_experts, kAlignment, TokensPerRouteChunk(w.num_tokens),
                               kNoDrops, /*parts=*/1},
@@ -619,7 +525,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
                       AddIds(call, &a->args);
                       AddPlan(call, &a->results);
                       for (const DeviceBuffer& scratch : call.data.route_scratch) {
-                        a->results.Add(kInt32, {scratch.bytes() / kInt32.bytes}, scratch);
+                        a->results.Add(kInt32, {scratch.bytes / kInt32.bytes}, scratch);
                       }
                     });
   }
@@ -631,10 +537,7 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"combine", Op::kCombine},
                                                {"route", Op::kRoute},
                                                {"routed", Op::kRoutedDispatch},
-                                               {"weighted", Op::kWeightedDispatch},
-                                               {"format-dispatch", Op::kFormatDispatch},
-                                               {"routed-format", Op::kRoutedFormatDispatch},
-                                               {"format-combine", Op::kFormatCombine}};
+                                               {"weighted", Op::kWeightedDispatch}};
 
 // The launches on a GPU, in a CUDA graph: first untimed launches, then the timed launches.
 class GpuGraph {
@@ -676,7 +579,7 @@ struct Ranks {
 };
 
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
-  CHECK(WithRemedy(w.ranks_per_gpu(), workspace.Reserve(ZoneBytes(w) * w.num_ranks, 0)));
+  CHECK(workspace.Reserve(ZoneBytes(w) * w.num_ranks, 0));
   Ranks ranks = {workspace, w};
   for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
     ranks.memory.push_back(std::make_unique<DeviceMemory>(w.ranks_per_gpu()));
@@ -730,8 +633,8 @@ double RunGraphs(const Ranks& ranks, Graphs& graphs) {
 // teams.
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
-  if (operation == Op::kCombine || operation == Op::kFormatCombine) return {data.combined};
-  if (IsRouted(operation) || operation == Op::kRoute) results = data.plan;
+  if (operation == Op::kCombine) return {data.combined};
+  if (operation == Op::kRoutedDispatch || operation == Op::kRoute) results = data.plan;
   if (operation != Op::kRoute) results.push_back(data.dispatched);
   if (operation != Op::kRoute && operation != Op::kWeightedDispatch) {
     results.push_back(data.row_weights);
@@ -744,7 +647,7 @@ void Poison(const Ranks& ranks, Op operation) {
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
     CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
     for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
-      CHECK(cudaMemset(result.as<void>(), 0xFF, result.bytes()));
+      CHECK(cudaMemset(result.as<void>(), 0xFF, result.bytes));
     }
     CHECK(cudaDeviceSynchronize());
   }
@@ -758,9 +661,9 @@ uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
     unsigned long long *sum, found;
     CHECK(cudaMalloc(&sum, sizeof(*sum)));
     for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
-      CHECK(result.bytes() % 4 == 0 ? Problem() : "--check needs results of whole 32-bit words");
+      CHECK(result.bytes % 4 == 0 ? Problem() : "--check needs results of whole 32-bit words");
       CHECK(cudaMemset(sum, 0, sizeof(*sum)));
-      Fingerprint<<<1024, 256>>>(result.as<uint32_t>(), result.bytes() / 4, sum);
+      Fingerprint<<<1024, 256>>>(result.as<uint32_t>(), result.bytes / 4, sum);
       CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
       total = Hash(total, found);
     }
@@ -782,8 +685,7 @@ void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
 
 int64_t WireBytes(const Workload& w, Op operation) {
   if (operation == Op::kRoute) return (w.num_ranks - 1) * w.ids_bytes();
-  return w.crossing_tokens *
-         (HasFormat(operation) ? encoded_stride(w.format, w.hidden) : w.row_bytes());
+  return w.crossing_tokens * w.row_bytes();
 }
 
 void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning, const Summary& us,
@@ -812,8 +714,8 @@ void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
   const DeviceBuffer& buffer = ranks.data[0]->timeline[0];
   std::vector<uint64_t> times(kTimelineMarks);
   CHECK(cudaSetDevice(0));
-  CHECK(cudaMemcpy(times.data(), buffer.as<void>(), buffer.bytes(), cudaMemcpyDeviceToHost));
-  CHECK(cudaMemset(buffer.as<void>(), 0, buffer.bytes()));
+  CHECK(cudaMemcpy(times.data(), buffer.as<void>(), buffer.bytes, cudaMemcpyDeviceToHost));
+  CHECK(cudaMemset(buffer.as<void>(), 0, buffer.bytes));
   uint64_t begin = UINT64_MAX;
   for (int64_t i = 0; i < kTimelineMarks; i += kNumMarks) {
     if (times[i] > 0) begin = std::min(begin, times[i]);
@@ -884,7 +786,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }
-      if (IsRouted(operation) &&
+      if (operation == Op::kRoutedDispatch &&
           !fits_routed_dispatch(num_tokens, int64_t{options.ranks} * num_tokens * options.top_k,
                                 workload.local_experts())) {
         continue;

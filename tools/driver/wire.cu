@@ -1,6 +1,5 @@
 // Measures the link limit: in a plain kernel, every GPU stores to all its peers at the same time.
-// Also measures the time that a flag takes from one GPU to another, and the rate of a GPU's own
-// memory.
+// Also measures the rate of a GPU's own memory.
 //
 //   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers. Prints JSON.
 //
@@ -30,8 +29,6 @@ constexpr int kBlocks[] = {8, 16, 32, 64};
 constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of NVLink 4
 constexpr double kMaxRounds = 5000;
 constexpr int kLocalRounds = 4;
-constexpr int kPings = 5000;
-constexpr uint64_t kPatienceNs = 2000000000;
 constexpr int64_t kLeastBytes = 192
                                 << 20;  // of the arrays, so that they do not fit in the L2 cache
 
@@ -69,39 +66,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ uint64_t NowNs() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-
-__device__ void Release(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-
-// Two GPUs send a counter to each other in turn. `done` receives the number of messages that have
-// arrived.
-__global__ void Ping(uint32_t* mine, uint32_t* theirs, bool serves, uint32_t* done) {
-  const uint64_t deadline = NowNs() + kPatienceNs;
-  for (uint32_t i = 1; i <= kPings; ++i) {
-    if (serves) Release(theirs, i);
-    uint32_t seen = 0;
-    while (seen < i) {
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      if (NowNs() > deadline) return;
-    }
-    if (!serves) Release(theirs, i);
-    *done = i;
-  }
-}
-
 struct Gpu {
   TimedStream stream;
   int sms;
   uint4* from;
   uint4* zone;  // a segment per peer, in the order of ranks
-  uint32_t* flags;
-  unsigned long long* sum;
 };
 
 // The first GPUs of the machine, with access to each other's memory, and the measurements.
@@ -117,34 +86,6 @@ class Machine {
 
   int num_peers() const { return size_ - 1; }
   double bytes(int64_t words) const { return 16.0 * words * num_peers(); }
-
-  // Checks that the stores reach the peers, before anything is timed.
-  void CheckStores() {
-    Time(size_, [&](int g, Gpu& gpu) {
-      CHECK(cudaMemsetAsync(gpu.zone, 0xA5, bytes(most_), gpu.stream));
-    });
-    Time(size_, [&](int g, Gpu& gpu) { Store(g, 32, most_, 1); });
-    for (int g = 0; g < size_; ++g) {
-      for (int i = 0; i < num_peers(); ++i) {
-        const int peer = (g + 1 + i) % size_;
-        CHECK(FingerprintOf(g, gpus_[g]->from + i * most_) == FingerprintOf(peer, ZoneOf(g, peer))
-                  ? Problem()
-                  : "words of GPU " + std::to_string(g) + " did not arrive at its peers");
-      }
-    }
-  }
-
-  double FlagMicroseconds() {
-    const double us = Time(2, [&](int g, Gpu& gpu) {
-      Ping<<<1, 1, 0, gpu.stream>>>(gpu.flags, gpus_[1 - g]->flags, g == 0, gpu.flags + 16);
-    });
-    for (int g = 0; g < 2; ++g) {
-      uint32_t caught = 0;
-      CHECK(cudaMemcpy(&caught, gpus_[g]->flags + 16, sizeof(caught), cudaMemcpyDefault));
-      CHECK(caught == kPings ? Problem() : "a GPU waited too long for a flag");
-    }
-    return us / (2.0 * kPings);
-  }
 
   // Returns the GB/s of a copy within each GPU's memory; reads and writes both count.
   double LocalRate() {
@@ -174,12 +115,6 @@ class Machine {
     CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, g));
     CHECK(cudaMalloc(&gpu.from, bytes(most_)));
     CHECK(cudaMalloc(&gpu.zone, bytes(most_)));
-    CHECK(cudaMalloc(&gpu.flags, 256));
-    CHECK(cudaMalloc(&gpu.sum, sizeof(*gpu.sum)));
-    CHECK(cudaMemset(gpu.flags, 0, 256));
-    // The kernel is loaded now. Later, loading it could wait for the partner, which already spins.
-    cudaFuncAttributes attributes;
-    CHECK(cudaFuncGetAttributes(&attributes, Ping));
     FillRandom<<<256, 256>>>(reinterpret_cast<float*>(gpu.from), 4 * most_ * num_peers(), g);
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
@@ -221,17 +156,6 @@ class Machine {
     StoreToPeers<<<blocks, kThreads, 0, gpus_[g]->stream>>>(peers, gpus_[g]->from, words, rounds);
   }
 
-  // Returns a number for as many words as a peer gets; equal words have equal numbers.
-  unsigned long long FingerprintOf(int g, const uint4* words) {
-    unsigned long long* sum = gpus_[g]->sum;
-    CHECK(cudaSetDevice(g));
-    CHECK(cudaMemset(sum, 0, sizeof(*sum)));
-    Fingerprint<<<256, 256>>>(reinterpret_cast<const uint32_t*>(words), 4 * most_, sum);
-    unsigned long long found = 0;
-    CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
-    return found;
-  }
-
   int size_;
   int64_t most_;  // the most words for each peer that fit in the arrays
   std::vector<std::unique_ptr<Gpu>> gpus_;
@@ -259,12 +183,10 @@ void MeasureAll(int num_gpus, const std::vector<int64_t>& sizes) {
   const int64_t part = 16 * (num_gpus - 1);
   const int64_t most = std::max(*std::max_element(sizes.begin(), sizes.end()), kLeastBytes);
   Machine machine(num_gpus, (most + part - 1) / part);
-  machine.CheckStores();
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
-  const double flag_us = machine.FlagMicroseconds();
-  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"flag_us\": %.3f, \"local_gb_per_s\": %.1f, ",
-              num_gpus, properties.name, flag_us, machine.LocalRate());
+  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"local_gb_per_s\": %.1f, ", num_gpus,
+              properties.name, machine.LocalRate());
   std::printf("\"results\": [");
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (i > 0) std::printf(", ");
