@@ -1228,16 +1228,6 @@ def refusals():
             ValueError,
             ["scales", "tiles", r"\[2\]"],
         ),
-        "column_major_scales": (
-            lambda: ma.column_major_scales,
-            AttributeError,
-            ["removed", "BlockwiseFp8", "columns", "laid_out"],
-        ),
-        "tiled_scales": (
-            lambda: ma.tiled_scales,
-            AttributeError,
-            ["removed", "MxFp8", "tiles", "laid_out"],
-        ),
     }
 
 
