@@ -185,7 +185,7 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "docs/coming_from.md": 6,
         "docs/integrations/flax.md": 4,
         "docs/integrations/grug.md": 3,
-        "docs/integrations/maxtext.md": 3,
+        "docs/integrations/maxtext.md": 1,
         "docs/integrations/sglang_jax.md": 2,
         "docs/integrations/transformers.md": 3,
     }.items(),
