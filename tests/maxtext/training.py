@@ -26,6 +26,7 @@ import jax_moe_a2a as ma  # noqa: E402
 from benchmarks import maxtext_program  # noqa: E402
 from jax_moe_a2a.integrations import maxtext  # noqa: E402
 
+maxtext_program.load()
 RATE = 1.0
 TINY = dict(
     hardware="cpu",
