@@ -7,6 +7,7 @@
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must notice it
+# make test-maxtext    trains MaxText's model with and without enable(); needs Python 3.12 and PyPI
 # make sanitize        runs the host code over a fake driver under sanitizers
 # make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
 # make lint    ruff, clang-format, mypy, import-linter
@@ -45,8 +46,8 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-hosts fuzz faults emulate emulate-quick mutations sanitize compiled lint docs bench \
-  wheels test-wheels clean
+.PHONY: demo test test-processes test-hosts test-maxtext fuzz faults emulate emulate-quick mutations sanitize compiled \
+  lint docs bench wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -105,6 +106,16 @@ wheels: $(VENV)/.release
 test-wheels: $(VENV)/.test
 	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
 
+# MaxText needs versions of its own, and Python 3.12 or newer.
+MAXTEXT_VENV ?= .venv-maxtext
+test-maxtext: $(MAXTEXT_VENV)/.made
+	$(MAXTEXT_VENV)/bin/python -m pytest -q --noconftest tests/maxtext/training.py
+
+$(MAXTEXT_VENV)/.made: tests/maxtext/requirements.txt
+	$(PYTHON) -m venv $(MAXTEXT_VENV)
+	$(MAXTEXT_VENV)/bin/python -m pip install -q --no-deps -r $<
+	touch $@
+
 bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks
 
@@ -142,5 +153,5 @@ $(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	touch $@
 
 clean:
-	rm -rf build dist .venv .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist .venv .venv312 .venv-maxtext .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -218,6 +218,7 @@ def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> di
     if setting == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         raise ImportError("without TransformerEngine, which is not installed")
     enable = SETTINGS[setting][1]
+    maxtext_program.load()
     if enable is not None:
         maxtext.enable(experts_format=ma.BlockwiseFp8() if enable == "fp8" else None)
     start = time.monotonic()

@@ -184,7 +184,7 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "docs/troubleshooting.md": 2,
         "docs/coming_from.md": 6,
         "docs/integrations/flax.md": 4,
-        "docs/integrations/maxtext.md": 3,
+        "docs/integrations/maxtext.md": 1,
         "docs/integrations/others.md": 3,
         "docs/integrations/transformers.md": 3,
     }.items(),

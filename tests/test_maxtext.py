@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from dense_layer import dense
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -129,7 +130,9 @@ def mesh_of(**sizes):
     count = math.prod(sizes.values())
     if count > harness.NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=harness.devices(count))
+    auto = (AxisType.Auto,) * len(sizes)
+    shape, axes, devices = tuple(sizes.values()), tuple(sizes), harness.devices(count)
+    return jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
 
 
 def arguments(batch, has_biases=False):
@@ -279,8 +282,11 @@ def test_options_that_ask_for_another_result_are_refused(install, options, messa
 
 
 def test_another_implementation_of_the_layer_is_refused(install):
-    layer = install()(None, sparse_matmul=False)
+    of_class = install()
+    layer = of_class(None, sparse_matmul=False)
     maxtext.enable()
+    with pytest.raises(ValueError, match="sparse_matmul must be True"):
+        of_class(None, sparse_matmul=False)
     with pytest.raises(ValueError, match="sparse_matmul must be True .* got sparse_matmul=False"):
         layer.dense_matmul()
     layer.config.sparse_matmul = True

@@ -216,7 +216,7 @@ unwriting_dot.defvjp(unwriting_dot_forward, unwriting_dot_backward)
 
 @pytest.mark.exchanges(16)
 def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result():
-    """docs/sharp_bits.md shows the mask for products whose weight gradient multiplies such rows."""
+    """docs/api/grouped.md shows the mask for products whose weight gradient reads such rows."""
 
     def of_product(multiply, x, weights, w, ids):
         def layer(x, weights, w):

@@ -146,12 +146,21 @@ def enable(
     layer = dict(experts_format=experts_format, format=format, wire_dtype=wire_dtype)
     options = _Options(version, layer, group_options)
 
-    # The class of the layer looks its methods up by name, so they need not be pickled or renamed.
+    init = module.RoutedMoE.__init__
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _check_config(self.config)  # some schedules build the layer and then go around its methods
+
     @functools.wraps(module.RoutedMoE.sparse_matmul)
     def sparse_matmul(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         return _sparse_matmul(options, self, *args, **kwargs)
 
-    methods: dict[str, Callable[..., Any]] = {"sparse_matmul": sparse_matmul}
+    methods: dict[str, Callable[..., Any]] = {
+        "__init__": checked_init,
+        "sparse_matmul": sparse_matmul,
+    }
     methods |= {name: _refusing(option) for name, option in _OTHER_PATHS.items()}
     for name, method in methods.items():
         if hasattr(module.RoutedMoE, name):
@@ -212,7 +221,7 @@ def _check_config(config: Any) -> None:
     """Raise an error if an option asks for something that the layer does not do."""
     for name, (expected, remedy) in _REQUIRED.items():
         value = getattr(config, name, expected)
-        if (value or expected) != expected:
+        if (value or expected) and value != expected:
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. {remedy}, or call "
                 "disable() to use MaxText's own implementation"
@@ -253,7 +262,7 @@ def _axes_of(layer: Any, batch_size: int) -> _Axes:
     # As in MaxText, a batch of one sequence is the sign of decoding.
     batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
     spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
-    first, second, *_ = (*spec, None, None)
+    first, second, *_ = (*tuple(spec), None, None)
     if size(expert) == 1 and batch_size % size(_names(first)):
         first = None
     tokens = P(first, second)
@@ -366,7 +375,7 @@ def _moe_body(
                 f"inputs of the experts {_ENABLED}; got num_experts_per_tok={top_k}"
             )
         scale = jax.nn.sigmoid(weights.astype(jnp.float32))
-        tokens, of_rows = (tokens * scale).astype(layer.dtype), None
+        tokens, of_rows = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
     b_out = get("wo_bias")
     if b_out is not None and axes.tensor:
         # The tensor axis adds partial sums, in which each bias counts once.
@@ -458,5 +467,5 @@ def _bias_updates(
     counts = lax.psum(counts, axes) if axes else counts
     if version.counts_with_accumulation and config.gradient_accumulation_steps > 1:
         return counts
-    mean = jnp.sum(counts) / layer.num_experts
-    return jnp.sign(mean - counts) * config.routed_bias_update_rate
+    load = counts.astype(jnp.float32)
+    return jnp.sign(jnp.mean(load) - load) * config.routed_bias_update_rate

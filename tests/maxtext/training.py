@@ -26,6 +26,7 @@ import jax_moe_a2a as ma  # noqa: E402
 from benchmarks import maxtext_program  # noqa: E402
 from jax_moe_a2a.integrations import maxtext  # noqa: E402
 
+maxtext_program.load()
 RATE = 1.0
 TINY = dict(
     hardware="cpu",
@@ -67,6 +68,7 @@ MODELS = dict(
         n_routing_groups=4,
         topk_routing_group=2,
         routed_bias_update_rate=0.01,
+        load_balance_loss_weight=0.0,  # MaxText's dense layer adds the bias to the scores of it
     ),
     gpt_oss=dict(model_name="gpt-oss-20b"),
     llama4=dict(model_name="llama4-17b-16e", num_experts_per_tok=1, base_num_decoder_layers=4),
