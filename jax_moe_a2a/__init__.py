@@ -68,14 +68,7 @@ from ._src.routing.types import Routing as Routing
 if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
 
     def __getattr__(name):
-        """Return the package of integrations, which imports nothing. Raise an AttributeError for a
-        name that does not exist or was removed."""
+        """Return the package of integrations, which imports nothing."""
         if name == "integrations":
             return _importlib.import_module(f"{__name__}.integrations")
-        use = {
-            "DeviceCounters": "Group.check() to find a failure, because counters are internal",
-            "column_major_scales": 'BlockwiseFp8(scale_layout="columns").laid_out(quantized)',
-            "tiled_scales": 'MxFp8(scale_layout="tiles").laid_out(quantized), or NvFp4 likewise',
-        }
-        remedy = f": it was removed; use {use[name]}" if name in use else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -315,8 +315,6 @@ KERNELS = {
     "dispatch": of_dispatch,
     "routed_dispatch": of_routed_dispatch,
     "combine": of_combine,
-    "combine_add": of_combine,
     "weighted_combine": of_weighted_combine,
-    "weighted_combine_add": of_weighted_combine,
     "weighted_dispatch": of_weighted_dispatch,
 }

@@ -63,8 +63,14 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-@pytest.mark.parametrize("case", cases.catalogue(), ids=lambda case: case.name)
-def test_the_addend_is_added_to_the_sums_of_every_case(case):
+# An addend is added where a partial sum ends, whatever the routing. So one routing of six layouts
+# replaces the catalogue.
+LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
+CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     args, routing = inputs(case, RANKS)
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
@@ -248,11 +254,13 @@ def test_the_gradient_of_the_addend_is_that_of_the_result_and_tangents_are_added
 
 
 def traced(fn, *avals):
-    """Return how often fn of one rank's abstract arrays binds each primitive, over two ranks."""
+    """Return how often fn of one rank's abstract arrays binds each primitive, over two ranks, and
+    the number of addends of each exchange."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    return harness.count_primitives(jaxpr)
+    options = [eqn.params.get("options") for eqn in harness.equations(jaxpr)]
+    return harness.count_primitives(jaxpr), [of.num_addends for of in options if of is not None]
 
 
 def arrays(*trailing):
@@ -277,9 +285,9 @@ def test_only_what_has_a_tangent_is_exchanged(weighted):
         return jax.jvp(lambda moved: fn(**(args | moved)), (moved,), (moved,))[1]
 
     counts = lambda *of: traced(functools.partial(tangents, of), *arrays(4))
-    assert counts("y", "addend") == {"route": 1, f"{name}_add": 1}
-    assert counts("y") == {"route": 1, name: 1}
-    assert counts("addend") == {}
+    assert counts("y", "addend") == ({"route": 1, name: 1}, [1])
+    assert counts("y") == ({"route": 1, name: 1}, [0])
+    assert counts("addend") == ({}, [])
 
 
 @pytest.mark.exchanges(0)
@@ -292,12 +300,12 @@ def test_unused_arrays_of_a_pytree_drop_out():
         return ma.combine((y, 2 * y), routing, add=(addend, jnp.sin(addend)))[0]
 
     args = arrays(4)
-    assert traced(fn, *args) == {"route": 1, "combine_add": 1}
+    assert traced(fn, *args) == ({"route": 1, "combine": 1}, [1])
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), args)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     assert "sin" not in {eqn.primitive.name for eqn in harness.equations(jaxpr)}
-    assert traced(lambda *args: 0 * fn(*args).shape[0], *args) == {}
+    assert traced(lambda *args: 0 * fn(*args).shape[0], *args) == ({}, [])
 
 
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))

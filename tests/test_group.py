@@ -114,13 +114,3 @@ def test_a_group_prints_what_differs_from_the_defaults(group, text):
     assert repr(group()).startswith(text) and str(group()) == repr(group())
     if text.endswith(")"):
         assert repr(group()) == text
-
-
-def test_public_names_that_are_gone_name_what_replaces_them():
-    group = ma.Group(AbstractMesh((2,), ("ep",)), "ep")
-    for owner, name in ((group, "counters"), (ma, "DeviceCounters")):
-        with pytest.raises(AttributeError, match=r"removed; use .*check\(\).*internal"):
-            getattr(owner, name)
-    with pytest.raises(AttributeError, match="no attribute 'missing'$"):
-        group.missing  # noqa: B018
-    assert pickle.loads(pickle.dumps(group)) == group

@@ -650,17 +650,6 @@ def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
 
 
-def test_ranks_that_are_emulated_by_vmap_take_the_portable_path():
-    group = ma.Group(axis_name=harness.AXIS, size=RANKS)
-    fn = jax.vmap(functools.partial(exchange, group=group), axis_name=harness.AXIS)
-    avals = [
-        jax.ShapeDtypeStruct((RANKS, v.shape[0] // RANKS, *v.shape[1:]), v.dtype)
-        for v in (aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    ]
-    text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
-    assert calls(text) == {}
-
-
 @pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
 def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
     """The handlers see such an axis only if several ranks share the launch."""
@@ -685,14 +674,6 @@ def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
         assert signature(text, "dispatch_in_graph")[0][0] == x
     assert signature(text, "dispatch_start")[0][0] == signature(text, "dispatch_done")[0][0] == x
     assert signature(text, "combine")[1] == [x]
-
-
-def test_other_platforms_take_the_portable_path():
-    spec = PartitionSpec(harness.AXIS)
-    mapped = jax.shard_map(exchange, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
-    text = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    text = text.lower(lowering_platforms=("cpu",)).as_text()
-    assert not OPERATIONS & set(calls(text))
 
 
 # Exchanges that the kernels do not support

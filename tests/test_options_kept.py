@@ -28,7 +28,7 @@ pytestmark = [
 
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 4, 8, 2, 128, 128, 2
 EXPERTS = RANKS * LOCAL
-MEANT = ("wire_dtype", "format", "decode", "tail", "has_token_scales")
+MEANT = ("wire_dtype", "format", "decode", "tail", "has_token_scales", "num_addends")
 WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 

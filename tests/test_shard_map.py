@@ -84,21 +84,6 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
-def test_the_mesh_of_the_context_serves_shard_map():
-    mesh = mesh_with((RANKS,), (AXIS,))
-    group = group_over(mesh, AXIS)
-    floats, ids, kept = small_layer.arguments(RANKS)
-
-    def of_one_rank(*args):
-        return small_layer.layer_of(group)(*(arg[0] for arg in args))[None]
-
-    with jax.set_mesh(mesh):
-        out = small_layer.compiled(jax.shard_map(of_one_rank, in_specs=P(AXIS), out_specs=P(AXIS)))(
-            *floats, ids
-        )
-    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
-
-
 def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
     mesh = harness.mesh_of(RANKS)
     group = ma.Group(mesh.abstract_mesh, AXIS)

@@ -290,8 +290,7 @@ def combine(
     """
     arguments = check_combine(y, recv, weights, wire_dtype, add)
     exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
-    addends, params = arguments.addends, arguments.params
-    sums = bind(exchange, arguments.payload, arguments.routing, addends=addends, **params)
+    sums = bind(exchange, arguments.payload, arguments.routing, **arguments.params)
     return arguments.sums(sums)
 
 

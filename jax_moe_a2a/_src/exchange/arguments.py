@@ -204,13 +204,15 @@ class CombineArguments(NamedTuple):
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of the primitive, without addends and routing."""
-        return self.leaves if self.weights is None else [*self.leaves, self.weights]
+        """Return the operands of the primitive, without the routing."""
+        weights = [] if self.weights is None else [self.weights]
+        return [*self.leaves, *weights, *self.addends]
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the parameters of the primitive."""
-        return dict(num_leaves=len(self.leaves), num_choice_arrays=0, options=self.options)
+        options = self.options._replace(num_addends=len(self.addends))
+        return dict(num_leaves=len(self.leaves), num_choice_arrays=0, options=options)
 
     def sums(self, sums: Sequence[jax.Array]) -> PyTree:
         """Return the results of the primitive as a pytree like ``y``."""

@@ -16,7 +16,6 @@ from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
 from . import two_level
-from .combine_add import adding
 from .record import Exchange
 from .reference import own_rank
 from .routed import bind_route, bind_routed_dispatch
@@ -61,15 +60,11 @@ def bind(
     exchange: Exchange,
     payload: Sequence[jax.Array],
     routing: AnyRouting,
-    *,
-    addends: Sequence[jax.Array] = (),
     **params: Any,
 ) -> list[jax.Array]:
-    """Bind an exchange with a routing of one level or two. A combine may have addends, one for each
-    result."""
+    """Bind an exchange with a routing of one level or two."""
     if isinstance(routing, TwoLevelRouting):
-        return two_level.bind(exchange, payload, routing, addends, **params)
-    exchange, payload = adding(exchange, payload, addends)
+        return two_level.bind(exchange, payload, routing, **params)
     return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
 
 

@@ -46,9 +46,13 @@ def _dispatch_layouts(
     return Layouts(operands, [ROW] * len(sources), sources)
 
 
-def _combine_layouts(*, num_leaves: int, num_choice_arrays: int, **_: Any) -> Layouts:
+def _combine_layouts(
+    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: Any
+) -> Layouts:
     results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
-    return Layouts([ROW] * len(results), results, [(i,) for i in range(len(results))])
+    num_moved, num_addends = len(results), options.num_addends
+    sources = [(i, num_moved + i) if i < num_addends else (i,) for i in range(num_moved)]
+    return Layouts([ROW] * num_moved + [TOKEN] * num_addends, results, sources)
 
 
 def _dispatch_types(
@@ -112,14 +116,18 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     arrays."""
     first = params["num_leaves"]  # of the choice arrays
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
-    kept_params = dict(params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choices))
-    if not any(of_leaves):
-        kept_params["options"] = params["options"].unencoded
-    return kept_params
+    options = params["options"] if any(of_leaves) else params["options"].unencoded
+    if options.num_addends:
+        options = options._replace(num_addends=sum(of_leaves))
+    return dict(
+        params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choices), options=options
+    )
 
 
 # Derivatives. Let P be the linear map of the exchange.
 #   jvp: d(P x) = P dx.   transpose: P^T, a combine for a dispatch, a dispatch for a combine.
+# With an addend a, the tangent is P dx + da, rounded once, and the cotangent of a is that of the
+# result.
 # Only arrays with a tangent move, because P moves each array separately. With a format, decoded
 # rows have the derivative of P (straight-through), and quantized rows have no derivative.
 
@@ -144,28 +152,40 @@ def moved_tangents(
     """Return the tangents of the results ``out`` of a dispatch or combine."""
     sources = exchange.layouts(**params).sources
     options = params["options"]
-    params["options"] = options.unencoded
     moves = [options.format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
-    moves += [False] * (len(payload) - len(moves))  # the scales of tokens
+    # Neither the scales of tokens nor addends move.
     keep = [
         can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
-        for can_move, x, dx in zip(moves, payload, tangents, strict=True)
+        for can_move, x, dx in zip(moves, payload, tangents, strict=False)
     ]
+    d_addends = tangents[len(keep) : len(keep) + options.num_addends]
+    added = added_tangents(select(keep[: len(d_addends)], d_addends))
+    params["options"] = options.unencoded._replace(num_addends=len(added))
     moved = {}
     if any(keep):
-        results = exchange.bind(select(keep, tangents), routing, **keep_arrays(keep, params))
+        payload = [*select(keep, tangents[: len(keep)]), *added]
+        results = exchange.bind(payload, routing, **keep_arrays(keep, params))
         moved = dict(zip(select(keep, range(len(keep))), results, strict=True))
-    return [
-        moved[source] if source in moved else zero_tangent(x)
-        for (source,), x in zip(sources, out, strict=True)
-    ]
+    others = [*d_addends, *map(zero_tangent, out[len(d_addends) :])]
+    return [moved.get(source, other) for (source, *_), other in zip(sources, others, strict=True)]
+
+
+def added_tangents(d_addends: Sequence[Any]) -> list[Any]:
+    """Return the addends of the combine of the tangents: none if all ``d_addends`` are zero."""
+    return [] if all(map(is_zero, d_addends)) else list(map(ad.instantiate_zeros, d_addends))
+
+
+def cotangents_of_addends(addends: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Return the cotangents of addends, given those of the results."""
+    pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
+    return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 
 
 def of_transpose(exchange: Exchange, options: Options) -> Options:
     """Return the options of the exchange that ``exchange`` transposes to."""
     tail = "zero" if exchange.is_outward else options.tail
-    return options.unencoded._replace(tail=tail)
+    return options.unencoded._replace(tail=tail, num_addends=0)
 
 
 def _transpose(
@@ -183,6 +203,8 @@ def _transpose(
         leaves = cotangents[:num_leaves] if options.decode else zeros[:num_leaves]
         choice_arrays = cotangents[len(cotangents) - num_choice_arrays :]
         cotangents = [*leaves, *choice_arrays, *zeros[num_leaves + num_choice_arrays :]]
+    first = len(payload) - options.num_addends
+    payload, addends = payload[:first], payload[first:]
     keep = [
         ad.is_undefined_primal(x) and not is_zero(ct)
         for x, ct in zip(payload, cotangents, strict=True)
@@ -192,7 +214,8 @@ def _transpose(
         moved = exchange.transpose.bind(
             select(keep, cotangents), routing, **keep_arrays(keep, params)
         )
-    return cotangents_of(payload, keep, moved) + [None] * len(routing)
+    of_addends = cotangents_of_addends(addends, cotangents)
+    return cotangents_of(payload, keep, moved) + of_addends + [None] * len(routing)
 
 
 # Dead code and partial evaluation
@@ -211,7 +234,7 @@ def used_payload(
     num_arrays = params["num_leaves"] + params["num_choice_arrays"]
     for scales in range(num_arrays, len(used)):  # of tokens
         used[scales] = any(used[: params["num_leaves"]])
-    return used, kept_results
+    return used + used[: params["options"].num_addends], kept_results
 
 
 def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -231,20 +254,26 @@ def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _divide_known(
-    exchange: Exchange, known: Sequence[bool], *, num_leaves: int, num_choice_arrays: int, **_: Any
+    exchange: Exchange,
+    known: Sequence[bool],
+    *,
+    num_leaves: int,
+    num_choice_arrays: int,
+    options: Options,
+    **_: Any,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that binds one exchange of the known leaves and choice arrays and one of
     the unknown ones.
 
-    Return None if the routing is unknown, or if all or none of the leaves and choice arrays are
-    known. Without the division, all rows would be unknown, and a product of two rows would not be
-    linear in the unknown arrays.
+    Return None if the routing is unknown, if all or none of the leaves and choice arrays are known,
+    or if there are addends. Without the division, all rows would be unknown, and a product of two
+    rows would not be linear in the unknown arrays.
     """
     num_moved = num_leaves + num_choice_arrays
     payload_known, routing_known = split_routing(known)
     # The scales of tokens do not count, because they are operands of both exchanges.
     is_known = payload_known[:num_moved]
-    if not all(routing_known) or all(is_known) or not any(is_known):
+    if not all(routing_known) or all(is_known) or not any(is_known) or options.num_addends:
         return None
 
     def bind_two(*operands: Any, **params: Any) -> list[Any]:

@@ -50,6 +50,9 @@ class Options(NamedTuple):
     tail: Tail = "zero"
     has_token_scales: bool = False
     """True if an operand float32 [T] replaces the ``global_scale`` of a static format."""
+    num_addends: int = 0
+    """The last payload operands of a combine: an addend for each of its sums, or none. An addend is
+    added to its sum before the only rounding of the result."""
 
     @property
     def results_per_leaf(self) -> int:

@@ -23,7 +23,6 @@ from jax import lax
 from ..group.group import Group
 from ..plan.plan import PlanOptions, RoutingArrays, quotient, remainder, running_sum
 from ..routing.two_level import TwoLevelRouting
-from .combine_add import adding
 from .dispatch_combine import COMBINE, DISPATCH
 from .record import Exchange, Options
 from .reference import own_rank
@@ -131,17 +130,19 @@ def bind(
     exchange: Exchange,
     payload: Sequence[Any],
     routing: TwoLevelRouting,
-    addends: Sequence[Any] = (),
+    *,
+    num_leaves: int,
     **params: Any,
 ) -> list[Any]:
     """Bind a whole exchange over both levels. The second level of a combine adds the addends."""
-    num_leaves = params.pop("num_leaves")
     between, within = _levels(routing, params)
     if exchange.is_outward:
         relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
         return within(exchange, relayed, num_leaves)
-    sums = within(exchange, payload, num_leaves)
-    return between(*adding(COMBINE, sums, addends), len(sums))
+    options = params["options"]
+    first = len(payload) - options.num_addends
+    sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
+    return between(COMBINE, [*sums, *payload[first:]], len(sums))
 
 
 # A split exchange splits only the level between hosts. The level within the host is whole: in a
@@ -177,8 +178,11 @@ def _levels(
     """Return two functions, which bind an exchange between hosts and within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
-        def bind(exchange: Exchange, payload: Sequence[Any], num_leaves: int) -> list[Any]:
-            return exchange.bind(payload, arrays, group=group, num_leaves=num_leaves, **params)
+        def bind(
+            exchange: Exchange, payload: Sequence[Any], num_leaves: int, **changed: Any
+        ) -> list[Any]:
+            changed.update(group=group, num_leaves=num_leaves)
+            return exchange.bind(payload, arrays, **(params | changed))
 
         return bind
 

@@ -1,9 +1,9 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
-The payload of a weighted combine is pairs of rows and weights: first all rows, then all weights.
-The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then weights
-(the choice arrays). Its parameter ``num_weight_axes`` is the number of axes of a weight after the
-axis of rows.
+The payload of a weighted combine is pairs of rows and weights (first all rows, then all weights),
+and perhaps an addend. The payload of a weighted dispatch is the array to dispatch, then rows (the
+leaves), then weights (the choice arrays). Its parameter ``num_weight_axes`` is the number of axes
+of a weight after the axis of rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..ad import (
 from ..group.group import Group
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .dispatch_combine import bind_dispatch
+from .dispatch_combine import added_tangents, bind_dispatch, cotangents_of_addends
 from .lowering.combine import weighted_combine_calls
 from .lowering.dispatch import weighted_dispatch_calls
-from .record import ROW, TOKEN, Exchange, Layouts, split_routing
+from .record import ROW, TOKEN, Exchange, Layouts, Options, split_routing
 
 
-def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
-    num_operands = 2 * num_leaves
-    return Layouts([ROW] * num_operands, [TOKEN], [tuple(range(num_operands))])
+def _combine_layouts(*, num_leaves: int, options: Options, **_: Any) -> Layouts:
+    operands = [ROW] * (2 * num_leaves) + [TOKEN] * options.num_addends
+    return Layouts(operands, [TOKEN], [tuple(range(len(operands)))])
 
 
 def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: Any) -> Layouts:
@@ -106,6 +106,7 @@ WEIGHTED_DISPATCH = Exchange(
 # Derivatives of the weighted combine y = C(sum_i w_i r_i), with C the combine and D the dispatch:
 #   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)), the same primitive with other pairs.
 #   transpose: a weighted dispatch. With G = D(ct), ct(r_i) = w_i G and ct(w_i) = <r_i, G>.
+# An addend has the derivatives of the addend of a combine.
 
 
 def combine_jvp(
@@ -114,6 +115,7 @@ def combine_jvp(
     tangents: Sequence[Any],
     *,
     num_leaves: int,
+    options: Options,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Compute the jvp of a weighted combine or of one of its halves.
@@ -121,17 +123,21 @@ def combine_jvp(
     In a done, the array in flight comes before the pairs and has its own tangent.
     """
     payload, routing = split_routing(primals)
-    out = exchange.bind(payload, routing, num_leaves=num_leaves, **params)
-    num_flying = len(payload) - 2 * num_leaves
-    d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:num_flying]]
-    pairs = tangent_pairs(payload[num_flying:], tangents[num_flying : len(payload)], num_leaves)
+    out = exchange.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
+    end = len(payload) - options.num_addends  # of the pairs
+    start = end - 2 * num_leaves
+    d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:start]]
+    d_addends = tangents[end : len(payload)]
+    pairs = _tangent_pairs(payload[start:end], tangents[start:end], num_leaves)
     if not pairs:
-        return out, [zero_tangent(x) for x in out]
-    payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs)]
-    return out, exchange.bind(payload, routing, num_leaves=len(pairs), **params)
+        return out, [*d_addends] or [zero_tangent(x) for x in out]
+    added = added_tangents(d_addends)
+    payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs), *added]
+    params.update(num_leaves=len(pairs), options=options._replace(num_addends=len(added)))
+    return out, exchange.bind(payload, routing, **params)
 
 
-def tangent_pairs(
+def _tangent_pairs(
     payload: Sequence[Any], tangents: Sequence[Any], num_leaves: int
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of rows and weights whose weighted combine is the tangent."""
@@ -142,19 +148,21 @@ def tangent_pairs(
 
 
 def _combine_transpose(
-    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+    cotangents: Sequence[Any], *operands: Any, num_leaves: int, options: Options, **params: Any
 ) -> list[Any]:
     payload, routing = split_routing(operands)
+    payload, addends = payload[: 2 * num_leaves], payload[2 * num_leaves :]
     (cotangent,) = cotangents
     wanted = [ad.is_undefined_primal(x) and not is_zero(cotangent) for x in payload]
     moved: list[Any] = []
     if any(wanted):
         rows, weights = payload[:num_leaves], payload[num_leaves:]
         num_axes = aval_of(weights[0]).ndim - 1 - int(params["emulated"])
-        params.update(num_weight_axes=num_axes)
+        params.update(num_weight_axes=num_axes, options=options._replace(num_addends=0))
         moved = _weigh(cotangent, rows, weights, wanted, routing, params)
         moved = _as_operands(moved, select(wanted, payload))
-    return cotangents_of(payload, wanted, moved) + [None] * len(routing)
+    of_addends = cotangents_of_addends(addends, cotangents)
+    return cotangents_of(payload, wanted, moved) + of_addends + [None] * len(routing)
 
 
 def _weigh(

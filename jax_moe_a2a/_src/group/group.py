@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from jax.sharding import Mesh
 
@@ -221,14 +221,3 @@ class Group(GroupValue):
             stays open and keeps its memory, and it can be closed later.
         """
         runtime.close(self, timeout)
-
-    if not TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
-
-        def __getattr__(self, name):
-            """Raise an AttributeError for a name that does not exist or was removed."""
-            use = {
-                "counters": "check() to find a failure, because the counters are internal",
-            }
-            remedy = f": it was removed; use {use[name]}" if name in use else ""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"
-            raise AttributeError(message, name=name, obj=self)

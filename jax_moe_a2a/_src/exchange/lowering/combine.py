@@ -20,7 +20,7 @@ def combine_calls(
     the first call also moves the choice arrays. The payload may end with addends of the leaves."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
-    has_addends = len(payload) > num_moved
+    has_addends = params["options"].num_addends > 0
     calls = []
     choice_arrays_left = list(range(num_leaves, num_moved))
     for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: choice arrays only
@@ -41,11 +41,10 @@ def weighted_combine_calls(
     """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
     them. The payload may end with an addend."""
     num_pairs = params["num_leaves"]
-    counts = dict(
-        num_choice_arrays=0, num_pairs=num_pairs, num_addends=len(payload) - 2 * num_pairs
-    )
-    dtype, wire = payload[0].dtype, params["options"].wire_dtype
-    return [_call(call_placement, range(len(payload)), [0], dtype, wire, counts)]
+    options = params["options"]
+    counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
+    arrays, dtype = range(len(payload)), payload[0].dtype
+    return [_call(call_placement, arrays, [0], dtype, options.wire_dtype, counts)]
 
 
 def _call(
