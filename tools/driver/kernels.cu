@@ -797,7 +797,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
 }
 
 void MeasureAll(const Options& options) {
-  Topology topology = {{}, options.ranks, options.ranks};
+  Topology topology = {{}, options.ranks};
   for (int rank = 0; rank < options.ranks; ++rank) {
     const int ordinal = rank / (options.ranks / options.gpus);
     AddDevice(ordinal, {0, ordinal});
