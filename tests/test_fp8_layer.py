@@ -265,14 +265,14 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     ct = floats[0]
     run = functools.partial(value_and_grads, experts_format=FP8)
     counts = small_layer.counts(run, floats, ids, ct)
-    assert counts["quantizing_dot"] == 4  # each product, and the gradient of its rows
+    assert counts["straight_through_dot"] == 4  # each product, and the gradient of its rows
     assert counts["combine"] == 2
     # The products with weights of two biases, and outer products of weights and biases.
     assert counts["grouped_outer"] == 4
     run = functools.partial(value_and_grads, experts_format=FP8, num_chunks=2)
     counts = small_layer.counts(run, floats, ids, ct)
     # Products of the forward pass, which have a total, and those of the backward pass.
-    assert counts["summing_dot"] >= 2 and counts["quantizing_dot"] == 2
+    assert counts["summing_dot"] >= 2 and counts["straight_through_dot"] == 2
 
 
 @pytest.mark.exchanges(0)
@@ -300,7 +300,7 @@ def test_chunks_quantize_weights_once_and_train_as_one():
     assert loops
     for loop in loops:
         inner = list(harness.equations(loop.params["jaxpr"]))
-        products = [eqn for eqn in inner if "quantizing_dot" in eqn.primitive.name]
+        products = [eqn for eqn in inner if "straight_through_dot" in eqn.primitive.name]
         products += [eqn for eqn in inner if "summing_dot" in eqn.primitive.name]
         assert products
         for eqn in products:

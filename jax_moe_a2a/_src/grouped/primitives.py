@@ -60,11 +60,13 @@ def unspecified_dot(
     *parts: Any,
     transposed: bool = False,
     primitive: Any = grouped_dot_p,
+    **params: Any,
 ) -> jax.Array:
     """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
-    tuple of home and spare weights, each of at least one matrix."""
+    tuple of home and spare weights, each of at least one matrix. ``params`` are more parameters of
+    the primitive."""
     tail = check_tail("unspecified")
-    params = dict(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=num_sms)
+    params.update(transposed=transposed, dtype=rows.dtype, tail=tail, num_sms=num_sms)
     w, *spare = (x.astype(rows.dtype) for x in reference.arrays_of(w))
     return bind(primitive, rows, w, sizes, *spare, *parts, **params)
 
@@ -145,12 +147,17 @@ def _outer_abstract(
 
 
 def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    out = primitive.bind(*primals, **params)
+    return out, bilinear_tangents(primitive, out, primals, tangents, **params)
+
+
+def bilinear_tangents(primitive: Any, out: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    """Return the tangents of ``out``, which are computed by a bilinear primitive."""
     a, b, *others = primals
     a_dot, b_dot, *_ = tangents
-    out = primitive.bind(a, b, *others, **params)
     moving = [pair for pair in ((a_dot, b), (a, b_dot)) if not any(map(is_zero, pair))]
     terms = [primitive.bind(*pair, *others, **params) for pair in moving]
-    return out, jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
+    return jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
 
 
 def _dot_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

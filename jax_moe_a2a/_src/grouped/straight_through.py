@@ -1,22 +1,22 @@
 """Multiply rows and weights that are quantized on the way, with the derivatives of the product.
 
-Let Q be the rounding to ``BlockwiseFp8``. ``quantizing_dot_p`` computes ``Q(r) Q(w)`` for rows r
-and weights w. Its derivative is defined as that of ``r w``: quantization counts as the identity.
+Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
+rows r and weights w or, if its parameter ``quantizes`` is False, ``r w``. Its derivative is defined
+as that of ``r w``: quantization counts as the identity.
 
-- jvp: ``dr w + r dw``, as ``turning_dot_p``, which has the value of ``grouped_dot_p``.
-- transpose of ``turning_dot_p`` in rows: ``Q(ct) Q(w^T)``, as ``quantizing_dot_p``, whose own
-  derivative is again that of the product without Q. So derivatives of any order exist.
+- jvp: ``dr w + r dw``, with ``quantizes=False``.
+- transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
+  again that of the product without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-Operands and parameters are those of ``grouped_dot_p``, and the leaves of ``QuantizedExperts`` if
-Q(w) and Q(w^T) are given. The axis that a quantized product sums over has a size that is a multiple
-of 128.
+The other parameters and the operands are those of ``grouped_dot_p``, and the leaves of
+``QuantizedExperts`` if Q(w) and Q(w^T) are given. The axis that a quantized product sums over has a
+size that is a multiple of 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from .. import compat
 from ..ad import is_zero
 from .encode_rows import bind_encode_rows
 from .primitives import (
-    bilinear_jvp,
+    bilinear_tangents,
     bind,
     bind_dot,
     bind_outer,
@@ -38,8 +38,7 @@ from .primitives import (
 from .quantized import bind_dot_fp8
 from .weights import QuantizedExperts, encode_experts
 
-quantizing_dot_p = compat.Primitive("moe_a2a_quantizing_dot")
-turning_dot_p = compat.Primitive("moe_a2a_turning_dot")
+straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
 
 def dot_in_fp8(
@@ -56,12 +55,16 @@ def dot_in_fp8(
         product.
     """
     parts = jax.tree.leaves(quantized)
-    return unspecified_dot(rows, w, sizes, None, *parts, primitive=quantizing_dot_p)
+    return unspecified_dot(
+        rows, w, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=True
+    )
 
 
-def _quantizing_dot(
-    rows: Any, w: Any, sizes: Any, *parts: Any, transposed: bool, **params: Any
+def _dot(
+    rows: Any, w: Any, sizes: Any, *parts: Any, quantizes: bool, transposed: bool, **params: Any
 ) -> jax.Array:
+    if not quantizes:
+        return bind_dot(rows, w, sizes, transposed=transposed, **params)
     if parts:
         quantized = QuantizedExperts(*parts)
     else:
@@ -75,20 +78,24 @@ def _quantizing_dot(
     return bind_dot_fp8(encoded, quantized, sizes, **params)
 
 
-def _turning_dot(rows: Any, w: Any, sizes: Any, *_: Any, **params: Any) -> jax.Array:
-    return bind_dot(rows, w, sizes, **params)
-
-
 def _transpose(
-    ct: Any, rows: Any, w: Any, sizes: Any, *parts: Any, transposed: bool, **params: Any
+    ct: Any,
+    rows: Any,
+    w: Any,
+    sizes: Any,
+    *parts: Any,
+    quantizes: bool,
+    transposed: bool,
+    **params: Any,
 ) -> Any:
+    del quantizes
     others = [None] * (1 + len(parts))
     if ad.is_undefined_primal(rows):
         if is_zero(ct):
             return [ad.Zero(rows.aval), None, *others]
-        params = dict(params, dtype=rows.aval.dtype, transposed=not transposed)
+        params.update(dtype=rows.aval.dtype, transposed=not transposed, quantizes=True)
         ct = ct.astype(rows.aval.dtype)
-        return [bind(quantizing_dot_p, ct, w, sizes, *parts, **params), None, *others]
+        return [bind(straight_through_dot_p, ct, w, sizes, *parts, **params), None, *others]
     if is_zero(ct):
         return [None, ad.Zero(w.aval), *others]
     dtype, lead = w.aval.dtype, w.aval.shape[:-3]
@@ -97,31 +104,28 @@ def _transpose(
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    """Compute the jvp, which is that of ``turning_dot_p``."""
-    out = bind(quantizing_dot_p, *primals, **params)
-    return out, bilinear_jvp(turning_dot_p, primals, tangents, **params)[1]
+    out = bind(straight_through_dot_p, *primals, **params)
+    params.update(quantizes=False)
+    return out, bilinear_tangents(straight_through_dot_p, out, primals, tangents, **params)
 
 
 def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Do not read the orientation of quantized weights that only the transposed product needs, so
     that a program without gradients does not write it."""
     num = len(eqn.invars)
-    num_read = num if eqn.params["transposed"] else 5  # rows, w, sizes, values and scales
+    reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
+    num_read = num if reads_all else 5  # rows, w, sizes, values and scales
     if not any(used):
         return [False] * num, None
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 
 
-for _primitive, _rule, _composition in (
-    (quantizing_dot_p, _jvp, _quantizing_dot),
-    (turning_dot_p, partial(bilinear_jvp, turning_dot_p), _turning_dot),
-):
-    register(
-        _primitive,
-        abstract=dot_abstract,
-        jvp=_rule,
-        transpose=_transpose,
-        is_full=(True,),
-        composition=_composition,
-    )
-compat.register_dce_rule(quantizing_dot_p, _dce)
+register(
+    straight_through_dot_p,
+    abstract=dot_abstract,
+    jvp=_jvp,
+    transpose=_transpose,
+    is_full=(True,),
+    composition=_dot,
+)
+compat.register_dce_rule(straight_through_dot_p, _dce)

@@ -8,9 +8,9 @@ weights to the total that it receives, and passes the total on. So one array in 
 sum at all times, and no gradient of a single use outlives its addition.
 
 - ``total_of_p``: the total of weights.
-- ``summing_dot_p``: ``(r w, total)``, also for ``quantizing_dot_p``, whose last operands follow
-  those of the dot. Its tangent is that of ``r w`` in r, and ``passing_dot_p`` in the total. The
-  tangent of w is ignored: it is the tangent of the total.
+- ``summing_dot_p``: ``(r w, total)``, also for ``straight_through_dot_p``, whose last operands
+  follow those of the dot. Its tangent is that of ``r w`` in r, and ``passing_dot_p`` in the total.
+  The tangent of w is ignored: it is the tangent of the total.
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
 - ``add_outer_p``, its transpose: ``total + outer(r, ct)``, linear in the total, and in r and ct.
 
@@ -33,13 +33,12 @@ from . import reference
 from .primitives import (
     bind,
     bind_outer,
-    grouped_dot_p,
     register,
     rows_like,
     sum_of,
     unspecified_dot,
 )
-from .straight_through import quantizing_dot_p, turning_dot_p
+from .straight_through import straight_through_dot_p
 from .weights import QuantizedExperts
 
 total_of_p = compat.Primitive("moe_a2a_total_of")
@@ -126,8 +125,13 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 def _summing_dot(
     rows: Any, w: Any, total: Any, sizes: Any, *parts: Any, in_fp8: bool, num_sms: int | None
 ) -> list[Any]:
-    primitive = quantizing_dot_p if in_fp8 else grouped_dot_p
-    return [unspecified_dot(rows, w, sizes, num_sms, *parts, primitive=primitive), total]
+    how = _how(in_fp8, quantizes=True)
+    return [unspecified_dot(rows, w, sizes, num_sms, *parts, **how), total]
+
+
+def _how(in_fp8: bool, *, quantizes: bool) -> dict[str, Any]:
+    """Return how ``unspecified_dot`` multiplies."""
+    return dict(primitive=straight_through_dot_p, quantizes=quantizes) if in_fp8 else {}
 
 
 def _summing_dot_abstract(rows: Any, w: Any, total: Any, *_: Any, **__: Any) -> list[Any]:
@@ -140,8 +144,8 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
     outs = bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
     terms = []
     if not is_zero(d_rows):
-        primitive = turning_dot_p if in_fp8 else grouped_dot_p
-        terms.append(unspecified_dot(d_rows, w, sizes, num_sms, *parts, primitive=primitive))
+        how = _how(in_fp8, quantizes=False)
+        terms.append(unspecified_dot(d_rows, w, sizes, num_sms, *parts, **how))
     if not is_zero(d_total):
         term, d_total = bind_passing(rows, d_total, sizes, num_sms)
         terms.append(term)
