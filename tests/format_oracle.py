@@ -91,6 +91,21 @@ def encode_nv(fmt, groups):
     return codes, scales.astype(np.uint8).view(E4M3)
 
 
+def encode_squares(w, size=128):
+    """Return values [L, N, K] and scales of weights [L, K, N], quantized in squares. The last
+    squares may have fewer columns of the weights."""
+    x = np.swapaxes(np.asarray(w, np.float64), 1, 2)
+    experts, n, k = x.shape
+    padded = np.zeros((experts, -(-n // size) * size, k))
+    padded[:, :n] = x
+    squares = padded.reshape(experts, -1, size, k // size, size).swapaxes(2, 3)
+    groups = np.abs(squares).reshape(-1, size * size)
+    codes, scales = encode_power_of_two(ma.BlockwiseFp8(), groups)
+    codes = codes.reshape(squares.shape) | np.signbit(squares).astype(np.uint8) << 7
+    values = codes.swapaxes(2, 3).reshape(padded.shape)[:, :n]
+    return values.view(E4M3), scales.reshape(squares.shape[:3])
+
+
 def decode(fmt, values, scales, dtype):
     """Multiply values [..., H'] by their scales in a format, and return the products in the
     dtype."""

@@ -4,9 +4,9 @@ With ReLU and weights that are powers of two, results are equal bit for bit. Wit
 a number next to the middle of two FP8 values may become the other value."""
 
 import functools
+import itertools
 import logging
 import math
-import re
 
 import format_oracle
 import harness
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_calls import calls, needs_kernel
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts import act_encode
 from jax_moe_a2a._src.experts.act_encode import bind_act_encode
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
-from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped.encode_rows import TARGET, bind_encode_rows
+from jax_moe_a2a._src.grouped.encode_rows import bind_encode_rows
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
 pytestmark = [
@@ -134,13 +134,21 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
     assert (np.abs(decoded - groups) <= bound).all(), (np.abs(decoded - groups) - bound).max()
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def both_dtypes(values):
+    """Return each value with both dtypes; without the kernel, with one or the other."""
+    dtypes = "bfloat16", "float32"
+    if harness.ON_GPU:
+        return itertools.product(values, dtypes)
+    return zip(values, itertools.cycle(dtypes))
+
+
 @pytest.mark.parametrize(
-    "activation, case",
-    [(act, case) for act in EXACT for case in CASES if act is EXACT[2] or case == "many"],
-    ids=lambda x: x if isinstance(x, str) else name_of(x),
+    "activation_and_case, dtype",
+    both_dtypes([*((EXACT[2], case) for case in CASES), *((act, "many") for act in EXACT)]),
+    ids=lambda x: x if isinstance(x, str) else f"{name_of(x[0])}-{x[1]}",
 )
-def test_exact_activations_are_those_of_the_definition(path, activation, case, dtype):
+def test_exact_activations_are_those_of_the_definition(path, activation_and_case, dtype):
+    activation, case = activation_and_case
     product, weights, sizes = draw(case, activation, dtype, powers_of_two=True)
     x = product.astype(np.float32)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, np.float32(1))
@@ -154,8 +162,11 @@ def test_exact_activations_are_those_of_the_definition(path, activation, case, d
     np.testing.assert_array_equal(scales[:end], expected[1][:end])
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("activation", (*PLAIN, *GATED, CLAMPED), ids=name_of)
+@pytest.mark.parametrize(
+    "activation, dtype",
+    both_dtypes([*PLAIN, *GATED, CLAMPED]),
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
 def test_activations_are_close(path, activation, dtype):
     product, weights, sizes = draw("many", activation, dtype)
     found, end = run(product, weights, sizes, activation), sum(sizes)
@@ -163,6 +174,7 @@ def test_activations_are_close(path, activation, dtype):
     assert_encodes(*(x[:end] for x in (*found, *expected)), dtype)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 3, 1000))
 def test_any_number_of_multiprocessors(path, num_sms):
     args = draw("many", SWIGLU, "bfloat16")
@@ -218,8 +230,9 @@ def test_the_second_product_reads_no_other_row(path):
     assert np.isfinite(out).all() and not out[sum(sizes) :].any() and out[: sum(sizes)].any()
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, dtype", both_dtypes(CASES if harness.ON_GPU else ("tail", "no_rows"))
+)
 def test_rows_are_quantized_as_they_are(case, dtype):
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
@@ -228,9 +241,10 @@ def test_rows_are_quantized_as_they_are(case, dtype):
     alone = harness.numpy_of(tuple(jax.jit(encode)(rows, sizes)))
     batched = harness.numpy_of(tuple(jax.jit(jax.vmap(encode))(*batches)))
     shared = harness.numpy_of(tuple(jax.jit(jax.vmap(encode, (0, None)))(batches[0], sizes)))
+    expected = jax.jit(FMT.encode)(rows)
     found = [alone, *([part[i] for part in parts] for parts, i in ((batched, 0), (shared, 1)))]
     for parts in found:
-        for part, right in zip(parts, FMT.encode(rows), strict=True):
+        for part, right in zip(parts, expected, strict=True):
             bits = f"u{part.dtype.itemsize}"
             part, right = (np.asarray(x)[: sum(sizes)].view(bits) for x in (part, right))
             np.testing.assert_array_equal(part, right)
@@ -258,17 +272,9 @@ def avals(rows=512, groups=4, width=512, dtype="bfloat16", lead=()):
     return array(dtype, rows, width), array("float32", rows), array("int32", groups)
 
 
-def calls(fn, *args):
-    """Return attributes and types of the calls in a program for GPUs."""
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [line for line in text.splitlines() if f"@{TARGET}(" in line]
-    attributes = [dict(re.findall(r"(\w+) = ([-+.e\d]+) : \w\d+", line)) for line in lines]
-    return list(zip(attributes, (line.rsplit(" : ", 1)[1] for line in lines)))
-
-
 def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
     fn = functools.partial(bind_act_encode, activation=CLAMPED, num_sms=7)
-    ((attributes, types),) = calls(fn, *avals())
+    ((_, attributes, types),) = calls(fn, *avals())
     numbers = {name: float(attributes.pop(name)) for name in ("alpha", "limit")}
     assert numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
     code = str(list(KINDS).index("clamped_swiglu"))
@@ -278,7 +284,9 @@ def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
         "(tensor<1x512x256xf8E4M3FN>, tensor<1x512x2xf32>)"
     )
     plain = functools.partial(bind_act_encode, activation=FusedActivation("relu"))
-    ((attributes, types),) = calls(jax.vmap(jax.vmap(plain)), *avals(dtype="float32", lead=(3, 2)))
+    ((_, attributes, types),) = calls(
+        jax.vmap(jax.vmap(plain)), *avals(dtype="float32", lead=(3, 2))
+    )
     assert attributes["gated"] == "0" and attributes["num_sms"] == "0"
     assert types == (
         "(tensor<6x512x512xf32>, tensor<3x24xi32>, tensor<6x512xf32>) -> "
@@ -286,17 +294,18 @@ def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
     )
 
 
-@pytest.mark.skipif(not native.has_grouped_gemm(), reason="built without the kernel")
+@needs_kernel
 def test_products_that_quantize_rows_make_one_pass_over_them(hopper):
     array = jax.ShapeDtypeStruct
     rows, w = array((512, 256), "bfloat16"), array((4, 256, 384), "bfloat16")
     products = lambda rows, w, sizes: dot_in_fp8(rows, w, sizes).astype(jnp.float32).sum()
-    found = calls(jax.value_and_grad(products, (0, 1)), rows, w, array((4,), "int32"))
+    program = jax.value_and_grad(products, (0, 1)), rows, w, array((4,), "int32")
+    found = [call.types for call in calls(*program) if call.target == "act_encode"]
     encode = (
         "(tensor<1x512x{0}xbf16>, tensor<3x4xi32>, tensor<0xf32>) -> "
         "(tensor<1x512x{0}xf8E4M3FN>, tensor<1x512x{1}xf32>)"
     )
-    assert [types for _, types in found] == [encode.format(256, 2), encode.format(384, 3)]
+    assert found == [encode.format(256, 2), encode.format(384, 3)]
 
 
 @pytest.mark.parametrize("options", (dict(rows=0), dict(groups=0)), ids=str)

@@ -18,23 +18,11 @@ from jax_moe_a2a._src.experts.activations import FusedActivation, recognize
 pytestmark = [pytest.mark.one_process("it traces functions"), pytest.mark.exchanges(0)]
 
 
-def by_flax(module, name, **options):
-    """Return a function of flax, which need not be installed."""
-
-    def activation(x):
-        flax = pytest.importorskip(f"flax.{module}")
-        return getattr(flax, name)(x, **options)
-
-    return activation
-
-
 partial = functools.partial
 SPELLINGS = {
     "silu": dict(
         jax_silu=jax.nn.silu,
         jax_swish=jax.nn.swish,
-        nnx_silu=by_flax("nnx", "silu"),
-        linen_swish=by_flax("linen", "swish"),
         sigmoid=lambda x: x * jax.nn.sigmoid(x),
         logistic=lambda x: lax.logistic(x) * x,
         jit=jax.jit(jax.nn.silu),
@@ -43,21 +31,17 @@ SPELLINGS = {
     "gelu_tanh": dict(
         jax_gelu=jax.nn.gelu,
         approximate=partial(jax.nn.gelu, approximate=True),
-        linen_gelu=by_flax("linen", "gelu"),
-        gelu_new=partial(by_flax("linen", "gelu", approximate=True)),
         by_hand=lambda x: (
             0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi).item() * (x + 0.044715 * x**3)))
         ),
     ),
     "gelu": dict(
         exact=partial(jax.nn.gelu, approximate=False),
-        linen_exact=by_flax("linen", "gelu", approximate=False),
         in_a_lambda=lambda x: jax.nn.gelu(x, approximate=False),
         by_hand=lambda x: 0.5 * x * (1 + lax.erf(x / math.sqrt(2))),
     ),
     "relu": dict(
         jax_relu=jax.nn.relu,
-        nnx_relu=by_flax("nnx", "relu"),
         maximum=lambda x: jnp.maximum(x, 0),
         maximum_of_float=lambda x: jnp.maximum(0.0, x),
         where=lambda x: jnp.where(x > 0, x, 0),
@@ -78,7 +62,7 @@ SPELLINGS = {
 )
 def test_each_spelling_is_recognized(kind, spelling):
     activation = SPELLINGS[kind][spelling]
-    for dtype in ("bfloat16", "float16", "float32"):
+    for dtype in ("bfloat16", "float32"):
         rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype(dtype))
         assert recognize(activation, rows) == FusedActivation(kind)
         assert recognize(ma.gated(activation), rows) == FusedActivation(kind, gated=True)
@@ -226,7 +210,9 @@ LISTED = {kind: next(iter(spellings.values())) for kind, spellings in SPELLINGS.
 
 
 @pytest.mark.several_devices("types vary over a mesh axis only if it has several devices")
-@pytest.mark.parametrize("name", (*LISTED, *(f"gated {kind}" for kind in LISTED), "clamped_swiglu"))
+@pytest.mark.parametrize(
+    "name", ("gated silu", "gelu", "gated gelu_tanh", "gated squared_relu", "clamped_swiglu")
+)
 def test_every_listed_activation_has_gradients_in_a_layer(name):
     """JAX 0.12.0.1 refuses its derivatives of erf and erfc in a shard_map that checks types."""
     kind, is_gated = name.removeprefix("gated "), " " in name or name == "clamped_swiglu"

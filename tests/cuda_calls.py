@@ -1,0 +1,33 @@
+"""Lower programs for GPUs, which need not exist, and list the calls of kernels in them."""
+
+import re
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jax_moe_a2a._src.group import native
+
+needs_kernel = pytest.mark.skipif(
+    not native.has_grouped_gemm(), reason="the extension was built without the kernels of products"
+)
+
+
+class Call(NamedTuple):
+    target: str  # without "moe_a2a_"
+    attributes: dict[str, str]
+    types: str  # of operands and results
+
+
+def lowered(fn, *args):
+    """Return the text of a program for GPUs."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(fn, *args):
+    found = []
+    for line in lowered(fn, *args).splitlines():
+        if match := re.search(r"custom_call @moe_a2a_(\w+)\(", line):
+            attributes = dict(re.findall(r"(\w+) = ([-+.e\d]+) : \w\d+", line))
+            found.append(Call(match[1], attributes, line.rsplit(" : ", 1)[1]))
+    return found
