@@ -144,11 +144,11 @@ def layer_inputs(layout=LAYOUT, ranks=RANKS):
     return x, weights, w, ids
 
 
-def assert_finite_and_same(actual, expected):
+def assert_finite_and_same(actual, expected, atol=1e-6):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = harness.numpy_of((a, b))
         assert np.isfinite(b).all() and np.abs(b).max() > 0
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
 
 
 def results_of_tails(mesh, group, ranks):
@@ -246,10 +246,12 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[name] = program(*layer_inputs())
-    assert_finite_and_same(found["groups"], found["ours"])
-    assert_finite_and_same(found["masked"], found["ours"])
+    # The products add in different orders.
+    same = functools.partial(assert_finite_and_same, atol=1e-3 if harness.ON_GPU else 1e-4)
+    same(found["groups"], found["ours"])
+    same(found["masked"], found["ours"])
     y, (ct_x, ct_weights, ct_w) = found["multiplies"]
-    assert_finite_and_same((y, ct_x, ct_weights), (found["ours"][0], *found["ours"][1][:2]))
+    same((y, ct_x, ct_weights), (found["ours"][0], *found["ours"][1][:2]))
     assert np.isnan(harness.numpy_of(ct_w)).any()
 
 
