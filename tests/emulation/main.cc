@@ -21,20 +21,12 @@
 #include "launch.h"
 #include "primitives.h"
 #include "site.h"
+#include "variant.h"
 
 using namespace emulation;
 using namespace moe_a2a;
 
 namespace {
-
-// The kernels of this variant, and whether all ranks share a device.
-#ifdef MOE_A2A_COLOCATED
-const Kernels& variant_kernels() { return ColocatedKernels(); }
-constexpr bool kColocated = true;
-#else
-const Kernels& variant_kernels() { return DirectKernels(); }
-constexpr bool kColocated = false;
-#endif
 
 const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --seed N        seed of all random choices (1)
@@ -51,7 +43,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
-  --swap F:L      swap the store that begins in this line and the next one; only in the variant `swaps`
+  --swap F:L      swap the store that begins in this line and the next one; only in the variant `plain`
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
@@ -202,7 +194,8 @@ class Sequence {
   // Reads the records while the ranks run, like a host. A record must be complete when it has a
   // kind.
   void watch_records(const std::atomic<bool>& is_over) {
-#ifndef MOE_A2A_EMULATION_TSAN        // which would report the kernels' volatile store as a race
+    // ThreadSanitizer would report the kernels' volatile store as a race.
+    if (kHasSanitizer) return;
     std::map<int, std::string> seen;  // by rank
     while (!is_over) {
       for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
@@ -216,7 +209,6 @@ class Sequence {
     for (const auto& [rank, text] : seen) {
       if (text != describe(domain_->record(rank))) report("an incomplete record: %s", text.c_str());
     }
-#endif
   }
 
   void run_rank(int rank) {

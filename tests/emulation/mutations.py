@@ -94,7 +94,7 @@ class Swap:
     """Two neighbouring stores, of which the second one is made first."""
 
     stores: swaps.Pair
-    variant = "swaps"
+    variant = "plain"
 
     @property
     def name(self):
@@ -148,6 +148,27 @@ _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
 # The most sequences until a mutation must have been noticed. Most mutations need one or two.
 MAX_SEEDS = 48
+# The seed of a sequence that notices the mutation, if earlier seeds do not. It comes first, because
+# a sequence takes seconds.
+_FIRST_SEED = {
+    "encode.cuh next: __syncwarp #2": 7,
+    "encode.cuh store: __syncwarp #3": 7,
+    "encode.cuh store: __syncwarp #4": 2,
+    "dispatch.cu send_chunk: fence_global_for_bulk": 6,
+    "format_dispatch.cu list_destinations: __syncwarp": 2,
+    "format_dispatch.cu send_chunk: fence_global_for_bulk": 3,
+    "format_dispatch.cu send_everywhere: fence_global_for_bulk": 3,
+    "format_dispatch.cu send_token: __syncwarp": 5,
+    "exchange.cuh change_teams: __syncthreads": 2,
+    "exchange.cuh leave: store_release_sys": 3,
+    "plan.cuh take_row: __syncwarp #2": 4,
+    "route.cu find_threshold: __syncthreads #7": 6,
+    "route.cu sum_kept: __syncthreads": 6,
+    "routed_dispatch.cu see_credit: load_acquire_sys": 9,
+    "signal.cuh wait_for_credit: load_acquire_sys": 3,
+    "signal.cuh fail: record->kind before record->timeout_ns": 5,
+    "kIgnoreSignature": 2,
+}
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
@@ -175,6 +196,12 @@ JUSTIFIED = {
         "a head says nothing about chunks"
     ),
 }
+
+
+def seeds_of(mutation):
+    """Return the seeds of the sequences of a mutation, in the order in which they are tried."""
+    first = _FIRST_SEED.get(mutation.name, 1)
+    return [first, *(seed for seed in range(1, MAX_SEEDS + 1) if seed != first)]
 
 
 def all_mutations():

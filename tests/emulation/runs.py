@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
 # Folders of OUT; the Makefile says what each is.
-VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan", "swaps")
+VARIANTS = ("plain", "tsan", "colocated", "colocated_tsan")
 
 
 def build(target):

@@ -103,9 +103,13 @@ class _Source:
         text = ""
         for run in self.runs:
             if begin <= run[0][0] and run[-1][1] <= end:  # not inside of a run before it
-                text += self.code[begin : run[0][0]] + self._with_choices(run)
+                text += self._copied(begin, run[0][0]) + self._with_choices(run)
                 begin = run[-1][1]
-        return text + self.code[begin:end]
+        return text + self._copied(begin, end)
+
+    def _copied(self, begin, end):
+        """Return a part of the code as it is, with its line for the compiler."""
+        return f'\n#line {self.line(begin)} "{self.name}"\n{self.code[begin:end]}'
 
     def _with_choices(self, run):
         if len(run) == 1:
@@ -114,8 +118,8 @@ class _Source:
         between = self.code[first[1] : second[0]]
         swapped = f'::emulation::are_swapped({{"{self.name}", {self.line(first[0])}}})'
         return (
-            f"if ({swapped}) {{ {self.code[slice(*second)]}{between}::emulation::pause_often();"
-            f" {self.code[slice(*first)]}{self.code[second[1] : run[-1][1]]} }}"
+            f"if ({swapped}) {{ {self._copied(*second)}{between}::emulation::pause_often();"
+            f" {self._copied(*first)}{self._copied(second[1], run[-1][1])} }}"
             f" else {{ {self.rewritten(*first)}{between}{self._with_choices(run[1:])} }}"
         )
 
