@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_calls import calls, needs_kernel
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import weights
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
@@ -67,11 +67,10 @@ def test_the_kernel_equals_the_composition(monkeypatch, dtype, shape):
 # Programs for GPUs
 
 
-def calls(fn, *args):
-    """Return the shapes of the calls in a program for GPUs."""
-    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [line for line in text.splitlines() if f"@{weights.TARGET}(" in line]
-    return [re.findall(r"<([\dx]+)x[bf]\w+>", line.rsplit(" : ", 1)[1]) for line in lines]
+def shapes(fn, *args):
+    """Return the shapes of operands and results of the calls in a program for GPUs."""
+    types = [call.types for call in calls(fn, *args) if call.target == "encode_squares"]
+    return [re.findall(r"<([\dx]+)x[bf]\w+>", each) for each in types]
 
 
 def array(*shape, dtype="bfloat16"):
@@ -80,25 +79,25 @@ def array(*shape, dtype="bfloat16"):
 
 def test_one_call_has_the_orientations_in_use(hopper):
     w, shape, turned = array(4, 256, 384), "4x256x384", "4x384x256"
-    assert calls(quantize, w) == [[shape, turned, shape, "4x3x2"]]
+    assert shapes(quantize, w) == [[shape, turned, shape, "4x3x2"]]
     for fn in (ma.quantize_experts, lambda w: quantize(w).values):
-        assert calls(fn, w) == [[shape, turned, "0", "4x3x2"]]
-    assert calls(lambda w: quantize(w).transposed, w) == [[shape, "0", shape, "4x3x2"]]
+        assert shapes(fn, w) == [[shape, turned, "0", "4x3x2"]]
+    assert shapes(lambda w: quantize(w).transposed, w) == [[shape, "0", shape, "4x3x2"]]
     pairs = array(3, 4, 256, 2, 128, dtype="float32")
-    assert calls(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
+    assert shapes(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
     # The gradient is that of the composition.
-    assert calls(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
+    assert shapes(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
 
 
-@pytest.mark.skipif(not native.has_grouped_gemm(), reason="built without the kernel")
+@needs_kernel
 def test_products_without_gradients_write_one_orientation(hopper):
     def product(rows, w, sizes):
         return dot_in_fp8(rows, w, sizes, encode_experts(w)).astype(jnp.float32).sum()
 
     args = array(64, 256), array(4, 256, 384), array(4, dtype="int32")
     shape, turned = "4x256x384", "4x384x256"
-    assert calls(product, *args) == [[shape, turned, "0", "4x3x2"]]
-    assert calls(jax.value_and_grad(product), *args) == [[shape, turned, shape, "4x3x2"]]
+    assert shapes(product, *args) == [[shape, turned, "0", "4x3x2"]]
+    assert shapes(jax.value_and_grad(product), *args) == [[shape, turned, shape, "4x3x2"]]
 
 
 def test_a_gradient_of_a_program_that_read_one_orientation():
@@ -115,7 +114,7 @@ def test_a_gradient_of_a_program_that_read_one_orientation():
     "w", (array(2, 128, 200), array(0, 128, 128), array(2, 128, 128, dtype="float16")), ids=str
 )
 def test_other_weights_have_the_composition(hopper, w):
-    assert calls(quantize, w) == []
+    assert shapes(quantize, w) == []
 
 
 @pytest.mark.several_devices("meshes")
@@ -128,10 +127,10 @@ def test_weights_that_xla_divides_have_the_composition(hopper):
         mesh = jax.make_mesh((2,), ("ep",), (kind,), devices=jax.devices()[:2])
         with jax.set_mesh(mesh):
             placed = jax.device_put(w, jax.NamedSharding(mesh, spec))
-            assert calls(quantize, placed) == calls(jax.vmap(quantize), placed[:, None]) == []
+            assert shapes(quantize, placed) == shapes(jax.vmap(quantize), placed[:, None]) == []
             found = jax.jit(quantize)(placed)
             assert found.values.sharding.spec[0] == found.transposed.sharding.spec[0] == "ep"
             for part, right in zip(numbers(found), expected, strict=True):
                 np.testing.assert_array_equal(part[1:], right)
             each = jax.shard_map(quantize, in_specs=spec, out_specs=spec)
-            assert len(calls(each, placed)) == 1
+            assert len(shapes(each, placed)) == 1

@@ -478,7 +478,7 @@ LAID_OUT = {
 }
 
 
-@pytest.mark.exchanges(2)
+@pytest.mark.exchanges(1)  # the layout is made of the rows
 @of_every_format
 def test_scales_come_in_the_layout_that_the_format_names(name):
     fmt, plain, ranks = LAID_OUT[name], FORMATS[name], RANKS

@@ -5,18 +5,17 @@ Lowering for CUDA needs no GPU, so most of this runs wherever the kernel was bui
 
 import functools
 import logging
-import re
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_calls import calls, lowered, needs_kernel
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
-from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped import quantized
+from jax_moe_a2a._src.grouped import lowering, quantized
 
 pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
 
@@ -76,25 +75,13 @@ def test_wrong_arguments_are_named(error, message, change):
 # Which path runs
 
 
-def calls(fn, *operands, target=lowered.TARGET):
-    """Return the products that are lowered for CUDA as calls of a kernel, in order."""
-    text = jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [line for line in text.splitlines() if f"@{target}(" in line]
-    return [int(re.search(r"product = (\d+)", line)[1]) for line in lines]
+def products(fn, *args, target="grouped_gemm"):
+    """Return the products that are lowered for GPUs as calls of a kernel, in order."""
+    found = [call.attributes for call in calls(fn, *args) if call.target == target]
+    return [int(attributes["product"]) for attributes in found]
 
 
-needs_kernel = pytest.mark.skipif(
-    not native.has_grouped_gemm(), reason="the extension was built without the kernel"
-)
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """Pretend GPUs of compute capability 9.0, which need not exist."""
-    jax.clear_caches()
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
-    yield
-    jax.clear_caches()
+fp8_products = functools.partial(products, target="fp8_gemm")
 
 
 def gradients(rows, w, sizes):
@@ -119,7 +106,6 @@ def fp8_avals(num_rows=512, groups=4, k=256, n=200, lead=()):
 
 
 E4M3 = jnp.dtype("float8_e4m3fn")
-fp8_calls = functools.partial(calls, target=quantized.TARGET)
 
 
 @needs_kernel
@@ -127,16 +113,16 @@ def test_each_product_in_fp8_is_one_call(hopper):
     forward, few = range(2)
     in_float32 = functools.partial(ma.grouped_dot, preferred_element_type="float32")
     for dot in (ma.grouped_dot, in_float32):
-        assert fp8_calls(dot, *fp8_avals()) == [forward]
-        assert fp8_calls(dot, *fp8_avals(num_rows=4 * 64)) == [few]
-        assert fp8_calls(dot, *fp8_avals(num_rows=4 * 64 + 1)) == [forward]
-        assert calls(dot, *fp8_avals()) == []
-    assert fp8_calls(jax.vmap(ma.grouped_dot), *fp8_avals(lead=(3,))) == [forward]
+        assert fp8_products(dot, *fp8_avals()) == [forward]
+        assert fp8_products(dot, *fp8_avals(num_rows=4 * 64)) == [few]
+        assert fp8_products(dot, *fp8_avals(num_rows=4 * 64 + 1)) == [forward]
+        assert products(dot, *fp8_avals()) == []
+    assert fp8_products(jax.vmap(ma.grouped_dot), *fp8_avals(lead=(3,))) == [forward]
     nested = jax.vmap(jax.vmap(ma.grouped_dot))
-    assert fp8_calls(nested, *fp8_avals(num_rows=4 * 64, lead=(3, 2))) == [few]
+    assert fp8_products(nested, *fp8_avals(num_rows=4 * 64, lead=(3, 2))) == [few]
     assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == ""
     floats = jax.ShapeDtypeStruct((512, 256), "bfloat16")
-    assert fp8_calls(ma.grouped_dot, floats, *fp8_avals()[1:]) == [forward]
+    assert fp8_products(ma.grouped_dot, floats, *fp8_avals()[1:]) == [forward]
     assert ma.why_no_grouped_gemm(floats, fp8_avals()[1]) == ""
 
 
@@ -146,89 +132,71 @@ def test_spare_weights_in_fp8_are_read_by_the_same_call(hopper):
     dot = functools.partial(quantized.bind_dot_fp8, **params)
     rows, w, _ = fp8_avals()
     args = rows, (w, fp8_avals(groups=2)[1]), jax.ShapeDtypeStruct((6,), "int32")
-    assert fp8_calls(dot, *args) == [0]
-    text = jax.jit(dot).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    joined = [line for line in text.splitlines() if "stablehlo.concatenate" in line]
+    assert fp8_products(dot, *args) == [0]
+    joined = [line for line in lowered(dot, *args).splitlines() if "stablehlo.concatenate" in line]
     assert any("tensor<6x2x2xf32>" in line for line in joined)  # the scales
     assert not any("f8E4M3FN" in line for line in joined)
 
 
 @needs_kernel
-@pytest.mark.parametrize(
-    ("why", "options"),
-    [
-        ("N in multiples of 8; got weights of 256 by 12", dict(n=12)),
-        ("no rows, no groups or no columns", dict(num_rows=0)),
-        ("so large a product; got 2000000 rows", dict(num_rows=2_000_000)),
-    ],
-)
-def test_what_the_fp8_kernel_cannot_do_is_decoded(hopper, caplog, why, options):
-    rows, w, sizes = fp8_avals(**options)
-    assert why in ma.why_no_grouped_gemm(rows, w)
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        assert fp8_calls(ma.grouped_dot, rows, w, sizes) == []
-    assert any(
-        "decoded to bfloat16, because" in message and why in message for message in caplog.messages
-    )
-
-
-@needs_kernel
 def test_other_gpus_decode_products_in_fp8(monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "the kernel needs other GPUs")
+    monkeypatch.setattr(lowering, "_why_other_gpu", lambda: "the kernel needs other GPUs")
     assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == "the kernel needs other GPUs"
     for dtype in ("bfloat16", "float32"):
         dot = functools.partial(ma.grouped_dot, preferred_element_type=dtype)
-        assert fp8_calls(dot, *fp8_avals()) == calls(dot, *fp8_avals()) == []
+        assert fp8_products(dot, *fp8_avals()) == products(dot, *fp8_avals()) == []
     jax.clear_caches()
 
 
 @needs_kernel
 def test_each_product_is_one_call(hopper):
     forward, few, transposed, gradient = range(4)
-    assert calls(ma.grouped_dot, *avals()) == [forward]
-    assert calls(ma.grouped_dot, *avals(num_rows=4 * 32)) == [few]
-    assert calls(ma.grouped_dot, *avals(num_rows=4 * 32 + 1)) == [forward]
-    assert sorted(calls(gradients, *avals())) == [transposed, gradient]
-    assert calls(jax.vmap(ma.grouped_dot), *avals(lead=(3,))) == [forward]
-    assert sorted(calls(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed, gradient]
+    assert products(ma.grouped_dot, *avals()) == [forward]
+    assert products(ma.grouped_dot, *avals(num_rows=4 * 32)) == [few]
+    assert products(ma.grouped_dot, *avals(num_rows=4 * 32 + 1)) == [forward]
+    assert sorted(products(gradients, *avals())) == [transposed, gradient]
+    assert products(jax.vmap(ma.grouped_dot), *avals(lead=(3,))) == [forward]
+    assert sorted(products(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed, gradient]
 
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("why", "options"),
+    ("why", "arguments"),
     [
-        ("needs bfloat16 or float16; got float32", dict(dtype="float32")),
-        ("columns in multiples of 8; got weights of 60 by 128", dict(k=60)),
-        ("columns in multiples of 8; got weights of 64 by 12", dict(n=12)),
-        ("no rows, no groups or no columns", dict(num_rows=0)),
-        ("so large a product; got 2000000 rows", dict(num_rows=2_000_000)),
+        ("needs bfloat16 or float16; got float32", avals(dtype="float32")),
+        ("columns in multiples of 8; got weights of 60 by 128", avals(k=60)),
+        ("columns in multiples of 8; got weights of 64 by 12", avals(n=12)),
+        ("no rows, no groups or no columns", avals(num_rows=0)),
+        ("so large a product; got 2000000 rows", avals(num_rows=2_000_000)),
+        ("N in multiples of 8; got weights of 256 by 12", fp8_avals(n=12)),
+        ("no rows, no groups or no columns", fp8_avals(num_rows=0)),
+        ("so large a product; got 2000000 rows", fp8_avals(num_rows=2_000_000)),
     ],
 )
-def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, options):
-    rows, w, sizes = avals(**options)
-    assert why in ma.why_no_grouped_gemm(rows, w)
+def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, arguments):
+    in_fp8 = isinstance(arguments[0], ma.Quantized)
+    other_path = "decoded to bfloat16" if in_fp8 else "lax.ragged_dot"
+    assert why in ma.why_no_grouped_gemm(*arguments[:2])
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        assert calls(ma.grouped_dot, rows, w, sizes) == []
-    assert any(
-        "lax.ragged_dot, because" in message and why in message for message in caplog.messages
-    )
+        assert calls(ma.grouped_dot, *arguments) == []
+    assert any(f"{other_path}, because" in m and why in m for m in caplog.messages)
 
 
 @needs_kernel
 def test_why_no_kernel_is_empty_where_the_kernel_runs(hopper, caplog):
     assert ma.why_no_grouped_gemm(*avals()[:2]) == ""
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        calls(ma.grouped_dot, *avals())
+        products(ma.grouped_dot, *avals())
     assert any(message.endswith("grouped_dot: the kernel") for message in caplog.messages)
 
 
 def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: False)
     assert "built without" in ma.why_no_grouped_gemm(*avals()[:2])
-    assert calls(gradients, *avals()) == []
+    assert products(gradients, *avals()) == []
     assert "built without" in ma.why_no_grouped_gemm(*fp8_avals()[:2])
-    assert fp8_calls(ma.grouped_dot, *fp8_avals()) == []
+    assert fp8_products(ma.grouped_dot, *fp8_avals()) == []
 
 
 @pytest.mark.skipif(harness.ON_GPU, reason="without GPUs")
@@ -251,74 +219,3 @@ def test_the_kernel_is_called_on_this_gpu():
     assert ma.why_no_grouped_gemm(*fp8_avals()[:2]) == ""
     compiled = jax.jit(ma.grouped_dot).lower(*fp8_avals()).compile().as_text()
     assert quantized.TARGET in compiled and "bf16[4,200,256]" not in compiled
-
-
-@pytest.mark.gpu
-def test_the_handler_refuses_arrays_that_do_not_fit():
-    if ma.why_no_grouped_gemm(*avals()[:2]):
-        pytest.skip("the kernel does not run here")
-    native.register_targets()
-
-    def call(a, b, table, d, product=0):
-        counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-        call = jax.ffi.ffi_call(lowered.TARGET, [d, counter])
-        options = dict(product=np.int64(product), num_sms=np.int64(0))
-        return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(a, b, table))
-
-    a, b = jnp.ones((64, 16), jnp.bfloat16), jnp.ones((2, 16, 24), jnp.bfloat16)
-    table = jnp.array([[0, 32], [32, 32], [0, 1]], jnp.int32)
-    d = jax.ShapeDtypeStruct((64, 24), jnp.bfloat16)
-    assert np.asarray(call(a, b, table, d) == 16).all()
-    for wrong, message in (
-        ((a[:, :8], b, table, d), r"rows.*\[64,16\].*got \w+\[64,8\]"),
-        ((a, b[0], table, d), "three"),
-        ((a.astype(jnp.float32), b, table, d), "bfloat16 or float16"),
-        ((a, b.astype(jnp.float16), table, d), "weights.*must be"),
-        ((a, b, table[:2], d), r"table.*\[3,2\].*got \w+\[2,2\]"),
-        ((a, b, table.astype(jnp.float32), d), "table.*must be"),
-        ((a, b, table, jax.ShapeDtypeStruct((63, 24), jnp.bfloat16)), r"result.*got \w+\[63,24\]"),
-        ((a, b, table, d, 7), "no product 7"),
-        ((a[:, :4], b[:, :4], table, d), "multiples of 8"),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_moe_a2a.*{message}"):
-            call(*wrong)
-
-
-@pytest.mark.gpu
-def test_the_fp8_handler_refuses_arrays_that_do_not_fit():
-    if ma.why_no_grouped_gemm(*fp8_avals()[:2]):
-        pytest.skip("the kernel does not run here")
-    native.register_targets()
-
-    def call(*args, d, product=0, num_sms=0):
-        call = jax.ffi.ffi_call(quantized.TARGET, [d, jax.ShapeDtypeStruct((1,), jnp.int32)])
-        options = dict(product=np.int64(product), num_sms=np.int64(num_sms))
-        return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(*args))
-
-    rows, w = jnp.ones((64, 256), E4M3), jnp.ones((2, 24, 256), E4M3)
-    table = jnp.array([[0, 32], [32, 32], [0, 1]], jnp.int32)
-    scales, w_scales = jnp.ones((64, 2), jnp.float32), jnp.full((2, 1, 2), 2, jnp.float32)
-    right = dict(rows=rows, w=w, table=table, scales=scales, w_scales=w_scales)
-    d = jax.ShapeDtypeStruct((64, 24), jnp.bfloat16)
-    for product in (0, 1):
-        for dtype in ("bfloat16", "float32"):
-            found = call(*right.values(), d=d.update(dtype=dtype), product=product)
-            assert np.asarray(found == 512).all()
-    for wrong, options, message in (
-        (dict(rows=rows[:, :128]), {}, r"rows.*\[64,256\].*got \w+\[64,128\]"),
-        (dict(w=w[0]), {}, "three"),
-        (dict(rows=rows.astype(jnp.bfloat16)), {}, "rows.*must be"),
-        (dict(w=w.astype(jnp.float8_e5m2)), {}, "weights.*must be"),
-        (dict(table=table[:2]), {}, r"table.*\[3,2\].*got \w+\[2,2\]"),
-        (dict(scales=scales.T), {}, r"scales of rows.*\[64,2\].*got \w+\[2,64\]"),
-        (dict(scales=scales.astype(jnp.bfloat16)), {}, "scales of rows.*must be"),
-        (dict(w_scales=w_scales[:, :, :1]), {}, r"scales of weights.*\[2,1,2\].*got \w+\[2,1,1\]"),
-        ({}, dict(d=d.update(shape=(63, 24))), r"result.*got \w+\[63,24\]"),
-        ({}, dict(d=d.update(dtype="float16")), "result.*must be"),
-        ({}, dict(product=2), "no product 2"),
-        ({}, dict(num_sms=-1), "num_sms must be at least 0; got -1"),
-        (dict(w=w[:, :12]), {}, "N in multiples of 8"),
-        (dict(w=w[:, :, :64], rows=rows[:, :64]), {}, "K in multiples of 128"),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_moe_a2a.*{message}"):
-            call(*(right | wrong).values(), **(dict(d=d) | options))

@@ -1,8 +1,10 @@
 """A malformed call, which is a bug of the lowering, raises while the program is lowered. It is no
 reason for another path.
 
-Each test damages the calls of one kernel on their way from the lowering to the kernels."""
+Each test damages a call of one kernel on its way from the lowering to the kernels, and then the
+call itself in every other way."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,8 @@ import pytest
 import test_experts
 import test_grouped_dot_paths as products
 import test_lowering
-from test_grouped_dot_paths import hopper  # noqa: F401
+from cuda_calls import lowered as lowered_for_cuda
+from cuda_calls import needs_kernel
 from test_lowering import EXPERTS, RANKS, TOP_K, aval, calls, group_of, lower
 
 import jax_moe_a2a as ma
@@ -39,19 +42,35 @@ def devices_pass_for_gpus(monkeypatch):
 class Call(NamedTuple):
     """A call that is lowered: its arrays are their types."""
 
+    target: str
     attributes: dict[str, Any]
     operands: list[Any]
     results: list[Any]
+    lower: Callable[["Call"], Any]
+
+    def error(self, damage):
+        """Return the error of the call after a damage."""
+        with pytest.raises(RuntimeError, match=f"malformed call of {self.target}: ") as error:
+            self.lower(damage(self))
+        return str(error.value)
 
 
 def retyped(x):
     return jax.ShapeDtypeStruct(x.shape, ANOTHER_DTYPE)
 
 
+def resized(x, axis):
+    shape = [size + (i == axis) for i, size in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def replaced(arrays, i, array):
+    return [array if n == i % len(arrays) else other for n, other in enumerate(arrays)]
+
+
 def swapped(call, i, j):
-    operands = list(call.operands)
-    operands[i], operands[j] = operands[j], operands[i]
-    return call._replace(operands=operands)
+    operands = replaced(call.operands, i, call.operands[j])
+    return call._replace(operands=replaced(operands, j, call.operands[i]))
 
 
 def without(call, name):
@@ -63,66 +82,67 @@ def with_another_type(call, name):
     return call._replace(attributes=call.attributes | {name: value})
 
 
+def without_an_operand(call):
+    return call._replace(operands=call.operands[:-1])
+
+
 DAMAGES = {
-    "an operand is missing": lambda c: c._replace(operands=c.operands[:-1]),
+    "an operand is missing": without_an_operand,
     "an operand is too many": lambda c: c._replace(operands=[*c.operands, c.operands[0]]),
     "a result is missing": lambda c: c._replace(results=c.results[:-1]),
     "an operand has another dtype": lambda c: c._replace(
-        operands=[*c.operands[:-1], retyped(c.operands[-1])]
+        operands=replaced(c.operands, -1, retyped(c.operands[-1]))
     ),
     "a result has another dtype": lambda c: c._replace(
-        results=[*c.results[:-1], retyped(c.results[-1])]
+        results=replaced(c.results, -1, retyped(c.results[-1]))
     ),
 }
-OF_ATTRIBUTES = {"is missing": without, "has another type": with_another_type}
 
 
-def check_that_it_raises(damage, target, fn, monkeypatch, caplog):
-    """Check that a program whose calls of a target are damaged is not lowered."""
+def check_that_it_raises(target, fn, monkeypatch, caplog):
+    """Check that a program whose calls of a target are damaged is not lowered. Return the call."""
     seen = []
 
-    def damaged(target_of_call, call):
-        if target_of_call != target:
+    def damaged(call):
+        if call.target != target:
             return call
         seen.append(call)
-        return damage(call)
+        return without_an_operand(call)
 
     with monkeypatch.context() as patch:
         patch_calls(patch, damaged)
-        with pytest.raises(RuntimeError, match=f"malformed call of {target}: ") as error:
+        with pytest.raises(RuntimeError, match=f"malformed call of {target}: "):
             fn()
-    assert seen
     assert not [m for m in caplog.messages if "portable path" in m or "not fused" in m]
-    return str(error.value), seen[0]
+    return seen[0]
 
 
 def patch_calls(patch, damaged):
-    """Pass all calls through ``damaged``, which receives the target and a ``Call``."""
+    """Pass all calls through ``damaged``."""
     why_not, call_product = native.why_not, native.call_product
 
     def of_exchange(target, attributes, operands, results, *others):
-        call = damaged(target, Call(dict(attributes), list(operands), list(results)))
-        return why_not(target, *call, *others)
+        lower = lambda c: why_not(target, c.attributes, c.operands, c.results, *others)
+        call = Call(target, dict(attributes), list(operands), list(results), lower)
+        return lower(damaged(call))
 
     def of_product(target, results, operands, aliases=None, **attributes):
-        call = damaged(target, Call(attributes, list(operands), list(results)))
-        return call_product(target, call.results, call.operands, aliases, **call.attributes)
+        lower = lambda c: call_product(target, c.results, c.operands, aliases, **c.attributes)
+        return lower(damaged(Call(target, attributes, list(operands), list(results), lower)))
 
     patch.setattr(native, "why_not", of_exchange)
     patch.setattr(native, "call_product", of_product)
 
 
 def check_every_damage(target, fn, monkeypatch, caplog, unchecked=()):
-    call = None
+    call = check_that_it_raises(target, fn, monkeypatch, caplog)
     for name, damage in DAMAGES.items():
         if name not in unchecked:
-            _, call = check_that_it_raises(damage, target, fn, monkeypatch, caplog)
+            call.error(damage)
     for attribute in call.attributes:
-        for kind, damage in OF_ATTRIBUTES.items():
-            error, _ = check_that_it_raises(
-                lambda call: damage(call, attribute), target, fn, monkeypatch, caplog
-            )
-            assert f"the attribute {attribute} is missing or has another type" in error, kind
+        for damage in (without, with_another_type):
+            error = call.error(lambda call: damage(call, attribute))
+            assert f"the attribute {attribute} is missing or has another type" in error
     return call
 
 
@@ -174,9 +194,9 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
     caplog.set_level("INFO", "jax_moe_a2a")
     target, fn, *avals = EXCHANGES[name]
     args = f"moe_a2a_{target}", lambda: lower(fn, *avals), monkeypatch, caplog
-    check_every_damage(*args)
+    call = check_every_damage(*args)
     for first in range(-len(lowered.READ_BY_KERNELS), -1):
-        error, _ = check_that_it_raises(lambda call: swapped(call, first, first + 1), *args)
+        error = call.error(lambda call: swapped(call, first, first + 1))
         assert any(name in error for name in lowered.READ_BY_KERNELS)
 
 
@@ -196,8 +216,7 @@ def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, c
     # The last operand of a routed dispatch is its payload, whose dtype may be any.
     unchecked = ["a result has another dtype"] if target == "route" else []
     unchecked += ["an operand has another dtype"] if target != "route" else []
-    check_every_damage(*args, unchecked=unchecked)
-    check_that_it_raises(lambda call: swapped(call, 0, 1), *args)
+    check_every_damage(*args, unchecked=unchecked).error(lambda call: swapped(call, 0, 1))
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
@@ -225,19 +244,11 @@ def test_a_target_without_a_kernel_raises():
 # Products
 
 
-def lowered_for_cuda(fn, *avals):
-    return jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def forward(*args):
-    return test_experts.forward(*args)
-
-
 ROWS_FP8 = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
 SIZES = jax.ShapeDtypeStruct((4,), jnp.int32)
 PRODUCTS = {
     "grouped_gemm": (ma.grouped_dot, products.avals),
-    "dot_act": (forward, test_experts.avals),
+    "dot_act": (test_experts.forward, test_experts.avals),
     "act_dot_grad": (test_experts.backward, test_experts.avals),
     "fp8_gemm": (ma.grouped_dot, products.fp8_avals),
     "act_encode": (
@@ -251,9 +262,9 @@ PRODUCTS = {
 }
 
 
-@products.needs_kernel
+@needs_kernel
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatch, caplog):  # noqa: F811
+def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatch, caplog):
     caplog.set_level("INFO", "jax_moe_a2a")
     fn, avals = PRODUCTS[name]
 
@@ -266,14 +277,18 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
     # Two operands are too many, because spare weights may be one more.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
-    more = lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2])
-    check_that_it_raises(more, *args)
-    for i in range(len(call.operands) - 1):
-        check_that_it_raises(lambda call: swapped(call, i, i + 1), *args)
+    call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))
+    for i, operand in enumerate(call.operands):
+        if i:
+            call.error(lambda call: swapped(call, i - 1, i))
+        # The table of groups, [3, groups], may have any number of groups.
+        axis = 0 if operand.dtype == "int32" else operand.ndim - 1
+        larger = replaced(call.operands, i, resized(operand, axis))
+        call.error(lambda call: call._replace(operands=larger))
 
 
-@products.needs_kernel
-def test_a_product_without_a_kernel_for_its_sizes_is_no_call(hopper):  # noqa: F811
+@needs_kernel
+def test_a_product_without_a_kernel_for_its_sizes_is_no_call(hopper):
     avals = products.avals(dtype="float32")
     assert "moe_a2a_grouped_gemm" not in lowered_for_cuda(ma.grouped_dot, *avals)
     call = native.call_product
