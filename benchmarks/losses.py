@@ -112,9 +112,10 @@ def draw(rows: record.Rows, path: pathlib.Path) -> None:
 
 
 def newest() -> record.Found:
-    """Return the newest record of losses."""
-    path = max(FOLDER.glob("*.json"))
-    return record.Found(path, json.loads(path.read_text()))
+    """Return the newest record of losses of all ways."""
+    found = (record.Found(path, json.loads(path.read_text())) for path in FOLDER.glob("*.json"))
+    has_all = lambda f: {row["way"] for row in f.record["rows"]} == set(WAYS)
+    return max(filter(has_all, found), key=lambda f: f.path.name)
 
 
 def main(argv: list[str] | None = None) -> int:
