@@ -293,7 +293,8 @@ def test_whole_steps_are_measured_and_wrong_losses_are_refused(tmp_path, monkeyp
     assert out.with_suffix(".png").stat().st_size > 0
     head = dict(found, gpus="4 x NVIDIA H100", versions=dict(jax="0", platform="cuda 13000"))
     record.write(head, out)
-    monkeypatch.setattr(record, "newest", functools.partial(record.newest, folder=tmp_path))
+    all_of = record.all_of
+    monkeypatch.setattr(record, "all_of", lambda sweep, _=None: all_of(sweep, tmp_path))
     assert "| **this package** |" in report.steps_in_short(tmp_path)
     assert "16 experts, 4,096 rows per expert" in report.steps_in_full(tmp_path)
 
