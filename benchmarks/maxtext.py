@@ -192,7 +192,7 @@ def measure_one(args: argparse.Namespace) -> int:
     kind = jax.devices()[0].device_kind
     head = record.head(f"{len(jax.devices())} x {kind}", len(jax.devices()))
     head["versions"] |= versions()
-    head["command"] = sys.argv
+    head["command"] = " ".join(["python -m benchmarks.maxtext", *sys.argv[1:]])
     args.out.write_text(json.dumps(dict(head=head, row=row)))
     sys.stdout.flush()
     os._exit(0)  # threads of libraries may outlive the program
