@@ -34,8 +34,9 @@ export MOE_A2A_CUDA := OFF
 endif
 endif
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
-# Two workers suit the two cores of a small machine; GPUs are not shared among processes.
-PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
+# Two workers suit the two cores of a small machine, and a module keeps its compiled programs in one of
+# them; GPUs are not shared among processes.
+PYTEST_FLAGS ?= $(if $(MOE_A2A_TEST_GPU),-n 0,-n 2 --dist loadfile)
 SECONDS ?= 600
 SEED ?= 1
 RUNS ?= 200

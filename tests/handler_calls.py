@@ -4,7 +4,6 @@ checks of its arrays. No kernel runs."""
 
 import ctypes
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,9 +11,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from host_extension import HOST, ROOT, built
 
-ROOT = pathlib.Path(__file__).parents[1]
-HOST = ROOT / "tests/emulation/host"
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
@@ -35,16 +33,15 @@ def can_build():
 
 
 def build(folder):
-    """Compile the library; return its path."""
+    """Link the host code of the extension over the fake driver with ``calls.cc``; return the path
+    of the library."""
     library = folder / "libcalls.so"
-    sources = [HOST / "calls.cc", HOST / "fake_driver.cc"]
-    sources += sorted((ROOT / "cuda/runtime").glob("*.cc"))
-    sources += [
-        path for path in sorted((ROOT / "cuda/ffi").glob("*.cc")) if "gemm" not in path.name
-    ]
+    names_python = ("ext.cc.o", "nb_combined.cpp.o")
+    objects = [path for path in built().glob("*.o") if not path.name.endswith(names_python)]
     includes = [f"-I{path}" for path in (HOST, HOST / "include", ROOT / "cuda")]
     options = ["-std=c++17", "-shared", "-fPIC", *includes, "-isystem", jax.ffi.include_dir()]
-    subprocess.run(["g++", *options, "-o", library, *sources, "-ldl", "-pthread"], check=True)
+    options += ["-o", library, HOST / "calls.cc", *objects]
+    subprocess.run(["g++", *options, "-ldl", "-pthread"], check=True)
     return library
 
 
