@@ -139,7 +139,7 @@ def both_dtypes(values):
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
-    return zip(values, itertools.cycle(dtypes))
+    return list(zip(values, itertools.cycle(dtypes)))
 
 
 @pytest.mark.parametrize(
