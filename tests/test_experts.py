@@ -524,7 +524,8 @@ PAIRS = (
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "sizes"), itertools.product(*PAIRS) if harness.ON_GPU else zip(*PAIRS)
+    ("dtype", "activation", "sizes"),
+    list(itertools.product(*PAIRS) if harness.ON_GPU else zip(*PAIRS)),
 )
 def test_two_arrays_of_weights_equal_one(dtype, activation, sizes):
     """On a GPU with the kernels, these sizes run them, in both forms of the first product."""
