@@ -59,14 +59,14 @@ class RoutedMoE:
         self.is_hash_routing = table is not None
         self._expert_parallelism_name = expert_axes
 
+    def __call__(self, *args):
+        return self.sparse_matmul(*args)
+
     def sparse_matmul(
         self, inputs, gate_logits, pre_bias_logits, w0_kernel, w1_kernel, wo_kernel, w0_bias,
         w1_bias, wo_bias, input_ids=None, forced_routed_experts=None,
     ):  # fmt: skip
         return "MaxText's own result"
-
-    def dense_matmul(self, *args, **kwargs):
-        return "MaxText's dense result"
 
     def get_topk(
         self, gate_logits, pre_bias_logits, rngs=None, input_ids=None, forced_routed_experts=None
@@ -92,9 +92,6 @@ class RoutedMoE:
 
     def get_ragged_buffer_factor(self):
         return self.factor
-
-    def get_tensor_parallelism_size(self):
-        return self.mesh.shape.get("tensor", 1)
 
     def apply_ffn_activation(self, layer_w0, layer_w1):
         raise NotImplementedError
@@ -236,17 +233,18 @@ def test_bias_updates_count_the_tokens_of_all_ranks(install, steps):
 
 def test_enable_can_be_repeated_and_undone(install):
     layer = install()
-    own = layer.sparse_matmul, layer.dense_matmul
+    methods = lambda: (layer.__init__, layer.__call__, layer.sparse_matmul)
+    own = methods()
     maxtext.enable()
     maxtext.enable(timeout=7.0)
-    assert layer.sparse_matmul is not own[0]
+    assert not set(own) & set(methods())
     x, logits, *w = arguments(2)
     args = x, logits, None, *w, None, None, None
     call = layer(mesh_of(fsdp=1, expert=2)).sparse_matmul
     assert "timeout=7.0" in str(jax.make_jaxpr(lambda x: call(x, *args[1:])[0])(x))
     maxtext.disable()
     maxtext.disable()
-    assert (layer.sparse_matmul, layer.dense_matmul) == own
+    assert methods() == own
     assert layer(None).sparse_matmul(*args) == "MaxText's own result"
 
 
@@ -278,7 +276,7 @@ def test_options_that_ask_for_another_result_are_refused(install, options, messa
     maxtext.enable()
     x, logits, *w = arguments(2)
     with pytest.raises(ValueError, match=message):
-        layer.sparse_matmul(x, logits, None, *w, None, None, None)
+        layer(x, logits, None, *w, None, None, None)
 
 
 def test_another_implementation_of_the_layer_is_refused(install):
@@ -288,7 +286,7 @@ def test_another_implementation_of_the_layer_is_refused(install):
     with pytest.raises(ValueError, match="sparse_matmul must be True"):
         of_class(None, sparse_matmul=False)
     with pytest.raises(ValueError, match="sparse_matmul must be True .* got sparse_matmul=False"):
-        layer.dense_matmul()
-    layer.config.sparse_matmul = True
-    with pytest.raises(ValueError, match="sparse_matmul must select .* call disable"):
-        layer.dense_matmul()
+        layer()
+    layer.config.sparse_matmul, layer.config.attention = True, "vllm_rpa"
+    with pytest.raises(ValueError, match="attention must not be that of vLLM.* call disable"):
+        layer()

@@ -34,7 +34,6 @@ _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
 _COMMON = {
     "_logical_to_mesh_axes": "logical_name",
     "_maybe_shard_with_pspec": "inputs pspec logical_axes",
-    "get_tensor_parallelism_size": "",
     "apply_ffn_activation": "layer_w0 layer_w1",
     "should_update_load_balance": "",
 }
@@ -65,40 +64,30 @@ _VERSIONS = {
 }
 
 _ENABLED = "while jax_moe_a2a computes the experts"
-# Options of MaxText that ask for something other than its default result: the only value that
-# ``enable`` accepts, and what to do about another one.
-_REQUIRED: dict[str, tuple[Any, str]] = {
-    "sparse_matmul": (True, "Set sparse_matmul=True"),
-    "te_moe_block": (False, "Set te_moe_block=False"),
-    "use_batch_split_schedule": (False, "Set use_batch_split_schedule=False"),
-    "quantization": (
-        "",
-        "For experts in FP8, set quantization='' and pass experts_format=ma.BlockwiseFp8() to "
-        "enable",
-    ),
-    "moe_quantize_token_all_gather": (
-        False,
-        "For tokens that travel in FP8, set it to False and pass format=ma.BlockwiseFp8() to "
-        "enable",
-    ),
-    "moe_quantize_combine_bwd_method": ("", "Set it to '', and pass wire_dtype to enable"),
-    "moe_dropless_fallback": (
-        None,
-        "Set it to None; with ragged_buffer_factor=-1 no token is dropped",
-    ),
-    "defer_small_all_reduces": (False, "Set it to False"),
-    "log_required_ragged_buffer_factor": (False, "Set it to False"),
-    "moe_log_max_load_ratio": (False, "Set it to False"),
-    "ici_pipeline_parallelism": (1, "Set it to 1"),
-    "dcn_pipeline_parallelism": (1, "Set it to 1"),
-    "enable_diloco": (False, "Set it to False"),
-}
-# Methods of the other implementations of the layer, and the option that selects each.
-_OTHER_PATHS = {
-    "dense_matmul": "sparse_matmul",
-    "fused_moe_matmul": "attention",
-    "_te_moe_block": "te_moe_block",
-}
+# Options of MaxText that ask for something other than its default result, and the only value that
+# ``enable`` accepts.
+_REQUIRED: dict[str, Any] = dict(
+    sparse_matmul=True,
+    te_moe_block=False,
+    use_batch_split_schedule=False,
+    quantization="",
+    moe_quantize_token_all_gather=False,
+    moe_quantize_combine_bwd_method="",
+    moe_dropless_fallback=None,
+    defer_small_all_reduces=False,
+    log_required_ragged_buffer_factor=False,
+    moe_log_max_load_ratio=False,
+    ici_pipeline_parallelism=1,
+    dcn_pipeline_parallelism=1,
+    enable_diloco=False,
+)
+_REMEDIES = dict(
+    quantization="For experts in FP8, pass experts_format=ma.BlockwiseFp8() to enable. ",
+    moe_quantize_token_all_gather="For tokens that travel in FP8, pass format=ma.BlockwiseFp8() to "
+    "enable. ",
+    moe_quantize_combine_bwd_method="For partial sums of another dtype, pass wire_dtype. ",
+    moe_dropless_fallback="With ragged_buffer_factor=-1, no token is dropped. ",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,27 +134,31 @@ def enable(
     disable()
     layer = dict(experts_format=experts_format, format=format, wire_dtype=wire_dtype)
     options = _Options(version, layer, group_options)
-
-    init = module.RoutedMoE.__init__
+    routed_moe = module.RoutedMoE
+    init, call = routed_moe.__init__, routed_moe.__call__
 
     @functools.wraps(init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _check_config(self.config)  # some schedules build the layer and then go around its methods
 
-    @functools.wraps(module.RoutedMoE.sparse_matmul)
+    @functools.wraps(call)
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        _check_config(self.config)  # the layer may be older, and select another implementation
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(routed_moe.sparse_matmul)
     def sparse_matmul(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         return _sparse_matmul(options, self, *args, **kwargs)
 
     methods: dict[str, Callable[..., Any]] = {
         "__init__": checked_init,
+        "__call__": checked_call,
         "sparse_matmul": sparse_matmul,
     }
-    methods |= {name: _refusing(option) for name, option in _OTHER_PATHS.items()}
     for name, method in methods.items():
-        if hasattr(module.RoutedMoE, name):
-            _replaced[name] = getattr(module.RoutedMoE, name)
-            setattr(module.RoutedMoE, name, method)
+        _replaced[name] = getattr(routed_moe, name)
+        setattr(routed_moe, name, method)
 
 
 def disable() -> None:
@@ -192,7 +185,7 @@ def _supported_maxtext() -> tuple[Any, _Version]:
     module, version = importlib.import_module("maxtext.layers.moe"), _VERSIONS[found]
     for name, expected in version.signatures.items():
         method = _replaced.get(name) or getattr(module.RoutedMoE, name, None)
-        names = "none" if method is None else " ".join(list(inspect.signature(method).parameters))
+        names = "none" if method is None else " ".join(inspect.signature(method).parameters)
         names = names.removeprefix("self").strip()
         if names != expected:
             raise ImportError(
@@ -203,29 +196,22 @@ def _supported_maxtext() -> tuple[Any, _Version]:
     return module, version
 
 
-def _refusing(option: str) -> Callable[..., Any]:
-    """Return a method that raises an error about the option that selects it."""
-
-    def method(self: Any, *_: Any, **__: Any) -> Any:
-        _check_config(self.config)
-        raise ValueError(
-            f"{option} must select sparse_matmul of RoutedMoE {_ENABLED}; got {option}="
-            f"{getattr(self.config, option)!r}. Change it, or call disable() to use MaxText's "
-            "own implementation"
-        )
-
-    return method
-
-
 def _check_config(config: Any) -> None:
     """Raise an error if an option asks for something that the layer does not do."""
-    for name, (expected, remedy) in _REQUIRED.items():
+    own = "call disable() to use MaxText's own implementation"
+    for name, expected in _REQUIRED.items():
         value = getattr(config, name, expected)
-        if (value or expected) and value != expected:
+        if (value or expected) and value != expected:  # False, "" and None are one value
             raise ValueError(
-                f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. {remedy}, or call "
-                "disable() to use MaxText's own implementation"
+                f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
+                f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
             )
+    attention = str(getattr(config, "attention", ""))
+    if attention.startswith("vllm"):
+        raise ValueError(
+            f"attention must not be that of vLLM, which has experts of its own, {_ENABLED}; got "
+            f"attention={attention!r}. Set another attention, or {own}"
+        )
 
 
 class _Axes(NamedTuple):
@@ -239,8 +225,8 @@ class _Axes(NamedTuple):
     """True if all ranks of the experts hold the same tokens, as in decoding."""
 
     @property
-    def of_tokens(self) -> tuple[str, ...]:
-        """Return the axes over which tokens differ."""
+    def divided(self) -> tuple[str, ...]:
+        """Return the axes that divide the tokens."""
         return tuple(axis for entry in self.tokens for axis in _names(entry))
 
 
@@ -292,38 +278,20 @@ def _sparse_matmul(
 
     This is ``RoutedMoE.sparse_matmul``.
     """
-    config = layer.config
-    _check_config(config)
     named |= dict(zip(_KERNELS.split(), weights))
-    for name, array in named.items():
-        if array is not None and not hasattr(array, "astype"):
-            raise TypeError(
-                f"quantization must be '' {_ENABLED}; got {name} as {type(array).__name__}. "
-                + _REQUIRED["quantization"][1]
-            )
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
     columns, rows = P(axes.expert, None, tensor), P(axes.expert, tensor)
-    specs = {
-        "inputs": axes.tokens,
-        "gate_logits": axes.tokens,
-        "pre_bias_logits": axes.tokens,
-        "input_ids": axes.tokens,
-        "forced_routed_experts": axes.tokens,
-        "w0_kernel": columns,
-        "w1_kernel": columns,
-        "wo_kernel": rows,
-        "w0_bias": rows,
-        "w1_bias": rows,
-        "wo_bias": P(axes.expert),
-    }
-    arrays = dict(
+    arrays: dict[str, Any] = dict(
         inputs=inputs,
         gate_logits=gate_logits,
         pre_bias_logits=pre_bias_logits,
         input_ids=input_ids,
         forced_routed_experts=forced_routed_experts,
     )
+    specs = dict.fromkeys(arrays, axes.tokens)
+    specs |= dict(w0_kernel=columns, w1_kernel=columns, wo_kernel=rows)
+    specs |= dict(w0_bias=rows, w1_bias=rows, wo_bias=P(axes.expert))
     # Weights are cast before they are gathered over data axes, so that fewer bytes travel.
     arrays |= {n: None if w is None else w.astype(layer.dtype) for n, w in named.items()}
     arrays = {n: array for n, array in arrays.items() if array is not None}
@@ -333,10 +301,10 @@ def _sparse_matmul(
         mesh=layer.mesh,
         in_specs=({n: specs[n] for n in placed}, P()),
         out_specs=(P(*axes.tokens, tensor), P(), P()),
-        check_vma=config.check_vma,
+        check_vma=layer.config.check_vma,
     )
     output, loss, updates = body(placed, layer.rngs)
-    if _has_loss(layer) and _is_loss_of_sequences(config):
+    if _has_loss(layer) and _is_loss_of_sequences(layer.config):
         # This loss needs whole sequences, which the mesh may divide.
         scores = gate_logits if pre_bias_logits is None else pre_bias_logits
         loss = layer.megatron_seq_aux_loss(scores)
@@ -349,25 +317,24 @@ def _moe_body(
     """Compute the whole layer inside ``jax.shard_map``."""
     config, get = layer.config, arrays.get
     x, gate_logits = arrays["inputs"], arrays["gate_logits"]
-    pre_bias_logits, forced = get("pre_bias_logits"), get("forced_routed_experts")
-    given = {} if forced is None else dict(forced_routed_experts=forced)
-    weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, get("input_ids"), **given)
-    if forced is not None:  # MaxText accepts any id outside of the range for no expert
+    pre_bias_logits = get("pre_bias_logits")
+    forced = {n: array for n, array in arrays.items() if n == "forced_routed_experts"}
+    weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, get("input_ids"), **forced)
+    if forced:  # MaxText accepts any id outside of the range for no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
-    num_chunks = getattr(layer, "num_moe_token_chunks", None) or config.num_moe_token_chunks
-    if not config.use_ring_of_experts:  # MaxText divides tokens in no other mode
-        num_chunks = 1
+    # MaxText divides tokens in no other mode.
+    num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
     scores = gate_logits
     if options.version.is_loss_before_bias and pre_bias_logits is not None:
         scores = pre_bias_logits
-    loss = _balance_loss(layer, scores, ids, num_chunks, axes.of_tokens)
-    updates = _bias_updates(options.version, layer, ids, axes.of_tokens)
+    loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)
+    updates = _bias_updates(options.version, layer, ids, axes.divided)
 
-    batch_size, length, hidden = x.shape
+    batch_size, length, _ = x.shape
     top_k = ids.shape[-1]
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
-    of_rows: jax.Array | None = weights
+    row_weights: jax.Array | None = weights
     if _block(config) == "llama4":
         if top_k != 1:
             raise ValueError(
@@ -375,7 +342,7 @@ def _moe_body(
                 f"inputs of the experts {_ENABLED}; got num_experts_per_tok={top_k}"
             )
         scale = jax.nn.sigmoid(weights.astype(jnp.float32))
-        tokens, of_rows = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
+        tokens, row_weights = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
     b_out = get("wo_bias")
     if b_out is not None and axes.tensor:
         # The tensor axis adds partial sums, in which each bias counts once.
@@ -384,7 +351,7 @@ def _moe_body(
     y = ma.moe_mlp(
         tokens,
         ids,
-        of_rows,
+        row_weights,
         side_by_side("w0_kernel", "w1_kernel"),
         arrays["wo_kernel"],
         b_in=side_by_side("w0_bias", "w1_bias") if "w0_bias" in arrays else None,
