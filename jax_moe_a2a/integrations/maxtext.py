@@ -143,7 +143,7 @@ def enable(
         _check_config(self.config)  # some schedules build the layer and then go around its methods
 
     @functools.wraps(call)
-    def checked_call(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_config(self.config)  # the layer may be older, and select another implementation
         return call(self, *args, **kwargs)
 
