@@ -13,7 +13,6 @@ and see the same batch in each step. The record has the options of MaxText behin
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import pathlib
@@ -26,6 +25,9 @@ import time
 from typing import Any
 
 import jax
+
+import jax_moe_a2a as ma
+from jax_moe_a2a.integrations import maxtext
 
 from . import maxtext_program, record
 
@@ -115,18 +117,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.only:
         return measure_one(args)
     deadline = time.monotonic() + args.budget
-    written: dict[str, Any] = {}
+    command = " ".join(["python -m benchmarks.maxtext", *(argv or sys.argv[1:])])
+    head: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for geometry in args.geometries:
         for setting in args.settings:
             seconds = min(args.limit, deadline - time.monotonic())
-            head, row = in_own_process(args, geometry, setting, seconds)
-            written = written or head
+            found, row = in_own_process(args, geometry, setting, seconds)
+            head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            ranks = written.get("ranks", 0)
-            full = record.head("unknown", ranks) if not written else written
-            record.write({**full, "rows": rows}, args.out)
+            if head:  # one of this process would reserve the memory of the GPUs
+                record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
 
@@ -191,32 +193,15 @@ def measure_one(args: argparse.Namespace) -> int:
         row["error"] = f"{type(error).__name__}: {error}"[:1500]
     kind = jax.devices()[0].device_kind
     head = record.head(f"{len(jax.devices())} x {kind}", len(jax.devices()))
-    head["versions"] |= versions()
-    head["command"] = " ".join(["python -m benchmarks.maxtext", *sys.argv[1:]])
+    head["versions"]["maxtext"] = maxtext_program.load().version.__version__
+    head["versions"] |= record.versions_of("flax", "optax", "tokamax", "qwix")
     args.out.write_text(json.dumps(dict(head=head, row=row)))
     sys.stdout.flush()
     os._exit(0)  # threads of libraries may outlive the program
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that MaxText computes with."""
-    maxtext = maxtext_program.load().version.__version__
-    found = {"maxtext": maxtext}
-    for package in ("flax", "optax", "tokamax", "qwix"):
-        try:
-            found[package] = record.importlib.metadata.version(package)
-        except record.importlib.metadata.PackageNotFoundError:
-            found[package] = "not known"
-    return found
-
-
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a setting."""
-    import jax_moe_a2a as ma
-    from jax_moe_a2a.integrations import maxtext
-
-    if setting == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
-        raise ImportError("without TransformerEngine, which is not installed")
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import pathlib
 import sys
@@ -19,6 +20,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
+
+import jax
 
 # Packages for clouds, data sets, checkpoints and their formats.
 _OPTIONAL = """pathwaysutils xprof grain drjax PIL tiktoken sentencepiece sympy tensorboardX
@@ -119,7 +122,6 @@ class Program:
     """MaxText's train step, compiled, with its state."""
 
     def __init__(self, options: Mapping[str, Any]):
-        import jax
         from flax import nnx
         from flax.linen import partitioning
 
@@ -154,13 +156,10 @@ class Program:
             placed = maxtext.sharding.get_input_data_sharding(self.config, self.mesh)
             batch = maxtext.maxtext_utils.get_shaped_batch(self.config, batch_sharding=placed)
             self.compiled = step.lower(self.state, batch).compile()
-        self._jax = jax
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Enter MaxText's mesh and rules."""
-        import jax
-
         with jax.set_mesh(self.mesh), self._rules(self.config.logical_axis_rules):
             yield
 

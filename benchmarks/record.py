@@ -55,12 +55,19 @@ def commit() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of the software that the figures depend on."""
     found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "numpy", "jax-moe-a2a"):
+    found |= versions_of("jax", "jaxlib", "numpy", "jax-moe-a2a")
+    found["platform"] = " ".join(jax.devices()[0].client.platform_version.split())
+    return found
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    found = {}
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
-    found["platform"] = " ".join(jax.devices()[0].client.platform_version.split())
     return found
 
 

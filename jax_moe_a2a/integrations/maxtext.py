@@ -143,7 +143,7 @@ def enable(
         _check_config(self.config)  # some schedules build the layer and then go around its methods
 
     @functools.wraps(call)
-    def checked_call(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_config(self.config)  # the layer may be older, and select another implementation
         return call(self, *args, **kwargs)
 
@@ -170,18 +170,14 @@ def disable() -> None:
 
 def _supported_maxtext() -> tuple[Any, _Version]:
     """Return MaxText's module of the layer and its version, or raise an error."""
-    supported = " and ".join(_VERSIONS)
+    supported = f"enable supports MaxText {' and '.join(_VERSIONS)}"
     try:
         found = importlib.import_module("maxtext.version").__version__
     except ImportError as error:
-        raise ImportError(
-            f"enable needs MaxText {supported}; found none that Python can import: pip install "
-            f"maxtext=={list(_VERSIONS)[-1]}"
-        ) from error
+        remedy = f"pip install maxtext=={list(_VERSIONS)[-1]}"
+        raise ImportError(f"{supported}; found none that Python can import: {remedy}") from error
     if found not in _VERSIONS:
-        raise ImportError(
-            f"enable supports MaxText {supported}; found {found}. Install a supported version"
-        )
+        raise ImportError(f"{supported}; found {found}. Install a supported version")
     module, version = importlib.import_module("maxtext.layers.moe"), _VERSIONS[found]
     for name, expected in version.signatures.items():
         method = _replaced.get(name) or getattr(module.RoutedMoE, name, None)
@@ -189,9 +185,9 @@ def _supported_maxtext() -> tuple[Any, _Version]:
         names = names.removeprefix("self").strip()
         if names != expected:
             raise ImportError(
-                f"enable supports MaxText {supported}, where RoutedMoE.{name} of {found} has the "
-                f"parameters ({expected.replace(' ', ', ')}); found a MaxText that says it is "
-                f"{found} with ({names.replace(' ', ', ')}). Install a supported version"
+                f"{supported}, where RoutedMoE.{name} of {found} has the parameters "
+                f"({expected.replace(' ', ', ')}); found a MaxText that says it is {found} with "
+                f"({names.replace(' ', ', ')}). Install a supported version"
             )
     return module, version
 
@@ -278,6 +274,7 @@ def _sparse_matmul(
 
     This is ``RoutedMoE.sparse_matmul``.
     """
+    _check_config(layer.config)  # a class that was derived before enable has its own __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
