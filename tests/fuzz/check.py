@@ -30,15 +30,12 @@ def exchange(program, group, a):
     """Exchange one rank's arrays by name, and return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
-    fmt = draw.FORMATS.get(p.format)
-    if p.has_traced_scale:
-        fmt = ma.NvFp4(global_scale=a["scale"])
-    elif p.has_token_scales:
-        fmt = ma.NvFp4(global_scale=a["scales"])
-    shared_weights = 0.5 if p.shared_weights == "number" else a.get("shared_weights")
     routed = draw.routed_by(p, group)
+    fmt = p.format_with(a.get("scale"))
+    if p.has_token_scales:
+        fmt = ma.NvFp4(global_scale=a["scales"])
     options = dict(
-        shared_weights=shared_weights,
+        shared_weights=p.shared_weights_of(a),
         wire_dtype=wire_of(p.dispatch_wire),
         format=fmt,
         decode=p.decode,
@@ -132,15 +129,16 @@ def through_float16(x):
     return (x.astype(np.float32) if rounds_twice() else x).astype(np.float16).astype(np.float64)
 
 
+def rounded_to(fmt, x, dtype):
+    """Encode numbers in a format and decode them, with the oracle."""
+    return format_oracle.decode(fmt, *format_oracle.encode(fmt, x), dtype).reshape(x.shape)
+
+
 def names_of(program):
     """Return the names of all inputs."""
     p = program
-    names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
-    names += p.addends
-    names += ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
-    names += ["topk_weights"] * (p.topk_weights is not None)
-    names += ["shared_weights"] * (p.shared_weights not in (None, "number"))
-    return names + ["y_weights"] * (p.y_weights == "own")
+    names = ["ids", *(f"x{i}" for i in range(len(p.x))), *p.differentiated]
+    return names + ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
 
 
 def run(program, given, fn):
@@ -224,8 +222,7 @@ class Expected:
             fmt = draw.FORMATS[wire]
 
             def of_wire(x):
-                found = format_oracle.decode(fmt, *format_oracle.encode(fmt, x), "float32")
-                return found.reshape(x.shape)
+                return rounded_to(fmt, x, "float32")
 
         elif wire is not None and pairs[0][0].dtype.kind != "c":
             of_wire = cases.dtype(wire)
@@ -255,10 +252,9 @@ class Expected:
         """Return router weights with their rows [R, C], or None."""
         if not self.program.topk_weights:
             return None
-        tokens = self.args["topk_weights"].shape[:2]
-        number = 0.5 if self.program.shared_weights == "number" else 1.0
-        shared = self.args.get("shared_weights", np.full(tokens, number))
-        return self.weights_with_rows(self.args["topk_weights"], shared)
+        weights = self.args["topk_weights"]
+        shared = self.program.all_shared_weights(self.args, weights.shape[:2])
+        return self.weights_with_rows(weights, shared)
 
     @property
     def combine_weights(self):
@@ -320,11 +316,7 @@ class Expected:
         if p.format is None:
             harness.assert_same_bytes(self.grouped(actual), self.moved(x), what)
             return
-        fmt = (
-            ma.NvFp4(global_scale=draw.TRACED_SCALE)
-            if p.has_traced_scale
-            else draw.FORMATS[p.format]
-        )
+        fmt = p.format_with(draw.TRACED_SCALE)
         if p.has_token_scales:
             scales = self.args["scales"]
             parts = format_oracle.encode_tokens(x, scales)

@@ -75,11 +75,8 @@ class Done:
 
 
 def failure(seed, number, text):
-    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {command(seed, number)}"
-
-
-def command(seed, number):
-    return f"python -m tests.fuzz --seed {seed} --program {number}"
+    repeat = f"python -m tests.fuzz --seed {seed} --program {number}"
+    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {repeat}"
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print, note=None):
