@@ -20,7 +20,7 @@ NAMES = ("rows", "w")
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(draw.Described):
+class Program:
     """The static numbers and options of products. All arrays have a rank axis, because products run
     on several devices or, by one more vmap, on one."""
 

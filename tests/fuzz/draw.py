@@ -46,24 +46,8 @@ class Leaf:
         return is_inexact and dtype.itemsize > 1
 
 
-class Described:
-    """A dataclass of static choices, which shows those that are not the plainest."""
-
-    def __str__(self):
-        plain = dict(tail="zero", alignment=1, ids_dtype="int32", batched=(), biases=(), depth=0)
-        shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None or value is False or plain.get(field.name) == value:
-                continue
-            if field.name in ("x", "y"):
-                value = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in value]
-            shown.append(f"{field.name}={value}")
-        return ", ".join(shown)
-
-
 @dataclasses.dataclass(frozen=True)
-class Sizes(Described):
+class Sizes:
     """The numbers and modes of a routing."""
 
     ranks: int
