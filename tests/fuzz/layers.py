@@ -380,22 +380,25 @@ def inputs(program, seed, number, run):
             masks.append(has_row[..., : p.top_k] if name == "topk_weights" else has_row.any(axis=2))
         return masks if p.is_batched(name) else [np.any(masks, axis=0)]
 
-    def array(name, shape, dtype, scale=1.0, is_same=False):
+    def array(name):
+        kind = name.removeprefix("v.")
+        shape, dtype, scale = shapes[kind]
+        shape = (p.ranks, *shape)
         count = elements if p.is_batched(name) else 1
         layers = depth if p.has_layers(name) else 1
-        shape = (p.ranks, *shape)
         arrays = [[scale * rng.standard_normal(shape) for _ in range(layers)] for _ in range(count)]
-        if is_same:
+        if p.replicated and kind in OF_TOKENS:
             arrays = [[np.broadcast_to(a[:1], a.shape).copy() for a in own] for own in arrays]
         arrays = [[a.astype(cases.dtype(dtype)) for a in own] for own in arrays]
-        if name.removeprefix("v.") in ("x", "topk_weights", "g") and not p.depth:
-            for (a,), mask in zip(arrays, is_read(name.removeprefix("v.")), strict=True):
+        if kind in ("x", "topk_weights", "g") and not p.depth:
+            for (a,), mask in zip(arrays, is_read(kind), strict=True):
                 a[~mask] = np.nan
         return stacked(arrays, name)
 
     experts, columns = p.local_experts + p.shared_expert, p.width * ACTIVATIONS[p.activation][2]
     shapes = dict(
         x=((p.tokens, p.hidden), p.dtype, 1.0),
+        g=((p.tokens, p.hidden), p.dtype, 1.0),
         topk_weights=((p.tokens, p.top_k), p.topk_weights, 1.0),
         shared_weights=((p.tokens,), p.shared_weights, 1.0),
         w_in=((experts, p.hidden, columns), p.dtype, max(1, p.hidden) ** -0.5),
@@ -404,16 +407,9 @@ def inputs(program, seed, number, run):
         b_out=((experts, p.hidden), p.dtype, 0.5),
         p=((columns,) if ACTIVATIONS[p.activation][3] == "columns" else (), p.dtype, 1.0),
     )
-    floats = {n: array(n, *shapes[n], p.replicated and n in OF_TOKENS) for n in p.floats}
-    directions = {}
-    for name in derivatives.directions_of(p.derivative, p.floats):
-        if name == "g":
-            directions["g"] = array("g", (p.tokens, p.hidden), p.dtype)
-        else:
-            shape, dtype, scale = shapes[name[2:]]
-            directions[name] = array(
-                name, shape, dtype, scale, p.replicated and name[2:] in OF_TOKENS
-            )
+    floats = {name: array(name) for name in p.floats}
+    names = derivatives.directions_of(p.derivative, p.floats)
+    directions = {name: array(name) for name in names}
     others = {"ids": stacked(all_ids, "ids")}
     if p.has_traced_scale:
         others["scale"] = np.full(p.ranks, draw.TRACED_SCALE, np.float32)
