@@ -6,6 +6,7 @@ Each process opens, grows and closes the workspace of a group again and again (`
 programs that are loaded and closed do. A fault comes at a random time or in a random cycle.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -29,7 +30,7 @@ from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import native, processes
 
 from . import leaks
-from .workers import Inside, Wrong, connect
+from .workers import Inside, Wrong
 
 MIB = 1 << 20
 ROOM = 1 << 40
@@ -446,10 +447,7 @@ def flooded_sockets(run):
     start = time.monotonic()
     flood, kept = run.rng.choice(FLOODS), []
     for _ in range(run.rng.choice((1, 3, 200))):
-        kept.append(socket.socket(socket.AF_UNIX))
-        kept[-1].setblocking(False)
-        secret = notice["secret"].encode()
-        connect(kept[-1], "\0" + notice["socket"], flood, run.rng, secret)
+        kept.append(connected(notice, flood, run.rng))
     replies = settle(run, bound_of(run))
     for each in kept:
         each.close()
@@ -457,6 +455,23 @@ def flooded_sockets(run):
     # The victim still answers each of them, and finds it closed.
     end(run)
     return outcome
+
+
+def connected(notice, flood, rng):
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    secret = notice["secret"].encode()
+    with contextlib.suppress(OSError):  # the queue is full, or it has hung up
+        client.connect("\0" + notice["socket"])
+        if flood == "garbage":
+            client.send(rng.randbytes(rng.randrange(1, 4000)))
+        elif flood == "hangs up":
+            client.close()
+        elif flood == "secret only":
+            client.send(secret)
+        elif flood == "never reads":
+            client.send(secret + bytes(8))
+    return client
 
 
 def notice_of(run):

@@ -6,7 +6,6 @@ MOE_A2A_TEST_RANKS_ON_ONE_GPU.
 Every result is compared with the sum that the process computes alone.
 """
 
-import contextlib
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_moe_a2a as ma
 
 from . import leaks
-from .workers import FLAGS, Ended, Inside, Reply, Wrong, connect
+from .workers import FLAGS, Ended, Inside, Reply, Wrong
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0")) > 0
@@ -180,10 +179,9 @@ class Rank(Inside):
     def fewer_calls(self, name, following, step):
         return 1
 
-    def sockets(self):
-        """Return this process's TCP sockets: those that listen, and those that are connected to
-        other processes of the job."""
-        listening, connected = [], []
+    def close_sockets(self):
+        """Shut the TCP connections to other ranks down, behind the back of gloo."""
+        coordinator = int(self.coordinator.rpartition(":")[2])
         for number, target in leaks.descriptors().items():
             if not target.startswith("socket:"):
                 continue
@@ -191,21 +189,9 @@ class Rank(Inside):
                 if each.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listening.append(each.getsockname()[:2])
-                else:
-                    connected.append((number, each.getsockname(), each.getpeername()))
-        return listening, connected
-
-    def close_sockets(self):
-        """Shut the connections to other ranks down, behind the back of gloo."""
-        port = int(self.coordinator.rpartition(":")[2])
-        for number, mine, other in self.sockets()[1]:
-            if port not in (mine[1], other[1]):
-                with socket.socket(fileno=os.dup(number)) as each:
+                    continue
+                if coordinator not in (each.getsockname()[1], each.getpeername()[1]):
                     each.shutdown(socket.SHUT_RDWR)
-
-    def listening(self):
-        return self.sockets()[0]
 
     def reserve(self, tokens):
         experts = 2 * self.group.size
@@ -620,29 +606,6 @@ def forked_children(run):
     return settle(run)
 
 
-def flooded_sockets(run):
-    """Connections from outside that send nothing, garbage, or hang up, to every port at which the
-    victim listens."""
-    victim = begin(run)
-    addresses = victim.ask("listening").value
-    churn(run)
-    flood, number = run.rng.choice(("silent", "garbage", "hangs up")), run.rng.choice((1, 3, 200))
-    kept = contextlib.ExitStack()
-    for _ in range(number):
-        for address in addresses:
-            client = kept.enter_context(socket.socket())
-            client.settimeout(0.5)
-            connect(client, ("127.0.0.1", address[1]), flood, run.rng)
-    outcome = settle(run)
-    kept.close()
-    # gloo keeps a connection that has said nothing, also after its end.
-    left = victim.ask("left").value
-    if left.keys() - {"socket:"} or left.get("socket:", 0) > number * len(addresses):
-        raise Wrong(f"leak in process {run.victim}: {left}")
-    victim.ask("mark")
-    return outcome
-
-
 def any_delay(rng, at):
     return (rng.uniform(0, 2.0) + LONG * rng.choice((0, 1)),)
 
@@ -692,6 +655,5 @@ ONLY_ON_CPUS = {  # of gloo and of JAX's coordination service
     ),
     "forked children": forked_children,
     "a closed socket": acts("close_sockets", lambda rng, at: (), *MISSING),
-    "a flooded socket": flooded_sockets,
 }
 KINDS = ANYWHERE | (ONLY_ON_GPUS if ON_GPU else ONLY_ON_CPUS)

@@ -114,20 +114,6 @@ class Inside:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
-def connect(client, address, flood, rng, secret=b""):
-    """Connect a socket from outside, and send what the kind of flood says, without reading."""
-    with contextlib.suppress(OSError):  # the queue is full, or the other process has hung up
-        client.connect(address)
-        if flood == "garbage":
-            client.send(rng.randbytes(rng.randrange(1, 4000)))
-        elif flood == "hangs up":
-            client.close()
-        elif flood == "secret only":
-            client.send(secret)
-        elif flood == "never reads":
-            client.send(secret + bytes(8))
-
-
 def work(make, connection, log, arguments):
     """Answer commands until the connection ends. `make` returns the object that has them as
     methods."""
