@@ -493,6 +493,11 @@ def assert_recv_is(recv, x, topk_weights, expected):
         assert_same_bytes(recv.weights, weights, "weights")
     ranks, local_experts = expected.group_sizes.shape
     experts = np.arange(ranks * local_experts, dtype=np.int32).reshape(ranks, local_experts)
+    assert_rows_are_described(recv, expected, experts)
+
+
+def assert_rows_are_described(recv, expected, experts):
+    """Compare the fields of a Recv [R, ...] that say what its rows are; experts are [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,

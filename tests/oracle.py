@@ -557,19 +557,6 @@ def steep(fn, slope):
     return Activation(lambda h, p: fn(p[:, None] * h), transpose)
 
 
-def lengths(h):
-    return np.sqrt(np.sum(h * h, axis=1, keepdims=True))
-
-
-def _transpose_of_normed(g, h, p):
-    unit, g_unit = h / lengths(h), g * p
-    of_h = (g_unit - unit * np.sum(g_unit * unit, axis=1, keepdims=True)) / lengths(h)
-    return of_h, g * unit
-
-
-normed = Activation(lambda h, p: p * h / lengths(h), _transpose_of_normed)  # NaN for a row of zeros
-
-
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """All rows with a token that a layer computes, as arrays [N]."""

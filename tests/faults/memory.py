@@ -6,17 +6,16 @@ Each process opens, grows and closes the workspace of a group again and again (`
 programs that are loaded and closed do. A fault comes at a random time or in a random cycle.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import pathlib
 import re
-import resource
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 from concurrent import futures
@@ -47,7 +46,7 @@ class Member(Inside):
 
     def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None, notice=None):
         self.index, self.folder = index, pathlib.Path(folder)
-        self.damage = damage
+        self.damage = damage or {}
         everywhere = [Gpu(i, i // gpus) for i in range(count * gpus)]
         mine = [gpu for gpu in everywhere if gpu.process_index == index]
         jax.process_index = lambda *_: index
@@ -68,7 +67,6 @@ class Member(Inside):
         self.second = ma.Group(reverse, "ep", **options)
         self.closes = 0
         self.holds_interrupts = False
-        self.children = []
         self.mark()
         self.before["socket:"] += 1  # the one that answers
 
@@ -80,7 +78,7 @@ class Member(Inside):
     def publish(self, key, value):
         path = self.path_of(key)
         new = path.with_suffix(f".new{self.index}")
-        new.write_text(damaged(json.loads(value), self.damage) if self.damage else value)
+        new.write_text(json.dumps(json.loads(value) | self.damage))
         new.rename(path)
 
     def read(self, key, timeout):
@@ -148,9 +146,6 @@ class Member(Inside):
             self.holds_interrupts = held
         return self.closes
 
-    def check(self):
-        self.group.check()
-
     def mapped(self):
         """Return the files that stand for mapped device memory."""
         lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
@@ -166,28 +161,8 @@ class Member(Inside):
 
     # Faults of this process.
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-    def exit(self):
-        os._exit(0)
-
-    def fail(self):
-        raise ValueError("an error of the program")
-
     def open_file(self):
         self.file = open("/dev/zero")
-
-    def fork(self, times=1):
-        for _ in range(times):
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            self.children.append(child)
-        told = self.folder / "children.new"
-        told.write_text(" ".join(map(str, self.children)))
-        told.rename(self.folder / "children")
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -195,12 +170,6 @@ class Member(Inside):
     def limit_memory(self, mib):
         for gpu in jax.local_devices():
             self.driver.fake_set_room(gpu.id, mib * MIB if mib else ROOM)
-
-    def limit_descriptors(self, more):
-        """Let this process open so many descriptors more; None: as many as before."""
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def be_busy(self, is_busy):
         self.driver.fake_be_busy(is_busy)
@@ -213,21 +182,8 @@ class Member(Inside):
             with socket.socket(fileno=os.dup(number)) as listening:
                 listening.shutdown(socket.SHUT_RDWR)
 
-    def interrupt(self, seconds):
-        """Let a signal interrupt this process every millisecond; 0: no more."""
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-
     def open_in_a_thread(self, split=False):
-        self.opening_error = ""
-        self.opening = threading.Thread(target=self.try_reserve, args=[split])
-        self.opening.start()
-
-    def try_reserve(self, split):
-        try:
-            self.reserve(split=split)
-        except RuntimeError as error:
-            self.opening_error = str(error)
+        self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
         """Close as if the thread had begun to open just after the look at all workspaces."""
@@ -235,8 +191,7 @@ class Member(Inside):
         self.group.close(timeout=timeout)
 
     def join_thread(self):
-        self.opening.join()
-        return self.opening_error
+        futures.wait([self.opening])
 
     def reserve_in_threads(self, sizes):
         """Open and grow the workspace in several threads at once."""
@@ -266,24 +221,15 @@ class Member(Inside):
             self.second.close(timeout=CLOSE)
 
 
-DAMAGES = {
-    "cut": lambda text, told: text[: len(text) // 2],
-    "empty": lambda text, told: "",
-    "no JSON": lambda text, told: "\0garbage",
-    "a list": lambda text, told: "[1, 2]",
-    "no fields": lambda text, told: "{}",
-    "a null": lambda text, told: json.dumps(dict(told, socket=None)),
-    "a number": lambda text, told: json.dumps(dict(told, secret=7)),
-    "another pid": lambda text, told: json.dumps(dict(told, pid=told["pid"] + 1)),
-    "a short secret": lambda text, told: json.dumps(dict(told, secret=told["secret"][:5])),
-    "another secret": lambda text, told: json.dumps(dict(told, secret="0" * 32)),
-    "no socket": lambda text, told: json.dumps(dict(told, socket="")),
-    "another socket": lambda text, told: json.dumps(dict(told, socket="jax_moe_a2a-nowhere")),
-}
-
-
-def damaged(told, damage):
-    return DAMAGES[damage](json.dumps(told), told)
+# What a notice says instead. Notices that cannot be read are cases of test_handoff.py, too.
+DAMAGES = (
+    dict(socket=None),
+    dict(socket=""),
+    dict(socket="jax_moe_a2a-nowhere"),
+    dict(pid=1),
+    dict(secret="01234"),
+    dict(secret="0" * 32),
+)
 
 
 # ---------------------------------------------------------------------------------- the campaign
@@ -404,151 +350,87 @@ def cycle_of(run):
 # The kinds. Each returns the outcome: "right" or "error".
 
 
-def die(run, kill):
-    """Let the victim end at a random time; the others end in time with an error, or were through
-    before."""
-    victim = begin(run)
+def in_the_middle(run, **options):
+    """Let all members churn for a random time. Return the victim, and the time."""
+    victim = begin(run, **options)
     run.all("reserve")
     churn(run)
     time.sleep(at_random(run))
-    start = time.monotonic()
-    kill(victim)
-    victim.is_dead = True
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    end(run)
+    return victim, time.monotonic()
+
+
+def finish(run, start, *patterns, more=0.0, undo=None, together=True, **options):
+    """Judge a churn, and end the run. In between, all members call the method `undo`."""
+    outcome = judge(run, settle(run, bound_of(run) + more), start, *patterns, **options)
+    if undo:
+        run.all(*undo)
+    end(run, together=together)
     return outcome
 
 
+def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **options):
+    """Return a kind in which the victim calls a method of `Member` in a random cycle.
+
+    Args:
+      given: the random choices -> the arguments of the method.
+      patterns: causes that an error may name instead of a process.
+      is_fault: if False, no member may see an error.
+      must_tell: if not None, a member must see an error, the clearest of which has this text.
+      options: those of `finish`.
+    """
+
+    def kind(run):
+        begin(run)
+        start = time.monotonic()
+        churn(run, cycle_of(run), act, given(run.rng))
+        outcome = finish(run, start, *patterns, must_fail=must_tell is not None, **options)
+        if not is_fault and outcome != "right":
+            raise Wrong(f"{act} is no fault: {run.error}")
+        if must_tell and must_tell not in run.error:
+            raise Wrong(f"unclear error: {run.error}")
+        return outcome
+
+    return kind
+
+
 def killed(run):
-    return die(run, lambda victim: victim.kill())
+    victim, start = in_the_middle(run)
+    victim.kill()
+    return finish(run, start)
 
 
 def two_killed(run):
     """Two of four processes are killed, one after the other."""
-    victim = begin(run, count=4)
-    run.all("reserve")
-    churn(run)
-    time.sleep(at_random(run))
-    start = time.monotonic()
+    victim, start = in_the_middle(run, count=4)
     victim.kill()
     time.sleep(run.rng.uniform(0, 0.5) if run.rng.random() < 0.5 else 0)
     other = run.rng.choice(run.alive())
     other.kill()
-    outcome = judge(run, settle(run, bound_of(run)), start, also=[other.index])
-    end(run)
-    return outcome
-
-
-def exits_normally(run):
-    victim = begin(run)
-    run.all("reserve")
-    churn(run, cycle_of(run), "exit")
-    victim.process.join(60)
-    start = time.monotonic()
-    victim.is_dead = True
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    end(run)
-    return outcome
+    return finish(run, start, also=[other.index])
 
 
 def stopped_and_continued(run):
-    victim = begin(run)
-    run.all("reserve")
-    churn(run)
-    time.sleep(at_random(run))
-    start = time.monotonic()
+    victim, start = in_the_middle(run)
     victim.signal(signal.SIGSTOP)
     is_long = run.rng.random() < 0.4
     time.sleep(run.rng.uniform(*((TIMEOUT + 0.5, TIMEOUT + 1.5) if is_long else (0.05, 0.4))))
     victim.signal(signal.SIGCONT)
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    end(run)
-    return outcome
-
-
-def delayed(run):
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "sleep", (run.rng.choice((0.1, 0.5, TIMEOUT + 1)),))
-    outcome = judge(run, settle(run, bound_of(run) + TIMEOUT + 1), start)
-    end(run)
-    return outcome
-
-
-def raises(run):
-    """The victim's program raises between two cycles; the group is closed everywhere."""
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "fail")
-    replies = settle(run, bound_of(run))
-    outcome = judge(run, replies, start, "an error of the program", must_fail=True)
-    end(run)
-    return outcome
-
-
-def a_call_of_the_driver_fails(run):
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "fail_after", (run.rng.randrange(60),))
-    outcome = judge(run, settle(run, bound_of(run)), start, "out of memory")
-    run.all("fail_after", -1)
-    end(run)
-    return outcome
-
-
-def out_of_memory(run):
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "limit_memory", (run.rng.randint(1, 14),))
-    outcome = judge(run, settle(run, bound_of(run)), start, "RESOURCE_EXHAUSTED.*out of memory")
-    run.all("limit_memory", 0)
-    end(run)
-    return outcome
-
-
-def full_descriptor_table(run):
-    victim = begin(run)
-    run.all("reserve")
-    start = time.monotonic()
-    churn(run, cycle_of(run), "limit_descriptors", (run.rng.randint(0, 6),))
-    told = "Too many open files|open files|out of memory"
-    outcome = judge(run, settle(run, bound_of(run)), start, told)
-    reply = victim.ask("limit_descriptors", None)
-    if reply.error:
-        raise Wrong(reply.error)
-    end(run)
-    return outcome
+    return finish(run, start)
 
 
 def forked_children(run):
     """The victim forks, and is killed in half of the runs; its children live on."""
     victim = begin(run)
-    run.all("reserve")
     dies = run.rng.random() < 0.5
     churn(run, run.rng.randrange(1, 6), "fork", (run.rng.randint(1, 2),))
-    told = run.folder / "children"
-    end_of_wait = time.monotonic() + 30
-    while not told.exists() and time.monotonic() < end_of_wait:
-        time.sleep(0.01)
-    run.helpers += map(int, told.read_text().split())
+    run.wait_for_children()
     start = time.monotonic()
     if dies:
         time.sleep(at_random(run) / 2)
         victim.kill()
-    outcome = judge(run, settle(run, bound_of(run)), start)
+    outcome = finish(run, start)
     if not dies and outcome != "right":
         raise Wrong(f"a fork is no fault: {run.error}")
-    end(run)
-    return outcome
-
-
-def closed_sockets(run):
-    begin(run)
-    run.all("reserve")
-    start = time.monotonic()
-    churn(run, cycle_of(run), "close_socket")
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    end(run, together=False)
     return outcome
 
 
@@ -560,12 +442,11 @@ def flooded_sockets(run):
     read. Each may delay an answer by two seconds in each direction."""
     begin(run, count=run.rng.randint(2, 3))
     run.all("reserve")
-    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
+    notice = notice_of(run)
     churn(run)
     start = time.monotonic()
     flood, kept = run.rng.choice(FLOODS), []
-    number = run.rng.choice((1, 3, 200))
-    for _ in range(number):
+    for _ in range(run.rng.choice((1, 3, 200))):
         kept.append(connected(notice, flood, run.rng))
     replies = settle(run, bound_of(run))
     for each in kept:
@@ -576,26 +457,27 @@ def flooded_sockets(run):
     return outcome
 
 
-def notice_file(index):
-    return urllib.parse.quote(processes.KEY.format(index), safe="")
-
-
 def connected(notice, flood, rng):
     client = socket.socket(socket.AF_UNIX)
     client.setblocking(False)
-    try:
+    secret = notice["secret"].encode()
+    with contextlib.suppress(OSError):  # the queue is full, or it has hung up
         client.connect("\0" + notice["socket"])
         if flood == "garbage":
             client.send(rng.randbytes(rng.randrange(1, 4000)))
         elif flood == "hangs up":
             client.close()
         elif flood == "secret only":
-            client.send(notice["secret"].encode())
+            client.send(secret)
         elif flood == "never reads":
-            client.send(notice["secret"].encode() + bytes(8))
-    except OSError:  # the queue is full, or it has hung up
-        pass
+            client.send(secret + bytes(8))
     return client
+
+
+def notice_of(run):
+    """Return what the victim has published."""
+    key = processes.KEY.format(run.victim)
+    return json.loads((run.folder / urllib.parse.quote(key, safe="")).read_text())
 
 
 def another_users_socket(run):
@@ -605,11 +487,11 @@ def another_users_socket(run):
     victim = begin(run)
     run.all("reserve")
     run.all("close")
-    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
+    notice = notice_of(run)
     victim.kill()
-    command = [sys.executable, "-S", "-c", IMPOSTOR, notice["socket"], str(NOBODY)]
-    if os.geteuid() != 0:
-        command[-1] = "0"  # another process of this user, then
+    # Without root it is another process of this user.
+    user = NOBODY if os.geteuid() == 0 else 0
+    command = [sys.executable, "-S", "-c", IMPOSTOR, notice["socket"], str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
         try:
             assert impostor.stdout.readline() == "listening\n"
@@ -626,61 +508,52 @@ def another_users_socket(run):
     return outcome
 
 
-def damaged_notice(run):
-    damage = run.rng.choice(sorted(DAMAGES))
-    return different_notice(run, dict(damage=damage), portable_is_right=False)
-
-
-def other_version(run):
-    notice = run.rng.choice((dict(version=10**6), dict(package="0.0.0")))
-    return different_notice(run, dict(notice=notice), portable_is_right=True)
-
-
-def other_build(run):
-    build = run.rng.choice(("", "CUDA 12.0 for 90, sources 0123456789ab"))
-    return different_notice(run, dict(notice=dict(build=build)), portable_is_right=True)
-
-
-def without_kernels(run):
-    notice = dict(why_portable="has no CUDA kernels")
-    return different_notice(run, dict(notice=notice), portable_is_right=True)
-
-
-def different_notice(run, victim_options, portable_is_right):
-    """One process publishes another notice. All others see an error that names it, or take the
-    portable path with the reason."""
-    start = time.monotonic()
+def with_another_notice(run, **victim_options):
+    """Start members, of which the victim publishes another notice. Return the replies about their
+    paths, and the reasons of those that take the portable path."""
     begin(run, victim_options=victim_options)
     time.sleep(at_random(run))
-    replies = dict(zip(range(len(run.workers)), run.replies("path", seconds=60.0)))
+    replies = dict(enumerate(run.replies("path", seconds=60.0)))
     reasons = {i: r.value[1] for i, r in replies.items() if not r.error and r.value[0] != "cuda"}
     for index, why in reasons.items():
         if not re.search(r"process(es)? (\d+ and )?\d+\b", why):
             raise Wrong(f"unclear reason in process {index}: {why}")
-    if portable_is_right:
+    return replies, reasons
+
+
+def damaged_notice(run):
+    """All other processes see an error that names the victim."""
+    start = time.monotonic()
+    replies, reasons = with_another_notice(run, damage=run.rng.choice(DAMAGES))
+    if reasons:
+        raise Wrong(f"only some take the portable path: {reasons}")
+    if any(reply.error for reply in replies.values()):
+        outcome = judge(run, replies, start)
+        end(run, together=False)
+        return outcome
+    churn(run)
+    return finish(run, start, must_fail=True, together=False)
+
+
+def another_installation(*fields):
+    """Return a kind in which the victim publishes one of these fields. All take the portable path,
+    with the reason."""
+
+    def kind(run):
+        start = time.monotonic()
+        replies, reasons = with_another_notice(run, notice=run.rng.choice(fields))
         if len(reasons) < len(run.workers) - 1:
             raise Wrong(f"not all take the portable path: {replies}")
         run.error, run.seconds = next(iter(reasons.values())), time.monotonic() - start
         end(run, together=False)
         return "error"
-    if reasons:
-        raise Wrong(f"only some take the portable path: {reasons}")
-    if any(reply.error for reply in replies.values()):
-        outcome = judge(run, replies, start)
-    else:
-        churn(run)
-        outcome = judge(run, settle(run, bound_of(run)), start, must_fail=True)
-    end(run, together=False)
-    return outcome
+
+    return kind
 
 
 def restarted_peer(run):
     """The victim is killed and started again. The others close, and find the new process."""
-    victim = begin(run)
-    run.all("reserve")
-    churn(run)
-    time.sleep(at_random(run))
-    start = time.monotonic()
+    victim, start = in_the_middle(run)
     victim.kill()
     outcome = judge(run, settle(run, bound_of(run)), start)
     new = run.start_one(Member, run.victim, **run.options)
@@ -692,31 +565,7 @@ def restarted_peer(run):
     close_all(run)
     for worker in run.alive():  # the first try may meet the socket of the dead process
         worker.say("reserve", 64)
-    again = settle(run, bound_of(run))
-    judge(run, again, start)
-    end(run)
-    return outcome
-
-
-def a_second_group(run):
-    """The victim opens, and perhaps closes, a second group over the same devices."""
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "use_second", (run.rng.random() < 0.5,))
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    if outcome != "right":
-        raise Wrong(f"a second group is no fault: {run.error}")
-    end(run)
-    return outcome
-
-
-def closes_alone(run):
-    begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "close")
-    outcome = judge(run, settle(run, bound_of(run)), start, must_fail=True)
-    if "closed the group" not in run.error:
-        raise Wrong(f"unclear error: {run.error}")
+    judge(run, settle(run, bound_of(run)), start)
     end(run)
     return outcome
 
@@ -773,25 +622,11 @@ def closes_while_it_opens(run):
     victim.signal(signal.SIGCONT)
     if reply.seconds > 4.0:
         raise Wrong(f"close(timeout=0.5) took {reply.seconds:.1f} s")
-    opened = closer.ask("join_thread")
+    closer.ask("join_thread")
     if reply.error and "another thread is still opening" not in reply.error:
         raise Wrong(f"unclear error: {reply.error}")
-    del opened
     end(run)
     return "error" if reply.error else "right"
-
-
-def signals(run):
-    """A signal interrupts a process every millisecond."""
-    victim = begin(run)
-    start = time.monotonic()
-    churn(run, cycle_of(run), "interrupt", (0.001,))
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    victim.ask("interrupt", 0)
-    if outcome != "right":
-        raise Wrong(f"a signal is no fault: {run.error}")
-    end(run)
-    return outcome
 
 
 def another_program(run):
@@ -800,9 +635,7 @@ def another_program(run):
     begin(run)
     start = time.monotonic()
     churn(run, plan=plan_of(run.rng))
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    end(run)
-    return outcome
+    return finish(run, start)
 
 
 def another_order_of_devices(run):
@@ -830,24 +663,11 @@ def threads(run):
     return "right"
 
 
-def keyboard(run):
-    """Ctrl-C interrupts the victim, wherever it then is."""
-    victim = begin(run)
-    start = time.monotonic()
-    at = cycle_of(run)
-    churn(run, at, "interrupt_once", (run.rng.uniform(0, 0.05),))
-    outcome = judge(run, settle(run, bound_of(run)), start, "KeyboardInterrupt")
-    victim.ask("interrupt", 0)
-    end(run)
-    return outcome
-
-
 # Connects as another user, and stays connected. Prints when it is done.
 STRANGER = r"""
 import os, socket, sys, time
 name, number, user = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-if user:
-    os.setgroups([]), os.setgid(user), os.setuid(user)
+os.setgroups([]), os.setgid(user), os.setuid(user)
 kept = []
 for _ in range(number):
     kept.append(socket.socket(socket.AF_UNIX))
@@ -867,11 +687,11 @@ def another_users_connections(run):
         return "right"  # only root can become another user
     begin(run)
     run.all("reserve")
-    notice = json.loads((run.folder / notice_file(run.victim)).read_text())
     start = time.monotonic()
     churn(run)
     number = run.rng.choice((1, 30, 300))
-    command = [sys.executable, "-S", "-c", STRANGER, notice["socket"], str(number), str(NOBODY)]
+    name = notice_of(run)["socket"]
+    command = [sys.executable, "-S", "-c", STRANGER, name, str(number), str(NOBODY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         told = stranger.stdout.readline()
         outcome = judge(run, settle(run, bound_of(run)), start)
@@ -882,34 +702,54 @@ def another_users_connections(run):
     return outcome
 
 
+def any_delay(rng):
+    return (rng.choice((0.1, 0.5, TIMEOUT + 1)),)
+
+
 KINDS = {
     "a killed process": killed,
     "two killed processes": two_killed,
-    "a process that exits normally": exits_normally,
     "a process that stops and continues": stopped_and_continued,
-    "a delay": delayed,
-    "a program that raises": raises,
-    "a call of the driver that fails": a_call_of_the_driver_fails,
-    "too little device memory": out_of_memory,
-    "a full descriptor table": full_descriptor_table,
+    "a delay": acts("sleep", any_delay, more=TIMEOUT + 1),
+    "a program that raises": acts(
+        "fail", lambda rng: (), "an error of the program", must_tell=""
+    ),
+    "a call of the driver that fails": acts(
+        "fail_after", lambda rng: (rng.randrange(60),), "out of memory", undo=("fail_after", -1)
+    ),
+    "too little device memory": acts(
+        "limit_memory", lambda rng: (rng.randint(1, 14),), "RESOURCE_EXHAUSTED.*out of memory",
+        undo=("limit_memory", 0),
+    ),
+    "a full descriptor table": acts(
+        "limit_descriptors", lambda rng: (rng.randint(0, 6),), "open files|out of memory",
+        undo=("limit_descriptors", None),
+    ),
     "forked children": forked_children,
-    "a closed socket": closed_sockets,
+    "a closed socket": acts("close_socket", together=False),
     "a flooded socket": flooded_sockets,
     "another user's socket": another_users_socket,
     "a damaged notice": damaged_notice,
-    "another version": other_version,
-    "another build": other_build,
-    "a process without kernels": without_kernels,
+    "another version": another_installation(dict(version=10**6), dict(package="0.0.0")),
+    "another build": another_installation(
+        dict(build=""), dict(build="CUDA 12.0 for 90, sources 0123456789ab")
+    ),
+    "a process without kernels": another_installation(dict(why_portable="has no CUDA kernels")),
     "a restarted peer": restarted_peer,
-    "a second group": a_second_group,
-    "close() in one process only": closes_alone,
+    "a second group": acts("use_second", lambda rng: (rng.random() < 0.5,), is_fault=False),
+    "close() in one process only": acts("close", must_tell="closed the group"),
     "a process that never comes": never_comes,
     "a busy device": a_busy_device,
     "close() during an opening": closes_while_it_opens,
-    "interrupting signals": signals,
-    "an interrupt from the keyboard": keyboard,
+    "interrupting signals": acts(
+        "interrupt", lambda rng: (0.001,), undo=("interrupt", 0), is_fault=False
+    ),
+    "an interrupt from the keyboard": acts(
+        "interrupt_once", lambda rng: (rng.uniform(0, 0.05),), "KeyboardInterrupt",
+        undo=("interrupt", 0),
+    ),
     "another program": another_program,
     "another order of devices": another_order_of_devices,
     "threads that open at once": threads,
     "another user's connections": another_users_connections,
-}
+}  # fmt: skip

@@ -6,12 +6,9 @@ MOE_A2A_TEST_RANKS_ON_ONE_GPU.
 Every result is compared with the sum that the process computes alone.
 """
 
-import contextlib
-import json
 import os
 import pathlib
 import re
-import resource
 import signal
 import socket
 import time
@@ -68,14 +65,10 @@ class Rank(Inside):
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
         self.programs = {}
 
-    def compile(self, *names):
+    def compile(self, names, tokens=TOKENS):
         """Compile programs before any of them runs: a process that compiles is late."""
         for name in names:
-            self.program(name, TOKENS)
-
-    def compile_shapes(self, *names):
-        for name in names:
-            self.program(name, 2 * TOKENS)
+            self.program(name, tokens)
 
     def program(self, name, tokens):
         if (name, tokens) not in self.programs:
@@ -136,12 +129,6 @@ class Rank(Inside):
 
     # Faults.
 
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-    def exit(self):
-        os._exit(0)
-
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -174,9 +161,6 @@ class Rank(Inside):
             act_on_host = None
         return 1
 
-    def fail(self):
-        raise ValueError("an error of the program")
-
     # Other calls than those of the others; each returns how many steps it has made.
 
     def another_program(self, name, following, step):
@@ -195,28 +179,9 @@ class Rank(Inside):
     def fewer_calls(self, name, following, step):
         return 1
 
-    def fork(self, times):
-        children = []
-        for _ in range(times):
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            children.append(child)
-        told = self.folder / "children.new"
-        told.write_text(json.dumps(children))
-        told.rename(self.folder / "children")
-
-    def limit_descriptors(self, more):
-        """Let this process open so many descriptors more; None: as many as before."""
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-    def sockets(self):
-        """Return this process's TCP sockets: those that listen, and those that are connected to
-        other processes of the job."""
-        listening, connected = [], []
+    def close_sockets(self):
+        """Shut the TCP connections to other ranks down, behind the back of gloo."""
+        coordinator = int(self.coordinator.rpartition(":")[2])
         for number, target in leaks.descriptors().items():
             if not target.startswith("socket:"):
                 continue
@@ -224,21 +189,9 @@ class Rank(Inside):
                 if each.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listening.append(each.getsockname()[:2])
-                else:
-                    connected.append((number, each.getsockname(), each.getpeername()))
-        return listening, connected
-
-    def close_sockets(self):
-        """Shut the connections to other ranks down, behind the back of gloo."""
-        port = int(self.coordinator.rpartition(":")[2])
-        for number, mine, other in self.sockets()[1]:
-            if port not in (mine[1], other[1]):
-                with socket.socket(fileno=os.dup(number)) as each:
+                    continue
+                if coordinator not in (each.getsockname()[1], each.getpeername()[1]):
                     each.shutdown(socket.SHUT_RDWR)
-
-    def listening(self):
-        return self.sockets()[0]
 
     def reserve(self, tokens):
         experts = 2 * self.group.size
@@ -249,11 +202,6 @@ class Rank(Inside):
         from gpu.test_processes_failures import fill_gpu
 
         fill_gpu(but=2)
-
-    def interrupt(self, seconds):
-        """Let a signal interrupt this process again and again; 0: no more."""
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
     def second_group(self, steps):
         other = ma.Group(self.mesh, AXIS, timeout=TIMEOUT)
@@ -279,14 +227,20 @@ def exchange(group):
     return on_rank
 
 
+def exchange_around(between, group, x, ids, weights):
+    """Return the sums of an exchange in two halves, and `between(x)`, which is computed between
+    start and done."""
+    inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
+    inflight, result = ma.overlap(inflight, between, x)
+    recv = ma.dispatch_done(inflight)
+    return ma.combine(experts_of(recv, weights), recv), result
+
+
 def layer(group):
     """The same in two halves, with a product in between, and a psum."""
 
     def on_rank(x, ids, weights):
-        inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
-        inflight, product = ma.overlap(inflight, lambda x: x @ x.T, x)
-        recv = ma.dispatch_done(inflight)
-        y = ma.combine(experts_of(recv, weights), recv)
+        y, product = exchange_around(lambda x: x @ x.T, group, x, ids, weights)
         total = jnp.sum(product)
         if not ON_ONE_GPU:  # NCCL refuses two processes on one GPU
             total = lax.psum(total, group.axis_name)
@@ -331,10 +285,8 @@ def callback_between(group):
     """An exchange with a host callback between its start and its done."""
 
     def on_rank(x, ids, weights):
-        inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
-        inflight, told = ma.overlap(inflight, call_host, x)
-        recv = ma.dispatch_done(inflight)
-        return ma.combine(experts_of(recv, weights), recv) + 0 * told
+        y, told = exchange_around(call_host, group, x, ids, weights)
+        return y + 0 * told
 
     return on_rank
 
@@ -363,14 +315,15 @@ def start(run, count=None, but=None, **options):
             run.workers.append(run.start_one(Rank, index, **run.options))
 
 
-def begin(run, *names, count=None, hosts=1):
+def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
+    """Start processes that will churn through programs with these names."""
     start(run, count, hosts=hosts)
     for worker in run.workers:
         run.begin(worker)
-    run.all("compile", *names, seconds=120.0)
-    run.all("prepare", *names, seconds=60.0)
+    run.names = (*names, *more_names)
+    run.all("compile", run.names, seconds=120.0)
+    run.all("prepare", *run.names, seconds=60.0)
     run.all("mark")
-    run.names = names
     return run.workers[run.victim]
 
 
@@ -440,7 +393,7 @@ def survivors_go_on(run):
     """Make a group over the remaining devices, and go on in it."""
     ranks = [worker.index for worker in run.alive()]
     run.all("use", ranks)
-    run.all("compile", "exchange", seconds=60.0)
+    run.all("compile", ["exchange"], seconds=60.0)
     run.all("prepare", "exchange", seconds=60.0)
     run.all("churn", ["exchange"], 5)
 
@@ -460,23 +413,46 @@ def die(run, kill, start=None):
     return outcome
 
 
-def at_random(run):
+def in_the_middle(run, **options):
+    """Let all processes call the programs for a random time. Return the victim, and the time."""
+    victim = begin(run, **options)
+    churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
+    return victim, time.monotonic()
+
+
+def acts(act, given, *patterns, of_others=None, undo=None, **options):
+    """Return a kind in which the victim calls a method of `Rank` before a random step.
+
+    Args:
+      given: (the random choices, the step) -> the arguments of the method.
+      patterns: causes that an error may name.
+      of_others: arguments for the others, if they call the method, too.
+      undo: a method and arguments, called in all processes at the end.
+      options: those of `begin`.
+    """
+
+    def kind(run):
+        begin(run, **options)
+        at = run.rng.randrange(STEPS)
+        start = time.monotonic()
+        churn(run, at, act, given(run.rng, at), of_others)
+        outcome = settle(run, *patterns, start=start)
+        if undo:
+            run.all(*undo)
+        return outcome
+
+    return kind
 
 
 def killed(run):
-    begin(run, "exchange", "layer")
-    churn(run)
-    at_random(run)
-    return die(run, lambda victim: victim.kill(), time.monotonic())
+    _, start = in_the_middle(run)
+    return die(run, lambda victim: victim.kill(), start)
 
 
 def a_killed_host(run):
     """Kill the second of two hosts with two processes each."""
-    begin(run, "exchange", "layer", count=4, hosts=2)
-    churn(run)
-    at_random(run)
-    start = time.monotonic()
+    _, start = in_the_middle(run, count=4, hosts=2)
     for victim in run.workers[2:]:
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
@@ -487,33 +463,24 @@ def a_killed_host(run):
 
 def a_late_host(run):
     """Let the second of two hosts be later than the collectives of XLA wait."""
-    begin(run, "exchange", "layer", count=4, hosts=2)
+    begin(run, count=4, hosts=2)
     start = time.monotonic()
     churn(run, 1, "sleep", (COLLECTIVE + 3,), victims=(2, 3))
     return settle(run, *MISSING, start=start)
 
 
-def exits_normally(run):
-    begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(1, STEPS), "exit")
-    return die(run, lambda victim: victim.process.join(60))
-
-
 def exits_between_start_and_done(run):
     """The victim ends in a host callback between the start and the done of an exchange."""
-    begin(run, "exchange", "layer", "callback_between")
-    at = run.rng.randrange(1, STEPS)
     name = "callback_between"
+    begin(run, name)
+    at = run.rng.randrange(1, STEPS)
     churn(run, at, "act_on_host", ("exit", name, at), of_others=(None, name, at))
     return die(run, lambda victim: victim.process.join(60))
 
 
 def killed_coordinator(run):
     """The process that holds JAX's coordination service dies. JAX ends the others."""
-    begin(run, "exchange", "layer")
-    churn(run)
-    at_random(run)
-    start = time.monotonic()
+    _, start = in_the_middle(run)
     run.workers[0].kill()
     for worker in run.alive():
         last_words(run, worker)
@@ -536,17 +503,14 @@ def last_words(run, worker):
 def restarted_peer(run):
     """The victim is killed and started again, while the others live. JAX admits it, but gloo does
     not connect it to the others, which go on without it."""
-    victim = begin(run, "exchange", "layer")
-    churn(run)
-    at_random(run)
-    start = time.monotonic()
+    victim, start = in_the_middle(run)
     victim.kill()
     outcome = settle(run, *MISSING, start=start)
     new = run.start_one(Rank, run.victim, **run.options)
     run.begin(new)
     run.workers[run.victim] = new
     run.all("use", list(range(len(run.workers))))
-    run.all("compile", "exchange")
+    run.all("compile", ["exchange"])
     for worker, reply in zip(run.alive(), run.replies("prepare", "exchange")):
         if not re.search("|".join((*MISSING, "Gloo.*already exists")), reply.error, re.I):
             raise Wrong(f"process {worker.index}, after a restart: {reply}")
@@ -566,25 +530,16 @@ def never_comes(run):
 
 
 def stopped_and_continued(run):
-    victim = begin(run, "exchange", "layer")
-    churn(run)
-    at_random(run)
+    victim, _ = in_the_middle(run)
     victim.signal(signal.SIGSTOP)
     time.sleep(run.rng.uniform(0.1, 1.5) + LONG * run.rng.choice((0, 1)))
     victim.signal(signal.SIGCONT)
     return settle(run, *LATE)
 
 
-def delayed(run):
-    begin(run, "exchange", "layer")
-    seconds = run.rng.uniform(0, 2.0) + LONG * run.rng.choice((0, 1))
-    churn(run, run.rng.randrange(STEPS), "sleep", (seconds,))
-    return settle(run, *LATE)
-
-
 def out_of_memory(run):
     """The GPU has no room for the memory that the workspace needs to grow."""
-    victim = begin(run, "exchange", "layer")
+    victim = begin(run)
     victim.ask("fill_memory")
     start = time.monotonic()
     for worker in run.alive():
@@ -597,24 +552,15 @@ def out_of_memory(run):
     return outcome
 
 
-def raises(run):
-    """The victim's program raises, and calls nothing more. The others wait for it."""
-    begin(run, "exchange", "layer")
-    start = time.monotonic()
-    churn(run, run.rng.randrange(STEPS), "fail")
-    outcome = settle(run, "an error of the program", *MISSING, start=start)
-    return outcome
-
-
 def different_call(act):
     """Return a kind in which the victim makes another call. On CPUs gloo carries the bytes; it
     knows nothing of calls."""
 
     def kind(run):
-        begin(run, "exchange", "layer")
+        begin(run)
         # Where all calls are equal, a call too few is found at the end only.
         run.names = run.rng.choice((("exchange", "layer"), ("exchange", "exchange")))
-        run.all("compile_shapes", *run.names)
+        run.all("compile", run.names, 2 * TOKENS)
         at = run.rng.randrange(STEPS - 1)
         start = time.monotonic()
         churn(run, at, act, (run.names[at % 2], run.names[(at + 1) % 2], at))
@@ -627,7 +573,7 @@ def different_call(act):
 
 
 def an_exception_between_start_and_done(run):
-    begin(run, "exchange", "layer")
+    begin(run)
     of_others = () if run.rng.random() < 0.5 else None
     churn(run, run.rng.randrange(STEPS), "fails_in_trace", of_others=of_others)
     return settle(run)
@@ -639,7 +585,7 @@ def a_failing_callback(name):
     process if that call is of another size."""
 
     def kind(run):
-        begin(run, "exchange", "layer", name)
+        begin(run, name)
         at = run.rng.randrange(STEPS)
         act = "fail" if run.rng.random() < 0.5 else None
         churn(run, at, "act_on_host", ("fail", name, at), of_others=(act, name, at))
@@ -648,105 +594,39 @@ def a_failing_callback(name):
     return kind
 
 
-def damaged_routing(run):
-    begin(run, "exchange")
-    at = run.rng.randrange(STEPS)
-    churn(run, at, "damaged", ("exchange", at))
-    return settle(run)
-
-
-def a_second_group(run):
-    begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "second_group", (3,), of_others=(3,))
-    return settle(run)
-
-
-def closes_alone(run):
-    begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "close")
-    return settle(run, *([r"closed the group \d+ times"] if ON_GPU else []))
-
-
-def full_descriptor_table(run):
-    """The victim can open few descriptors more, or none. Connected processes need none. (While gloo
-    connects, a full table ends the process, and another process was seen to wait for it for more
-    than a minute.)"""
-    victim = begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "limit_descriptors", (run.rng.randrange(4),))
-    outcome = settle(run)
-    victim.ask("limit_descriptors", None)
-    return outcome
-
-
 def forked_children(run):
     """The victim forks, and is killed in half of the runs; its children live on, and have its
     sockets."""
-    begin(run, "exchange", "layer")
+    begin(run)
     dies = run.rng.random() < 0.5
     churn(run, run.rng.randrange(1, STEPS // 2), "fork", (run.rng.randint(1, 2),))
-    told = run.folder / "children"
-    end = time.monotonic() + 30
-    while not told.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    run.helpers += json.loads(told.read_text())
+    run.wait_for_children()
     if dies:
         return die(run, lambda victim: victim.kill(), time.monotonic())
     return settle(run)
 
 
-def closed_sockets(run):
-    begin(run, "exchange", "layer")
-    start = time.monotonic()
-    churn(run, run.rng.randrange(STEPS), "close_sockets")
-    return settle(run, *MISSING, start=start)
+def any_delay(rng, at):
+    return (rng.uniform(0, 2.0) + LONG * rng.choice((0, 1)),)
 
 
-def flooded_sockets(run):
-    """Connections from outside that send nothing, garbage, or hang up, to every port at which the
-    victim listens."""
-    victim = begin(run, "exchange", "layer")
-    addresses = victim.ask("listening").value
-    churn(run)
-    flood, number = run.rng.choice(("silent", "garbage", "hangs up")), run.rng.choice((1, 3, 200))
-    kept = contextlib.ExitStack()
-    for _ in range(number):
-        for address in addresses:
-            client = kept.enter_context(socket.socket())
-            client.settimeout(0.5)
-            with contextlib.suppress(OSError):
-                client.connect(("127.0.0.1", address[1]))
-                if flood == "garbage":
-                    client.send(run.rng.randbytes(run.rng.randrange(1, 4000)))
-                elif flood == "hangs up":
-                    client.close()
-    outcome = settle(run)
-    kept.close()
-    # gloo keeps a connection that has said nothing, also after its end.
-    left = victim.ask("left").value
-    if left.keys() - {"socket:"} or left.get("socket:", 0) > number * len(addresses):
-        raise Wrong(f"leak in process {run.victim}: {left}")
-    victim.ask("mark")
-    return outcome
+def few_descriptors(rng, at):
+    return (rng.randrange(4),)
 
 
-def signals(run):
-    """A signal interrupts a process every few milliseconds."""
-    victim = begin(run, "exchange", "layer")
-    churn(run, run.rng.randrange(STEPS), "interrupt", (0.002,))
-    outcome = settle(run)
-    victim.ask("interrupt", 0)
-    return outcome
+CLOSED = [r"closed the group \d+ times"] if ON_GPU else []
 
-
-KINDS = {
+ANYWHERE = {
     "a killed process": killed,
     "a killed host": a_killed_host,
     "a host later than the bound": a_late_host,
-    "a process that exits normally": exits_normally,
     "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
-    "a delay": delayed,
-    "a program that raises": raises,
+    "a delay": acts("sleep", any_delay, *LATE),
+    # The victim calls nothing more, and the others wait for it.
+    "a program that raises": acts(
+        "fail", lambda rng, at: (), "an error of the program", *MISSING
+    ),
     "another program": different_call("another_program"),
     "another shape": different_call("another_shape"),
     "another order of calls": different_call("another_order"),
@@ -754,20 +634,26 @@ KINDS = {
     "an exception between start and done": an_exception_between_start_and_done,
     "a failing host callback": a_failing_callback("callback_alongside"),
     "a failing host callback between start and done": a_failing_callback("callback_between"),
-    "a damaged routing": damaged_routing,
-    "a second group": a_second_group,
-    "close() in one process only": closes_alone,
-    "interrupting signals": signals,
+    "a damaged routing": acts(
+        "damaged", lambda rng, at: ("exchange", at), names=("exchange",)
+    ),
+    "a second group": acts("second_group", lambda rng, at: (3,), of_others=(3,)),
+    "close() in one process only": acts("close", lambda rng, at: (), *CLOSED),
+    "interrupting signals": acts(
+        "interrupt", lambda rng, at: (0.002,), undo=("interrupt", 0)
+    ),
+}  # fmt: skip
+ONLY_ON_GPUS = {"too little device memory": out_of_memory}
+ONLY_ON_CPUS = {  # of gloo and of JAX's coordination service
+    "a killed coordinator": killed_coordinator,
+    "a restarted peer": restarted_peer,
+    "a process that never comes": never_comes,
+    # Connected processes need no more descriptors. While gloo connects, a full table ends the
+    # process; another process was seen to wait for it for more than a minute.
+    "a full descriptor table": acts(
+        "limit_descriptors", few_descriptors, undo=("limit_descriptors", None)
+    ),
+    "forked children": forked_children,
+    "a closed socket": acts("close_sockets", lambda rng, at: (), *MISSING),
 }
-if ON_GPU:
-    KINDS["too little device memory"] = out_of_memory
-else:  # of gloo and of JAX's coordination service
-    KINDS |= {
-        "a killed coordinator": killed_coordinator,
-        "a restarted peer": restarted_peer,
-        "a process that never comes": never_comes,
-        "a full descriptor table": full_descriptor_table,
-        "forked children": forked_children,
-        "a closed socket": closed_sockets,
-        "a flooded socket": flooded_sockets,
-    }
+KINDS = ANYWHERE | (ONLY_ON_GPUS if ON_GPU else ONLY_ON_CPUS)

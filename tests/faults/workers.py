@@ -5,9 +5,11 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import json
 import multiprocessing
 import os
 import pathlib
+import resource
 import signal
 import sys
 import time
@@ -66,7 +68,7 @@ def forks():
 
 
 class Inside:
-    """What every worker says about itself."""
+    """What every worker says about itself, and the faults that need no group."""
 
     def mark(self):
         """Remember the descriptors of this process."""
@@ -80,6 +82,36 @@ class Inside:
             if not more or time.monotonic() > end:
                 return dict(more)
             time.sleep(0.02)
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def fail(self):
+        raise ValueError("an error of the program")
+
+    def fork(self, times=1):
+        """Fork children that do nothing, and tell their ids."""
+        children = []
+        for _ in range(times):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+        told = self.folder / "children.new"
+        told.write_text(json.dumps(children))
+        told.rename(self.folder / "children")
+
+    def limit_descriptors(self, more):
+        """Let this process open so many descriptors more; None: as many as before."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def interrupt(self, seconds):
+        """Let a signal interrupt this process again and again; 0: no more."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def work(make, connection, log, arguments):
@@ -208,6 +240,14 @@ class Run:
         for worker in self.alive():
             worker.say(name, *given)
         return [worker.hear(seconds) for worker in self.alive()]
+
+    def wait_for_children(self):
+        """Wait until a worker has forked. Its children may be left."""
+        told = self.folder / "children"
+        end = time.monotonic() + 30
+        while not told.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        self.helpers += json.loads(told.read_text())
 
     def kill(self, but=()):
         """Kill all processes except these, also those that workers started; return the ids of the

@@ -14,7 +14,6 @@ crashes or hangs is replaced. `--out` writes the counts and failures, which `--s
 
 import argparse
 import json
-import os
 import pathlib
 import secrets
 import sys
@@ -35,15 +34,12 @@ def main():
     parser.add_argument("--seconds", type=float, default=60, help="how long; 0: without end")
     parser.add_argument("--seed", type=int, help="of everything; without it a random one")
     parser.add_argument("--program", type=int, help="the one program to run")
-    parser.add_argument("--first", type=int, default=0, help="number of the first program")
-    parser.add_argument("--step", type=int, default=1, help="from a program's number to the next")
     parser.add_argument(
         "--kinds", nargs="+", choices=fuzzer.KINDS, help="only the programs of these kinds"
     )
     parser.add_argument("--keep-going", action="store_true", help="after failures, too")
     parser.add_argument("--processes", type=int, help="run in so many processes, and keep going")
     parser.add_argument("--out", type=pathlib.Path, help="write the counts to this JSON file")
-    parser.add_argument("--note", type=pathlib.Path, help="the same, again for each program")
     parser.add_argument(
         "--sum", type=pathlib.Path, nargs="+", help="add such files, and run nothing"
     )
@@ -58,7 +54,7 @@ def main():
         print(text)
     print(done)
     if options.out:
-        write(options.out, done)
+        options.out.write_text(json.dumps(done.as_json(), indent=1))
     return 1 if done.failures else 0
 
 
@@ -69,24 +65,16 @@ def run(options):
     report = lambda text: print(text, flush=True)
     if options.processes:
         return parts.fuzz(seed, seconds, options.processes, report, options.kinds)
-    numbers = range(options.first, sys.maxsize, options.step)
-    if options.kinds:
-        numbers = (n for n in numbers if fuzzer.kind_of(seed, n) in options.kinds)
+    numbers = fuzzer.numbers_of(seed, options.kinds)
+    if options.program is not None:
+        numbers = [options.program]
     return fuzzer.fuzz(
         seed,
         seconds=seconds,
-        numbers=numbers if options.program is None else [options.program],
+        numbers=numbers,
         keep_going=options.keep_going,
         report=report,
-        note=options.note and (lambda done: write(options.note, done)),
     )
-
-
-def write(path, done):
-    """Write the counts in one step, because another process may read them at any time."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(done.as_json(), indent=1))
-    os.replace(new, path)
 
 
 if __name__ == "__main__":

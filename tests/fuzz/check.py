@@ -30,15 +30,12 @@ def exchange(program, group, a):
     """Exchange one rank's arrays by name, and return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
-    fmt = draw.FORMATS.get(p.format)
-    if p.has_traced_scale:
-        fmt = ma.NvFp4(global_scale=a["scale"])
-    elif p.has_token_scales:
-        fmt = ma.NvFp4(global_scale=a["scales"])
-    shared_weights = 0.5 if p.shared_weights == "number" else a.get("shared_weights")
     routed = draw.routed_by(p, group)
+    fmt = p.format_with(a.get("scale"))
+    if p.has_token_scales:
+        fmt = ma.NvFp4(global_scale=a["scales"])
     options = dict(
-        shared_weights=shared_weights,
+        shared_weights=p.shared_weights_of(a),
         wire_dtype=wire_of(p.dispatch_wire),
         format=fmt,
         decode=p.decode,
@@ -132,15 +129,16 @@ def through_float16(x):
     return (x.astype(np.float32) if rounds_twice() else x).astype(np.float16).astype(np.float64)
 
 
+def rounded_to(fmt, x, dtype):
+    """Encode numbers in a format and decode them, with the oracle."""
+    return format_oracle.decode(fmt, *format_oracle.encode(fmt, x), dtype).reshape(x.shape)
+
+
 def names_of(program):
     """Return the names of all inputs."""
     p = program
-    names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
-    names += p.addends
-    names += ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
-    names += ["topk_weights"] * (p.topk_weights is not None)
-    names += ["shared_weights"] * (p.shared_weights not in (None, "number"))
-    return names + ["y_weights"] * (p.y_weights == "own")
+    names = ["ids", *(f"x{i}" for i in range(len(p.x))), *p.differentiated]
+    return names + ["scale"] * p.has_traced_scale + ["scales"] * p.has_token_scales
 
 
 def run(program, given, fn):
@@ -196,11 +194,18 @@ class Expected:
         """Return rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
         if self.program.tail == "zero":
             return rows
-        is_tail = np.concatenate([routing.is_tail for routing in self.routings])
+        is_tail = self.routing.is_tail
         rows = np.array(rows)
         if rows.size:
             rows.reshape(*is_tail.shape, -1).view(np.uint8)[is_tail] = 0
         return rows
+
+    @functools.cached_property
+    def routing(self):
+        """Return what each rank has of the routings of the domains."""
+        fields = [field.name for field in dataclasses.fields(oracle.Routing)]
+        joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
+        return oracle.Routing(**joined)
 
     def moved(self, x):
         return self.each(oracle.dispatch, x)
@@ -224,8 +229,7 @@ class Expected:
             fmt = draw.FORMATS[wire]
 
             def of_wire(x):
-                found = format_oracle.decode(fmt, *format_oracle.encode(fmt, x), "float32")
-                return found.reshape(x.shape)
+                return rounded_to(fmt, x, "float32")
 
         elif wire is not None and pairs[0][0].dtype.kind != "c":
             of_wire = cases.dtype(wire)
@@ -255,10 +259,9 @@ class Expected:
         """Return router weights with their rows [R, C], or None."""
         if not self.program.topk_weights:
             return None
-        tokens = self.args["topk_weights"].shape[:2]
-        number = 0.5 if self.program.shared_weights == "number" else 1.0
-        shared = self.args.get("shared_weights", np.full(tokens, number))
-        return self.weights_with_rows(self.args["topk_weights"], shared)
+        weights = self.args["topk_weights"]
+        shared = self.program.all_shared_weights(self.args, weights.shape[:2])
+        return self.weights_with_rows(weights, shared)
 
     @property
     def combine_weights(self):
@@ -268,8 +271,7 @@ class Expected:
 
     def check(self, recv, sums, row_experts, derivatives, load=None):
         self.check_recv(recv)
-        of_domains = [oracle.row_experts(routing) for routing in self.routings]
-        harness.assert_same_bytes(row_experts, np.concatenate(of_domains), "row_experts")
+        harness.assert_same_bytes(row_experts, oracle.row_experts(self.routing), "row_experts")
         if load is not None:
             check_load(load, self.routings, self.program.shared_expert)
         p, weights = self.program, self.combine_weights
@@ -284,25 +286,18 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        joined = {
-            f: np.concatenate([getattr(r, f) for r in self.routings])
-            for f in ("group_sizes", "row_offsets", "num_rows", "num_dropped", *oracle.FIELDS)
-        }
-        ids = self.args["ids"]
         # Compared as Python integers: uint64 has no larger dtype.
-        is_invalid = [[not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in ids]
-        joined["num_invalid"] = np.array([sum(own) for own in is_invalid], np.int32)
+        is_invalid = [
+            [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
+        ]
+        num_invalid = np.array([sum(own) for own in is_invalid], np.int32)
+        expected = dataclasses.replace(self.routing, num_invalid=num_invalid)
         experts = np.arange(p.num_experts, dtype=np.int32).reshape(p.ranks, -1)
         if p.shared_expert:
             experts = np.concatenate([np.full((p.ranks, 1), -1, np.int32), experts], axis=1)
-        for name in ("group_sizes", "row_offsets", "num_rows", "num_dropped", "num_invalid"):
-            same(getattr(recv, name), joined[name], name)
-        same(recv.expert_ids, experts, "expert_ids")
-        for field, of_info in dict(row_rank="rank", row_token="token", row_k="k").items():
-            same(getattr(recv.src_info, of_info), joined[field], f"src_info.{of_info}")
+        harness.assert_rows_are_described(recv, expected, experts)
         if not p.hosts or p.replicated:
-            for field in oracle.FIELDS:
-                same(getattr(recv.routing, field), joined[field], field)
+            harness.assert_routing_is(recv.routing, expected)
         for i, actual in enumerate(recv.rows):
             self.check_rows(actual, self.args[f"x{i}"], f"rows {i}")
         if p.has_token_scales and not p.decode:
@@ -320,11 +315,7 @@ class Expected:
         if p.format is None:
             harness.assert_same_bytes(self.grouped(actual), self.moved(x), what)
             return
-        fmt = (
-            ma.NvFp4(global_scale=draw.TRACED_SCALE)
-            if p.has_traced_scale
-            else draw.FORMATS[p.format]
-        )
+        fmt = p.format_with(draw.TRACED_SCALE)
         if p.has_token_scales:
             scales = self.args["scales"]
             parts = format_oracle.encode_tokens(x, scales)
@@ -404,7 +395,7 @@ class Expected:
         them."""
         total = self.directions["weights"]
         if of_row_weights is not None:
-            is_row = np.concatenate([r.row_token for r in self.routings]) >= 0
+            is_row = self.routing.row_token >= 0
             added = of_row_weights.astype(total.dtype)
             total = np.where(is_row, total, 0) + added
             slack = slack + oracle.epsilon(total.dtype) * (np.abs(total) + np.abs(added))

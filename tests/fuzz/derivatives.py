@@ -1,6 +1,7 @@
 """Derive a function of a dict of floats, in each of the ways that a program draws."""
 
 import jax
+import oracle
 
 FIRST = ("jvp", "vjp")
 # Each returns, for cotangents g of the result and tangents v of the floats, the product of v and
@@ -68,3 +69,22 @@ def directions_of(how, names):
     """Return the names of the directions of `derived`."""
     tangents = [f"v.{name}" for name in names]
     return {None: [], "jvp": tangents, "vjp": ["g"]}.get(how, ["g", *tangents])
+
+
+def expected(how, value, gradient, floats, tangents):
+    """Return the results of `derived` for numpy arrays and functions of the oracle, by name.
+
+    Args:
+      value: floats -> {"y": array}.
+      gradient: floats -> their cotangents.
+      tangents: those of the floats, if `how` needs any.
+    """
+    found = value(floats)
+    wanted = results_of(how, list(floats))
+    if "t" in wanted:
+        found["t"] = oracle.derivative(value, floats, tangents)["y"]
+    if how in ("vjp", *SECOND):
+        found |= named("d", gradient(floats))
+    if how in SECOND:
+        found |= named("dd", oracle.derivative(gradient, floats, tangents))
+    return {name: found[name] for name in wanted}

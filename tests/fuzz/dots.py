@@ -20,7 +20,7 @@ NAMES = ("rows", "w")
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(draw.Described):
+class Program:
     """The static numbers and options of products. All arrays have a rank axis, because products run
     on several devices or, by one more vmap, on one."""
 
@@ -222,21 +222,24 @@ def as_given(p, name, array):
     )
     if kind == "g":
         return array
-    at = (*NAMES, "sizes").index(kind)
-    axes = [axes[at] for axes in p.axes if axes[at] is not None]
-    # The innermost axis is inserted first.
-    for number, axis in reversed(list(enumerate(axes))):
-        array = np.moveaxis(array, 1 + number, 1 + number + axis)
+    for axis, front in reversed(axes_of_vmaps(p, kind)):  # the innermost axis is inserted first
+        array = np.moveaxis(array, front, axis)
     return array
 
 
 def canonical(p, kind, array):
     """Undo `as_given`, without the axes of size 1."""
+    for axis, front in axes_of_vmaps(p, kind):
+        array = np.moveaxis(array, axis, front)
+    return array
+
+
+def axes_of_vmaps(p, kind):
+    """Return for each vmap that has the array, the outermost first: its axis in the array of the
+    program, and its axis if all vmaps are in front."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
-    for number, axis in enumerate(axes):
-        array = np.moveaxis(array, 1 + number + axis, 1 + number)
-    return array
+    return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]
 
 
 # The oracle
@@ -244,18 +247,11 @@ def canonical(p, kind, array):
 
 def results(p, arrays, sizes, between):
     """Return the results of `derivatives.derived` for one element, by name."""
-    how, a = p.derivative, {name: arrays[name] for name in NAMES}
     value = lambda a: {"y": oracle.products(a, sizes, between)}
     gradient = lambda a: oracle.products_transpose(a, sizes, between, arrays["g"])
-    found, v = value(a), {name: arrays.get(f"v.{name}") for name in NAMES}
-    wanted = derivatives.results_of(how, NAMES)
-    if "t" in wanted:
-        found["t"] = oracle.derivative(value, a, v)["y"]
-    if "g" in arrays:
-        found |= derivatives.named("d", gradient(a))
-    if how in derivatives.SECOND:
-        found |= derivatives.named("dd", oracle.derivative(gradient, a, v))
-    return {name: found[name] for name in wanted}
+    floats = {name: arrays[name] for name in NAMES}
+    tangents = {name: arrays.get(f"v.{name}") for name in NAMES}
+    return derivatives.expected(p.derivative, value, gradient, floats, tangents)
 
 
 def run(program, given, fn):

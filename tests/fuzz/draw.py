@@ -46,24 +46,8 @@ class Leaf:
         return is_inexact and dtype.itemsize > 1
 
 
-class Described:
-    """A dataclass of static choices, which shows those that are not the plainest."""
-
-    def __str__(self):
-        plain = dict(tail="zero", alignment=1, ids_dtype="int32", batched=(), biases=(), depth=0)
-        shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None or value is False or plain.get(field.name) == value:
-                continue
-            if field.name in ("x", "y"):
-                value = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in value]
-            shown.append(f"{field.name}={value}")
-        return ", ".join(shown)
-
-
 @dataclasses.dataclass(frozen=True)
-class Sizes(Described):
+class Sizes:
     """The numbers and modes of a routing."""
 
     ranks: int
@@ -100,28 +84,57 @@ class Sizes(Described):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(Sizes):
-    """The static numbers and options of a dispatch and a combine of other rows."""
+class Routed(Sizes):
+    """The options that exchanges and layers have."""
 
     place: places.Place
     x64: bool
     ids_dtype: str
-    x: tuple[Leaf, ...]
     topk_weights: str | None
     shared_weights: str | None  # "number", a dtype, or None
     format: str | None
-    decode: bool
     has_traced_scale: bool
     is_routed_first: bool
-    is_split: bool
     has_load: bool
+    batched: tuple[str, ...]  # of ids, x, weights, and y or experts
+    derivative: str | None
+
+    @property
+    def batch(self):
+        return self.place.batch
+
+    @property
+    def router_weights(self):
+        """Return the names of the router weights that are arrays."""
+        names = ["topk_weights"] * (self.topk_weights is not None)
+        return names + ["shared_weights"] * (self.shared_weights not in (None, "number"))
+
+    def shared_weights_of(self, arrays):
+        """Return the shared weights: an array, a number, or None."""
+        return 0.5 if self.shared_weights == "number" else arrays.get("shared_weights")
+
+    def all_shared_weights(self, arrays, shape):
+        """Return the shared weights of all tokens, as an array of this shape."""
+        given = self.shared_weights_of(arrays)
+        return np.broadcast_to(1.0 if given is None else given, shape)
+
+    def format_with(self, scale):
+        """Return the format, with this global scale if the program traces it; or None."""
+        return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(Routed):
+    """The static numbers and options of a dispatch and a combine of other rows."""
+
+    x: tuple[Leaf, ...]
+    decode: bool
+    is_split: bool
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
     weights_are_powers: bool  # of two, so that no product is rounded
     dispatch_wire: str | None  # a dtype or a format
     combine_wire: str | None
-    batched: tuple[str, ...]  # of ids, x, weights, y
-    derivative: str | None  # "jvp" or "vjp"
     tail: str  # "zero" or "unspecified"
     has_token_scales: bool
     has_addends: bool  # if the combine may have addends
@@ -137,10 +150,6 @@ class Program(Sizes):
         return self.place.hosts
 
     @property
-    def batch(self):
-        return self.place.batch
-
-    @property
     def is_weighted(self):
         """Return True if the combine has weights."""
         return self.y_weights == "own" or (
@@ -151,8 +160,7 @@ class Program(Sizes):
     def differentiated(self):
         """Return the names of the inputs that have derivatives."""
         names = [f"x{i}" for i, leaf in enumerate(self.x) if leaf.is_differentiated]
-        names += ["topk_weights"] * (self.topk_weights is not None)
-        names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
+        names += self.router_weights
         names += [f"y{i}" for i in range(len(self.y))] + self.addends
         return names + ["y_weights"] * (self.y_weights == "own")
 
@@ -185,7 +193,7 @@ def program(seed, number, *, has_mesh=True):
     decode = fmt is not None and chance(0.6)
     # A format as wire dtype of the gradient requires the same of x as a format does.
     dispatch_wire = wire(rng, fmt)
-    group = max([FORMATS[f].group_size for f in (fmt, dispatch_wire) if f in FORMATS], default=0)
+    group = group_size_of(fmt, dispatch_wire)
     if group:
         shapes = [*some_of(rng, (2,)), group * int(rng.integers(1, 4))]
         leaves = [Leaf(one_of(rng, FORMAT_DTYPES), tuple(shapes)) for _ in range(1 + chance(0.3))]
@@ -303,6 +311,11 @@ def wire(rng, fmt=None):
     return one_of(rng, (*WIRE_DTYPES, *FORMATS))
 
 
+def group_size_of(*names):
+    """Return the largest group of the formats among the names, or 0."""
+    return max([FORMATS[name].group_size for name in names if name in FORMATS], default=0)
+
+
 def is_wider(wire, leaves):
     """Return True if a wire dtype is wider than an array that is summed."""
     if wire not in WIRE_DTYPES:
@@ -354,6 +367,14 @@ def routings_of(program, ids):
     p = program
     modes = p.shared_expert, p.replicated
     return oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, *modes)
+
+
+def has_row(program, routings):
+    """Return which choices of the domains of `routings_of` have a row, [R, T, K']."""
+    kept = np.concatenate([r.choice_row for r in routings]) >= 0
+    if program.replicated:  # arrays of tokens are the same on all ranks
+        kept = np.broadcast_to(kept.any(axis=0), kept.shape)
+    return kept
 
 
 def routed_by(program, group):
@@ -421,11 +442,8 @@ def inputs(program, seed, number, run):
     def is_row(routings):
         return np.concatenate([r.row_token for r in routings]) >= 0
 
-    def has_row(routings):
-        kept = np.concatenate([r.choice_row for r in routings]) >= 0
-        if p.replicated:  # the weights are the same on all ranks
-            kept = np.broadcast_to(kept.any(axis=0), kept.shape)
-        return kept[:, :, : p.top_k]
+    def is_choice(routings):
+        return has_row(p, routings)[:, :, : p.top_k]
 
     def normal(dtype):
         return lambda shape: cases.normal(rng, shape, dtype)
@@ -447,8 +465,8 @@ def inputs(program, seed, number, run):
     if p.topk_weights:
         shape = (p.tokens, p.top_k)
         arrays = drawn("topk_weights", shape, weights(p.topk_weights), p.replicated)
-        found["topk_weights"] = poisoned("topk_weights", arrays, has_row)
-    if p.shared_weights not in (None, "number"):
+        found["topk_weights"] = poisoned("topk_weights", arrays, is_choice)
+    if "shared_weights" in p.router_weights:
         draw = weights(p.shared_weights)
         found["shared_weights"] = drawn("shared_weights", (p.tokens,), draw, p.replicated)
     for i, leaf in enumerate(p.y):

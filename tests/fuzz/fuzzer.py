@@ -48,7 +48,6 @@ class Done:
     programs: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     cases: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
-    next: int = 0  # number of the next program; while a program runs, its number
 
     def __str__(self):
         cases = self.cases.total()
@@ -75,29 +74,26 @@ class Done:
 
 
 def failure(seed, number, text):
-    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {command(seed, number)}"
+    repeat = f"python -m tests.fuzz --seed {seed} --program {number}"
+    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {repeat}"
 
 
-def command(seed, number):
-    return f"python -m tests.fuzz --seed {seed} --program {number}"
+def numbers_of(seed, kinds=None):
+    """Return the numbers of the programs of these kinds, or of all."""
+    return (n for n in itertools.count() if not kinds or kind_of(seed, n) in kinds)
 
 
-def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print, note=None):
+def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
     """Run programs of a seed for a number of seconds, or the programs with these numbers; return
     `Done`.
 
-    A failure is reported with its program and the command that repeats it. `note` is called with
-    `Done` before each program and at the end.
+    A failure is reported with its program and the command that repeats it.
     """
     done, begin, last = Done(), time.monotonic(), time.monotonic()
-    for number in itertools.count() if numbers is None else numbers:
-        done.seconds, done.next = time.monotonic() - begin, number
-        if done.seconds > seconds:
+    for number in numbers_of(seed) if numbers is None else numbers:
+        if time.monotonic() - begin > seconds:
             break
-        if note:
-            note(done)
         run_program(seed, number, done, report)
-        done.next = number + 1
         if done.failures and not keep_going:
             break
         if done.programs.total() % FORGET_EVERY == 0:
@@ -107,8 +103,6 @@ def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=p
             done.seconds = last - begin
             report(done)
     done.seconds = time.monotonic() - begin
-    if note:
-        note(done)
     return done
 
 

@@ -1,13 +1,15 @@
 """Run the fuzzer in several processes, which survive each other's end."""
 
-import dataclasses
-import json
+import faulthandler
+import multiprocessing
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
+
+import conftest  # noqa: F401  the devices that tests have, before jax is imported
+import jax
 
 from . import fuzzer
 
@@ -15,129 +17,98 @@ HANGS_AFTER = 300  # seconds in one program
 LINES = 15  # of the output of a process that ended
 
 
-@dataclasses.dataclass
 class Part:
-    """A process that runs the programs `first`, `first` + step, ..., and its successors."""
+    """A process that runs the programs whose numbers it receives."""
 
-    first: int
-    folder: pathlib.Path
-    kinds: list[str] | None = None  # only these
-    process: subprocess.Popen | None = None
-    done: fuzzer.Done = dataclasses.field(default_factory=fuzzer.Done)  # of ended processes
+    def __init__(self, seed, output):
+        context = multiprocessing.get_context("spawn")
+        self.output = output
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(seed, theirs, output), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.number, self.since = None, time.monotonic()
 
-    @property
-    def noted(self):
-        return self.folder / f"{self.first}.json"
+    def run(self, number):
+        self.number, self.since = number, time.monotonic()
+        self.connection.send(number)
 
-    @property
-    def output(self):
-        return self.folder / f"{self.first}.txt"
+    def end(self):
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
-    def read(self):
-        """Return what the process has noted, or None before its first program."""
-        if not self.noted.exists():
-            return None
-        return fuzzer.Done.of_json(json.loads(self.noted.read_text()))
+
+def work(seed, connection, output):
+    """Send what has run: nothing yet, and then each program whose number has arrived."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    connection.send(fuzzer.Done())
+    for count, number in enumerate(iter(connection.recv, None), 1):
+        connection.send(fuzzer.fuzz(seed, numbers=[number]))
+        if count % fuzzer.FORGET_EVERY == 0:
+            jax.clear_caches()
 
 
 def fuzz(seed, seconds, processes, report, kinds=None):
     """Run programs of a seed in several processes for a number of seconds; return `fuzzer.Done`.
 
-    If a process ends before its time or hangs in a program, that is a failure of the program, and
-    another process continues with the next one.
+    If a process ends or hangs in a program, that is a failure of the program, and another process
+    continues with the next one.
     """
-    begin = time.monotonic()
-    end = begin + seconds
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    numbers, total = fuzzer.numbers_of(seed, kinds), fuzzer.Done()
+    begin = reported = time.monotonic()
+    parts = []
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Part(number, pathlib.Path(folder), kinds) for number in range(processes)]
         try:
-            for part in parts:
-                start(part, seed, part.first, seconds, processes)
-            last, reported = time.monotonic(), 0
-            while any([watch(part, seed, end, processes) for part in parts]):
-                time.sleep(0.5)
-                total = sum_of(parts)
-                for text in total.failures[reported:]:
-                    report(text)
-                reported = len(total.failures)
-                if time.monotonic() - last > fuzzer.REPORT_EVERY:
-                    last = time.monotonic()
-                    total.seconds = last - begin
+            for number in range(processes):
+                parts.append(Part(seed, pathlib.Path(folder, f"{number}.txt")))
+            while parts:
+                ready = wait([part.connection for part in parts], timeout=1)
+                for part in list(parts):
+                    done = watch(part, seed, part.connection in ready)
+                    if done is None:
+                        continue
+                    total.add(done)
+                    for text in done.failures:
+                        report(text)
+                    parts.remove(part)
+                    if time.monotonic() - begin > seconds:
+                        part.end()
+                        continue
+                    if not part.process.is_alive():
+                        part = Part(seed, part.output)
+                    else:
+                        part.run(next(numbers))
+                    parts.append(part)
+                total.seconds = time.monotonic() - begin
+                if time.monotonic() - reported > fuzzer.REPORT_EVERY:
+                    reported = time.monotonic()
                     report(total)
         finally:
             for part in parts:
-                if part.process is not None:
-                    part.process.kill()
-        total = sum_of(parts)
-        for text in total.failures[reported:]:
-            report(text)
-        total.seconds = time.monotonic() - begin
-        return total
-
-
-def start(part, seed, number, seconds, step):
-    """Start a process with the programs number, number + step, ..."""
-    part.noted.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        "-m",
-        "tests.fuzz",
-        "--seed",
-        str(seed),
-        "--keep-going",
-    ]
-    command += ["--seconds", str(max(1, seconds)), "--first", str(number), "--step", str(step)]
-    command += ["--kinds", *part.kinds] if part.kinds else []
-    root = pathlib.Path(__file__).resolve().parents[2]
-    with part.output.open("w") as output:
-        part.process = subprocess.Popen(
-            [*command, "--note", str(part.noted)],
-            cwd=root,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def watch(part, seed, end, step):
-    """Continue after the end of a process, if it ended too early; return False if all is done."""
-    if part.process is None:
-        return False
-    status, now = part.process.poll(), time.time()
-    noted_at = part.noted.stat().st_mtime if part.noted.exists() else part.output.stat().st_ctime
-    hangs = status is None and now - noted_at > HANGS_AFTER
-    if status is None and not hangs:
-        return True
-    if hangs:
-        part.process.kill()
-        part.process.wait()
-    part.process, done = None, part.read()
-    if done is not None:
-        part.done.add(done)
-    # Its own exit status after failures is that of an exception, too.
-    is_at_end = status == 0 or (status == 1 and done is not None and bool(done.failures))
-    if is_at_end:
-        return False
-    lines = part.output.read_text(errors="replace").splitlines()[-LINES:]
-    number = part.first if done is None else done.next
-    what = f"hangs for {HANGS_AFTER} s" if hangs else f"ended its process with status {status}"
-    text = f"which {what}:\n" + "\n".join(lines)
-    part.done.failures.append(fuzzer.failure(seed, number, text))
-    left = end - time.monotonic()
-    if left <= 1 or done is None:  # a process that cannot even begin would fail again
-        return False
-    start(part, seed, number + step, left, step)
-    return True
-
-
-def sum_of(parts):
-    """Return what all processes have noted so far."""
-    total = fuzzer.Done()
-    for part in parts:
-        total.add(part.done)
-        running = part.read() if part.process is not None else None
-        if running is not None:
-            total.add(running)
+                part.end()
     return total
+
+
+def watch(part, seed, is_ready):
+    """Return what a process has run, or None while it runs a program. End it if it hangs."""
+    if is_ready:
+        try:
+            return part.connection.recv()
+        except (EOFError, ConnectionResetError):
+            part.process.join()
+            what = f"ended its process with status {part.process.exitcode}"
+    elif time.monotonic() - part.since < HANGS_AFTER:
+        return None
+    else:
+        what = f"hangs for {HANGS_AFTER} s"
+    part.end()
+    lines = part.output.read_text(errors="replace").splitlines()[-LINES:]
+    text = f"which {what}:\n" + "\n".join(lines)
+    if part.number is None:  # another process would not begin either
+        raise RuntimeError(f"a process {text}")
+    return fuzzer.Done(failures=[fuzzer.failure(seed, part.number, text)])

@@ -72,63 +72,42 @@ class Place:
                          for own in in_batched)  # fmt: skip
             fn = jax.vmap(fn, in_axes=axes, axis_size=self.batch)
         if self.kind == "vmap":
-            return self._by_vmap(fn)
-        batch = (BATCH_AXIS,) if self.has_domains else ()
-
-        def spec(is_batched):
-            return PartitionSpec(self.axes, *batch * is_batched)
-
-        specs = tuple({n: spec(b) for n, b in own.items()} for own in in_batched)
-        out_specs = {name: spec(is_batched) for name, is_batched in out_batched.items()}
+            return harness.over_axes(fn, self.mesh)
 
         def lead(is_batched):
             return (0,) * (1 + self.has_domains * is_batched)
 
         def of_one_rank(*args):
-            own = [
-                {n: x[lead(batched[n])] for n, x in arg.items()}
-                for arg, batched in zip(args, in_batched, strict=True)
-            ]
+            results = fn(*jax.tree.map(lambda x, b: x[lead(b)], args, tuple(in_batched)))
             return {
                 name: jax.tree.map(lambda x: x[(None,) * len(lead(out_batched[name]))], tree)
-                for name, tree in fn(*own).items()
+                for name, tree in results.items()
             }
 
         return jax.shard_map(
             of_one_rank,
             mesh=self.mesh,
-            in_specs=specs,
-            out_specs=out_specs,
+            in_specs=jax.tree.map(self.spec, tuple(in_batched)),
+            out_specs=jax.tree.map(self.spec, out_batched),
             check_vma=self.check_vma,
         )
 
-    def _by_vmap(self, fn):
-        for axis in reversed(self.axes):
-            fn = jax.vmap(fn, axis_name=axis)
-
-        def run(*args):
-            split = lambda x: x.reshape(*self.shape, *x.shape[1:])
-            joined = lambda x: x.reshape(self.ranks, *x.shape[len(self.shape) :])
-            return jax.tree.map(joined, fn(*jax.tree.map(split, args)))
-
-        return run
+    def spec(self, is_batched):
+        """Return how an array is sharded over the mesh."""
+        batch = (BATCH_AXIS,) if self.has_domains and is_batched else ()
+        return PartitionSpec(self.axes, *batch)
 
     def compiled(self, fn, in_batched, x64=False):
         """Return a function of all ranks, numpy in and numpy out."""
         jitted = jax.jit(fn)
 
         def put(x, is_batched):
-            if self.kind == "vmap":
-                return x
-            batch = (BATCH_AXIS,) if self.has_domains and is_batched else ()
-            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *batch)))
+            return jax.device_put(x, NamedSharding(self.mesh, self.spec(is_batched)))
 
         def run(*args):
             with jax.enable_x64(True) if x64 else contextlib.nullcontext():
-                args = [
-                    {n: put(x, batched[n]) for n, x in arg.items()}
-                    for arg, batched in zip(args, in_batched, strict=True)
-                ]
+                if self.kind != "vmap":
+                    args = jax.tree.map(put, args, tuple(in_batched))
                 return jax.tree.map(np.asarray, jitted(*args))
 
         return run
