@@ -136,11 +136,11 @@ def ids_of(name_index, group, step):
     )
 
 
-def program(take_step, exchanges, **jit_options):
+def program(take_step, **jit_options):
     """Return (index of a routing, step, sums) -> the same after STEPS steps.
 
     ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
-    program adds them up. ``exchanges`` are those of a step, ``jit_options`` those of `jax.jit`.
+    program adds them up.
     """
 
     def on_rank(name_index, step, sums):
@@ -150,7 +150,7 @@ def program(take_step, exchanges, **jit_options):
 
         return name_index, *lax.scan(once, (step, sums), length=STEPS)[0]
 
-    return checked.on_all_ranks(on_rank, KERNELS, exchanges.times(STEPS), **jit_options)
+    return checked.on_all_ranks(on_rank, KERNELS, **jit_options)
 
 
 def run_all_steps(run, name, zeros, runs=1):

@@ -15,7 +15,7 @@ TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
-SLOW_RANK = 1
+SLOW_RANK = checked.RANKS - 1
 
 
 OPERATIONS = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}
@@ -174,7 +174,7 @@ def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
 def test_a_program_over_another_order_of_devices_is_told_so():
     group = checked.new_group(checked.mesh_of(checked.MESH.devices[::-1]), timeout=TIMEOUT)
     on_rank = checked.steps_of(lambda step: checked.whole(SHAPE, group, step), 1)
-    run = checked.on_all_ranks(on_rank, GROUP, checked.NONE)
+    run = checked.on_all_ranks(on_rank, GROUP)
     try:
         wrong = checked.outcome(lambda: run(checked.begin()), group)
         assert "wrong rank: route on rank" in wrong.error and "start" in wrong.error, wrong

@@ -57,7 +57,7 @@ def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
         return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
 
     options = dict(compiler_options=ASYNCHRONOUS) if checked.ON_GPU else {}
-    run = routings.program(take_step, layout.exchanges, **options)
+    run = routings.program(take_step, **options)
     zeros = np.zeros((routings.RANKS, len(layers.Differences._fields)), np.int32)
     sums = routings.run_all_steps(run, next(iter(ROUTINGS)), (zeros, zeros[:, :3]))
     differences, wrong = (np.asarray(leaf).sum(axis=0) for leaf in sums)
@@ -75,7 +75,7 @@ def test_a_collective_is_in_flight_while_a_layer_exchanges():
 
     without_graphs = {"xla_gpu_enable_command_buffer": ""}  # calls stay next to collectives
     options = dict(compiler_options=ASYNCHRONOUS | without_graphs)
-    run = routings.program(take_step, layout.exchanges, **options)
+    run = routings.program(take_step, **options)
     state = jax.ShapeDtypeStruct((routings.RANKS,), np.int32)
     sums = (
         jax.ShapeDtypeStruct((routings.RANKS, 5), np.int32),

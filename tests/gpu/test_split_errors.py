@@ -28,14 +28,10 @@ def routing():
     return checked.routing_program(SHAPE, GROUP)()
 
 
-def program(of_rows, starts=1):
+def program(of_rows):
     """Return a program that binds the primitives themselves: x and a routing of each device ->
     rows."""
-
-    def on_rank(x, routing):
-        return of_rows(x, routing.arrays)
-
-    return checked.on_all_ranks(on_rank, GROUP, checked.Exchanges(split=starts))
+    return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
 
 def start(x, routing):
@@ -85,7 +81,7 @@ IN_PLACE = pytest.param(
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
     """`InFlight` refuses these calls already; here the primitives are bound directly."""
-    run, right = program(misuse, starts=int(misuse is not never_started)), program(once)
+    run, right = program(misuse), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
         jax.block_until_ready(run(tokens(), routing))
