@@ -54,7 +54,6 @@ MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 def new_group(
     mesh=MESH,
-    axis_name=AXIS,
     *,
     ranks=RANKS,
     timeout=2.0,
@@ -70,7 +69,7 @@ def new_group(
     """
     return ma.Group(
         mesh,
-        axis_name,
+        AXIS,
         size=ranks if mesh is None else None,
         timeout=timeout,
         first_timeout=timeout if first_timeout is None else first_timeout,
@@ -638,10 +637,9 @@ def sharding_of(group=GROUP):
 
 
 def begin(group=GROUP, first_step=0):
-    """Return a state in which nothing has run; `first_step` is a number, or one for each rank."""
-    ranks = group.size if group.mesh is None else group.mesh.size
-    steps = np.broadcast_to(np.asarray(first_step, np.int32), (ranks,))
-    counts = np.zeros((ranks, len(Counts._fields)), np.int32)
+    """Return a state in which nothing has run."""
+    steps = np.full(group.size, first_step, np.int32)
+    counts = np.zeros((group.size, len(Counts._fields)), np.int32)
     return harness.put((steps, counts), sharding_of(group))
 
 
@@ -651,14 +649,6 @@ def repeat(run, times, state=None, *args):
     for _ in range(times):
         state = run(state, *args)
     return state
-
-
-def counts_of(state):
-    """Return the counts of all ranks; raise the error of any process."""
-    found = outcome(lambda: state, group=None)
-    if found.counts is None:
-        raise RuntimeError(found.error)
-    return found.counts
 
 
 def assert_right(state, group=GROUP):
@@ -719,3 +709,17 @@ def outcome(run, group=GROUP):
     # A rank that was stopped knows less than the rank that has failed.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
+
+
+def assert_stopped(failed, run, group, shown="lost"):
+    """Check that a call which a slow rank has stopped ended in time and without a wrong number, and
+    that the group stays stopped and reports so at once."""
+    assert failed.seconds < group.timeout + 1, failed
+    assert failed.counts is not None and failed.is_never_wrong(), failed
+    assert getattr(failed.counts, shown).all(), failed
+    # The late rank's process knows only the poison.
+    with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
+        group.check()
+    again = outcome(lambda: run(begin()), group)
+    assert again.counts is None and "timeout: " in again.error, again
+    assert again.seconds < group.timeout, again

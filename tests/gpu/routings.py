@@ -153,11 +153,16 @@ def program(take_step, **jit_options):
     return checked.on_all_ranks(on_rank, KERNELS, **jit_options)
 
 
-def run_all_steps(run, name, zeros, runs=1):
-    """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
+def begin(name, zeros):
+    """Return the arguments of a program for a routing, with sums that begin with ``zeros``."""
     index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
     state = index, np.zeros(RANKS, np.int32), zeros
-    state = harness.put(state, checked.sharding_of(KERNELS))
+    return harness.put(state, checked.sharding_of(KERNELS))
+
+
+def run_all_steps(run, name, zeros, runs=1):
+    """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
+    state = begin(name, zeros)
     for _ in range(runs):
         state = run(*state)
     _, steps, sums = harness.numpy_of(state)

@@ -1,4 +1,4 @@
-"""Orders and meshes that break other implementations."""
+"""Orders that break other implementations."""
 
 import functools
 
@@ -6,9 +6,7 @@ import checked
 import harness
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 
@@ -89,32 +87,3 @@ def test_a_reopened_workspace_may_grow_while_calls_are_under_way():
     for run in growing:
         state = checked.repeat(run, 2, state)
     checked.assert_right(state)
-
-
-@pytest.mark.several_devices("a mesh of two axes")
-@pytest.mark.skipif(checked.RANKS < 4, reason="a mesh of 2 x 2 needs 4 GPUs")
-@pytest.mark.parametrize(
-    ("axis_name", "first_steps"),
-    (
-        # Devices of one group take the same steps; those of another group take others.
-        ("ep", [0, 0, 1000, 1000]),
-        ("dp", [0, 1000, 0, 1000]),
-        (("dp", "ep"), [0, 0, 0, 0]),
-        (("ep", "dp"), [0, 0, 0, 0]),
-    ),
-)
-def test_every_group_of_a_mesh_exchanges_within_itself(axis_name, first_steps):
-    mesh = Mesh(np.array(checked.DEVICES[:4]).reshape(-1, 2), ("dp", "ep"))
-    group = checked.new_group(mesh, axis_name)
-    run = checked.program(SHAPE, group)
-    checked.assert_right(checked.repeat(run, 10, checked.begin(group, first_steps)), group)
-    checked.close(group)
-
-
-@pytest.mark.several_devices("devices in another order; one device has no other order")
-@pytest.mark.parametrize("turn", (0, 1))
-def test_any_order_of_devices_returns_the_right_rows(turn):
-    group = checked.new_group(checked.mesh_of(np.roll(checked.MESH.devices[::-1], turn)))
-    run = checked.program(SHAPE, group)
-    checked.assert_right(checked.repeat(run, 5, checked.begin(group)), group)
-    checked.close(group)

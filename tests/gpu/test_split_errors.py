@@ -137,29 +137,14 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
     runs, routing, operation, phase
 ):
     run = runs[operation]
-    state = run(run(checked.begin(), routing), routing)
+    state = checked.repeat(run, 2, None, routing)
     checked.assert_right(state, GROUP)
     calls = 1 if phase == Phase.SEND else 2
-    slow = dict(phase=phase, rank=SLOW_RANK, delay=DELAY, kind=native.SPLIT)
-
-    def repeat(state):
-        for _ in range(calls):
-            state = run(state, routing)
-        return state
-
-    with hooked(GROUP, **slow):
-        failed = checked.outcome(lambda: repeat(state), GROUP)
-        assert failed.seconds < TIMEOUT + 1, failed
+    with hooked(GROUP, phase=phase, rank=SLOW_RANK, delay=DELAY, kind=native.SPLIT):
+        failed = checked.outcome(lambda: checked.repeat(run, calls, state, routing), GROUP)
         told = re.search(rf"timeout: {operation} on rank (\d+), .*: nothing came", failed.error)
         assert told and int(told[1]) != SLOW_RANK, failed
-        assert failed.counts is not None, failed
-        assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
-        assert failed.counts.lost.all(), failed
-        with pytest.raises(RuntimeError, match="timeout"):  # of a rank here, or as it was told
-            GROUP.check()
-        again = checked.outcome(lambda: run(checked.begin(), routing), GROUP)
-        assert again.counts is None and "timeout: " in again.error, again
-        assert again.seconds < TIMEOUT, again
+        checked.assert_stopped(failed, lambda state: run(state, routing), GROUP)
     GROUP.check()
     checked.assert_right(run(checked.begin(), routing), GROUP)
 
@@ -168,6 +153,5 @@ def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
     """The two workspaces are independent."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
-    slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT)
-    with hooked(GROUP, **slow):
+    with hooked(GROUP, phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT):
         checked.assert_right(checked.repeat(run, 2, state), GROUP)
