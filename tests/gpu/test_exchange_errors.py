@@ -24,25 +24,13 @@ def routing():
     return checked.routing_program(SHAPE, GROUP)()
 
 
-@pytest.fixture(scope="module")
-def runs(routing):
-    """Return each operation by itself, as a function of the state."""
-    route = checked.program(SHAPE, GROUP, checked.route_only)
-    given = {
-        name: checked.program_with_routing(order, SHAPE, GROUP)
-        for name, order in OPERATIONS.items()
-    }
-    state = checked.begin()
-    checked.compile_together(
-        (route, state),
-        (checked.program(SHAPE, GROUP), state),
-        *((run, state, routing) for run in given.values()),
-    )
-    return {
-        "route": route,
-        "dispatch": lambda state: given["dispatch"](state, routing),
-        "combine": lambda state: given["combine"](state, routing),
-    }
+@pytest.fixture
+def run(routing, operation):
+    """Return an operation by itself, as a function of the state."""
+    if operation == "route":
+        return checked.program(SHAPE, GROUP, checked.route_only)
+    given = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
+    return lambda state: given(state, routing)
 
 
 IN_ONE_LAUNCH = pytest.mark.several_devices(
@@ -71,9 +59,8 @@ STALLS = {
     [pytest.param(stall, marks=[] if stall == "sending" else [IN_ONE_LAUNCH]) for stall in STALLS],
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
-def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs, operation, stall):
+def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
     slow_phase, depth, calls, waits = STALLS[stall]
-    run = runs[operation]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP, phase=slow_phase, rank=SLOW_RANK, delay=DELAY, depth=depth):
@@ -95,9 +82,9 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
 
 
 @IN_ONE_LAUNCH
-def test_a_rank_that_was_done_keeps_its_results(runs):
+@pytest.mark.parametrize("operation", ("dispatch",))
+def test_a_rank_that_was_done_keeps_its_results(run):
     """The first of two calls was complete on all ranks except the slow one."""
-    run = runs["dispatch"]
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)

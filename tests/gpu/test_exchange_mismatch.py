@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import threading
 
 import checked
 import harness
@@ -146,22 +145,16 @@ def run_in_two_threads():
     for run in programs:
         checked.assert_right(run(checked.begin()))
 
-    def work(run, outcomes):
-        state = checked.begin()
-        for _ in range(50):
+    def work(run):
+        outcomes, state = [], checked.begin()
+        while len(outcomes) < 50 and not (outcomes and outcomes[-1].error):
             outcomes.append(checked.outcome(lambda: checked.repeat(run, 4, state)))
-            if outcomes[-1].error:
-                return
+        return outcomes
 
     for first, second in ((0, 0), (0, 1), (1, 2)) * 2:
-        outcomes = []
-        threads = [
-            threading.Thread(target=work, args=(programs[i], outcomes)) for i in (first, second)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            of_both = list(pool.map(work, (programs[first], programs[second])))
+        outcomes = of_both[0] + of_both[1]
         errors = {outcome.error for outcome in outcomes if outcome.error}
         counts = [outcome.counts for outcome in outcomes if outcome.counts is not None]
         assert not any(count.wrong.any() for count in counts), counts

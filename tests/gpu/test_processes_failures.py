@@ -193,15 +193,6 @@ def loop_until_it_fails(process):
     job.close()
 
 
-def late(process):
-    """Let the victim come to its next call when the others have given up; then both continue."""
-    job, small = exchanging()
-    if process == VICTIM:
-        time.sleep(2 * TIMEOUT + SLACK)
-    tell("failed", **job.until_it_fails(small))
-    go_on_after_close(job, small)
-
-
 def idle(process):
     """Let the victim make no call while the survivor waits for it until its timeout."""
     job, small = exchanging()
@@ -214,7 +205,8 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Run `late` with programs that have a psum, so that no process raises."""
+    """Let the victim come to its next call when the other has given up. With `on_failure="nan"` no
+    process raises, so that both end a psum."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -568,17 +560,6 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start, who=SURVIVOR)
         pair.finish()
-
-
-def test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close(folder):
-    with Pair(late, folder) as pair:
-        pair.hear("ready")
-        start = time.monotonic()
-        found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
-        assert_names_who_and_where(found, time.monotonic() - start)
-        found = pair.victim.hear("failed", 4 * (TIMEOUT + SLACK))
-        assert found["error"] and found["plausible"] == 0, found
-        close_and_go_on(pair)
 
 
 def close_and_go_on(pair):

@@ -113,16 +113,7 @@ def test_a_start_outside_jit_is_refused():
     checked.close(GROUP)  # The ids were routed before.
 
 
-@pytest.fixture(scope="module")
-def runs(routing):
-    orders = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
-    given = {
-        name: checked.program_with_routing(order, SHAPE, GROUP) for name, order in orders.items()
-    }
-    checked.compile_together(*((run, checked.begin(), routing) for run in given.values()))
-    return given
-
-
+OPERATIONS = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
 SLOW_TO_READ = pytest.param(
     Phase.RECEIVE_CHUNK,
     marks=pytest.mark.several_devices(
@@ -132,11 +123,11 @@ SLOW_TO_READ = pytest.param(
 
 
 @pytest.mark.parametrize("phase", (Phase.SEND, SLOW_TO_READ))
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
-    runs, routing, operation, phase
+    routing, operation, phase
 ):
-    run = runs[operation]
+    run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     state = checked.repeat(run, 2, None, routing)
     checked.assert_right(state, GROUP)
     calls = 1 if phase == Phase.SEND else 2
