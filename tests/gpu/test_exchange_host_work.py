@@ -34,7 +34,6 @@ NEVER_PER_CALL = re.compile(
 
 def rounds(exchange):
     """Return a program of several rounds, each with an exchange or with a local stand-in."""
-
     route_args = checked.route_args(SHAPE, checked.GROUP)
 
     def on_rank(x, ids, weights):
