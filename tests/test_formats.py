@@ -519,6 +519,7 @@ WIRES = (
     ("blockwise", dataclasses.replace(cases.TIGHT, hidden=384), "float32"),
     ("mx", dataclasses.replace(cases.TIGHT, hidden=544), "bfloat16"),
     ("nv", dataclasses.replace(cases.PADDED, hidden=528), "bfloat16"),
+    ("blockwise", dataclasses.replace(cases.TIGHT, hidden=7168), "bfloat16"),
 )[: None if harness.ON_GPU else 3]
 
 

@@ -9,9 +9,9 @@ wrong so far. Thousands of calls run without traffic to the host, which reads th
 the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. In this mode each program states how many exchanges
-a call makes, and `assert_right` compares the sum with the workspace's counters. So no test passes
-because its calls took the portable path.
+group's axis instead of a shard_map over a mesh. In this mode each call notes the exchanges that the
+traced program should make (`exchanges.predicted`), and `assert_right` compares the sum with the
+workspace's counters. So no test passes because its calls took the portable path.
 """
 
 import collections
@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchanges import Count, num_exchanges, predicted
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.api import FUSED_MAX_TOKENS
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"
@@ -54,7 +54,6 @@ MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 def new_group(
     mesh=MESH,
-    axis_name=AXIS,
     *,
     ranks=RANKS,
     timeout=2.0,
@@ -70,7 +69,7 @@ def new_group(
     """
     return ma.Group(
         mesh,
-        axis_name,
+        AXIS,
         size=ranks if mesh is None else None,
         timeout=timeout,
         first_timeout=timeout if first_timeout is None else first_timeout,
@@ -116,14 +115,6 @@ enough_tokens_to_be_late = pytest.mark.skipif(
     ONE_GPU and RANKS > 16,
     reason="with over 16 ranks on one GPU, rows arrive before a flag that comes too early",
 )
-
-
-def kernels_sum_in_a_format(top_k, ranks=RANKS):
-    """Return True if the kernels make partial sums in a format, False if XLA does.
-
-    `_wire_applies` in exchange/lowering/combine.py: it needs top_k + ranks lanes of a warp.
-    """
-    return top_k + ranks <= 32
 
 
 def enough_rows(shape, group):
@@ -214,14 +205,17 @@ def my_rank(group):
 # The operations, of one rank.
 
 
-def route(shape, group, step):
-    return ma.route(
-        own_ids(shape, group, step),
+def route_args(shape, group):
+    return dict(
         group=group,
         num_experts=group.size * shape.local_experts,
         capacity=enough_rows(shape, group),
         alignment=shape.alignment,
     )
+
+
+def route(shape, group, step):
+    return ma.route(own_ids(shape, group, step), **route_args(shape, group))
 
 
 def payload(shape, group, step):
@@ -246,10 +240,7 @@ def routed_dispatch(shape, group, step):
         payload(shape, group, step),
         own_ids(shape, group, step),
         own_weights(shape, group, step),
-        group=group,
-        num_experts=group.size * shape.local_experts,
-        capacity=enough_rows(shape, group),
-        alignment=shape.alignment,
+        **route_args(shape, group),
         format=shape.format,
         decode=shape.format is not None,
     )
@@ -380,63 +371,26 @@ def count_routing(shape, group, step, routing):
     return counted(misplaced=misplaced, unsafe=unsafe)
 
 
-# How many exchanges a program makes.
+def count_psum(group, step, size):
+    """Count wrong sums of a collective of `size` integers of each rank."""
+    index = jnp.arange(size)
+    total = lax.psum(hashed(step, my_rank(group), index), group.axis_name)
+    every = hashed(step, jnp.arange(group.size)[:, None], index)
+    return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-class Exchanges(NamedTuple):
-    """How many exchanges go through each of the two workspaces of a group."""
-
-    whole: int = 0
-    split: int = 0
-
-    def times(self, number):
-        """Return the exchanges of `number` such programs."""
-        return Exchanges(*(number * each for each in self))
-
-
-NONE = Exchanges()
-
-
-def exchanges_of(operations, shape, group):
-    """Return the exchanges of operations, a dict of names and numbers, that run the kernels."""
-    choices = group.size * shape.tokens * shape.top_k
-    is_fused = shape.tokens <= FUSED_MAX_TOKENS and (
-        not native.has_kernels() or choices <= native.limit("MAX_FUSED_CHOICES")
-    )
-    sums = shape.wire is None or kernels_sum_in_a_format(shape.top_k, group.size)
-    of_one = dict(
-        route=Exchanges(whole=1),
-        dispatch=Exchanges(whole=1),
-        routed_dispatch=Exchanges(whole=1 if is_fused else 2),
-        combine=Exchanges(whole=int(sums)),
-        dispatch_start=Exchanges(split=1),
-        combine_start=Exchanges(split=1),
-    )
-    found = [of_one[name].times(number) for name, number in operations.items()]
-    return Exchanges(*map(sum, zip(*found)))
-
-
-def makes(**operations):
-    """Return a decorator that states how many of each operation a step of an order makes."""
-
-    def state(order):
-        order.operations = operations
-        return order
-
-    return state
-
+# How many exchanges ran.
 
 # The exchanges that have been called since a workspace opened. The key is the number of ranks that
 # share the GPU, because each number has its own workspace.
-_noted = collections.defaultdict(Exchanges)
+_noted = collections.defaultdict(Count)
 _noting = threading.Lock()
 
 
 def note(group, exchanges):
     """Note that the group's workspaces were given these exchanges."""
     with _noting:
-        noted = _noted[group.size]
-        _noted[group.size] = Exchanges(*map(sum, zip(noted, exchanges)))
+        _noted[group.size] += exchanges
 
 
 def close(group):
@@ -449,7 +403,7 @@ def close_all():
     """Close all groups whose ranks share a GPU. Nothing of theirs may be under way."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
-        if any(counters_of(group)):
+        if any(native.counters(group.topology, kind) for kind in native.WORKSPACE_KINDS):
             close(group)
     _noted.clear()
 
@@ -457,16 +411,12 @@ def close_all():
 def restart(group, **exchanges):
     """Note that the counters of some workspaces of the group were set."""
     with _noting:
-        _noted[group.size] = _noted[group.size]._replace(**exchanges)
+        _noted[group.size] = dataclasses.replace(_noted[group.size], **exchanges)
 
 
 def counters_of(group):
-    """Return what the counters of each workspace show, one number for each rank; [] if closed."""
-    split = native.counters(group.topology, native.SPLIT)
-    return Exchanges(
-        whole=[counters.num_exchanges for counters in runtime.counters(group)],
-        split=[next_epoch - 1 for next_epoch, *_ in split],
-    )
+    """Return the exchanges that each rank has made by its counters; none if they are closed."""
+    return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
 def assert_counted(group=GROUP):
@@ -476,22 +426,22 @@ def assert_counted(group=GROUP):
     """
     if not (ONE_GPU and ON_GPU):
         return
-    noted = _noted[group.size]
-    for name, found, number in zip(Exchanges._fields, counters_of(group), noted):
-        is_right = found == [number] * group.size if found else number == 0
-        assert is_right, f"{number} {name} exchanges were called; the counters show {found}"
+    noted, shown = _noted[group.size], counters_of(group)
+    assert shown == noted, f"{noted} were called; the counters show {shown}"
 
 
 class Noted:
-    """A compiled program that notes the exchanges of each call; `exchanges` is a dict by group."""
+    """A compiled program that notes the exchanges of each call: those of the traced program, if
+    nothing is stated."""
 
-    def __init__(self, program, exchanges):
-        self.program, self.exchanges = program, exchanges
+    def __init__(self, program, group, exchanges=None):
+        self.program, self.group, self.exchanges = program, group, exchanges
 
     def __call__(self, *args):
+        if self.exchanges is None:
+            self.exchanges = predicted(self.program.trace(*args).jaxpr)
         results = self.program(*args)
-        for group, exchanges in self.exchanges.items():
-            note(group, exchanges)
+        note(self.group, self.exchanges)
         return results
 
     def lower(self, *args):
@@ -501,7 +451,6 @@ class Noted:
 # Orders: (shape, group, step) -> counts, of one rank.
 
 
-@makes(route=1, dispatch=1, combine=1)
 def whole(shape, group, step):
     """Route, dispatch and combine."""
     routing = route(shape, group, step)
@@ -514,7 +463,6 @@ def whole(shape, group, step):
     )
 
 
-@makes(routed_dispatch=1, combine=1)
 def at_once(shape, group, step):
     """Exchange with a dispatch of ids."""
     recv = routed_dispatch(shape, group, step)
@@ -526,18 +474,15 @@ def at_once(shape, group, step):
     )
 
 
-@makes(routed_dispatch=1)
 def routed_dispatch_only(shape, group, step):
     recv = routed_dispatch(shape, group, step)
     return count_routing(shape, group, step, recv.routing) + count_rows(shape, step, recv)
 
 
-@makes(route=1)
 def route_only(shape, group, step):
     return count_routing(shape, group, step, route(shape, group, step))
 
 
-@makes(route=1, dispatch=1)
 def dispatch_only(shape, group, step):
     """Dispatch without using the result, so that the combine is eliminated."""
     recv = dispatch(shape, group, step, route(shape, group, step))
@@ -545,7 +490,6 @@ def dispatch_only(shape, group, step):
     return count_rows(shape, step, recv)
 
 
-@makes(route=2, dispatch=2, combine=2)
 def two_dispatches_first(shape, group, step):
     """Dispatch twice, then combine both, the first one last."""
     steps = (2 * step, 2 * step + 1)
@@ -563,12 +507,10 @@ def two_dispatches_first(shape, group, step):
 # Orders with a routing made elsewhere, of step 0.
 
 
-@makes(dispatch=1)
 def dispatch_given(shape, group, step, routing):
     return count_rows(shape, step, dispatch(shape, group, step, routing))
 
 
-@makes(combine=1)
 def combine_given(shape, group, step, routing):
     """Combine rows that this rank computes itself and that were never dispatched."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
@@ -597,11 +539,11 @@ def mapped(fn, group):
     return jax.shard_map(on_rank, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def on_all_ranks(fn, group, exchanges, **jit_options):
-    """Return `mapped(fn, group)`, compiled. `exchanges`: those that each rank makes in a call."""
+def on_all_ranks(fn, group, exchanges=None, **jit_options):
+    """Return `mapped(fn, group)`, compiled. `exchanges`: those of a call; None: those predicted."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
-        return Noted(program, {group: exchanges})
+        return Noted(program, group, exchanges)
     return program if harness.PROCESSES == 1 else MetProgram(program)
 
 
@@ -650,14 +592,12 @@ def sum_program(group, shape=SMALL):
         recv = dispatch(shape, group, state[0], routing)
         return lax.psum(jnp.sum(recv.rows["x"].astype(jnp.float32)), group.axis_name)
 
-    return on_all_ranks(on_rank, group, Exchanges(whole=2))
+    return on_all_ranks(on_rank, group)
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
     """Return a compiled program: state -> state."""
-    exchanges = exchanges_of(order.operations, shape, group).times(num_steps)
-    on_rank = steps_of(lambda step: order(shape, group, step), num_steps)
-    return on_all_ranks(on_rank, group, exchanges)
+    return on_all_ranks(steps_of(lambda step: order(shape, group, step), num_steps), group)
 
 
 @functools.cache
@@ -669,7 +609,7 @@ def program(shape=SMALL, group=GROUP, order=whole):
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
     """Return a function () -> the Routing of step 0, every leaf with a leading device axis."""
-    run = on_all_ranks(lambda step: route(shape, group, step), group, Exchanges(whole=1))
+    run = on_all_ranks(lambda step: route(shape, group, step), group)
     return functools.partial(run, begin(group)[0])
 
 
@@ -680,7 +620,7 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
 
-    return on_all_ranks(on_rank, group, exchanges_of(order.operations, shape, group))
+    return on_all_ranks(on_rank, group)
 
 
 def compile_together(*calls):
@@ -697,27 +637,18 @@ def sharding_of(group=GROUP):
 
 
 def begin(group=GROUP, first_step=0):
-    """Return a state in which nothing has run; `first_step` is a number, or one for each rank."""
-    ranks = group.size if group.mesh is None else group.mesh.size
-    steps = np.broadcast_to(np.asarray(first_step, np.int32), (ranks,))
-    counts = np.zeros((ranks, len(Counts._fields)), np.int32)
+    """Return a state in which nothing has run."""
+    steps = np.full(group.size, first_step, np.int32)
+    counts = np.zeros((group.size, len(Counts._fields)), np.int32)
     return harness.put((steps, counts), sharding_of(group))
 
 
-def repeat(run, times, state=None):
+def repeat(run, times, state=None, *args):
     """Call a program again and again, without a wait."""
     state = begin() if state is None else state
     for _ in range(times):
-        state = run(state)
+        state = run(state, *args)
     return state
-
-
-def counts_of(state):
-    """Return the counts of all ranks; raise the error of any process."""
-    found = outcome(lambda: state, group=None)
-    if found.counts is None:
-        raise RuntimeError(found.error)
-    return found.counts
 
 
 def assert_right(state, group=GROUP):
@@ -738,6 +669,11 @@ class Outcome:
 
     def is_right(self):
         return not self.error and not any(count.any() for count in self.counts)
+
+    def is_never_wrong(self):
+        """Return True if no plausible number is wrong, and no integer is unsafe."""
+        counts = self.counts
+        return counts is None or not (counts.wrong.any() or counts.unsafe.any())
 
 
 def own_counts(state):
@@ -773,3 +709,17 @@ def outcome(run, group=GROUP):
     # A rank that was stopped knows less than the rank that has failed.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
+
+
+def assert_stopped(failed, run, group, shown="lost"):
+    """Check that a call which a slow rank has stopped ended in time and without a wrong number, and
+    that the group stays stopped and reports so at once."""
+    assert failed.seconds < group.timeout + 1, failed
+    assert failed.counts is not None and failed.is_never_wrong(), failed
+    assert getattr(failed.counts, shown).all(), failed
+    # The late rank's process knows only the poison.
+    with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
+        group.check()
+    again = outcome(lambda: run(begin()), group)
+    assert again.counts is None and "timeout: " in again.error, again
+    assert again.seconds < group.timeout, again

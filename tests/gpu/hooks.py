@@ -3,6 +3,8 @@ use."""
 
 import contextlib
 import enum
+import pathlib
+import re
 
 import checked
 import harness
@@ -10,44 +12,33 @@ import jax
 
 from jax_moe_a2a._src.group import native
 
-
-class Mutation(enum.IntEnum):
-    """The rule to break. Mirrors ``Mutation`` in ``cuda/device/signal.cuh``."""
-
-    NONE = 0
-    IGNORE_CREDIT = 1
-    FLAG_BEFORE_ROWS = 2
-    CREDIT_BY_FIRST_BLOCK = 3
-    IGNORE_SIGNATURE = 4
-    RECEIVERS_FIRST = 5
-    FLAG_BEFORE_STORED = 6
-    OTHER_CALL = 7  # of ranks on one GPU, by `set_hooks_of` one rank
-    IGNORE_CHUNK = 8
-    IGNORE_HEAD = 9
-    IGNORE_IDS = 10
+CUDA = pathlib.Path(__file__).parents[2] / "cuda"
+SIGNAL, STATUS = ((CUDA / name).read_text() for name in ("device/signal.cuh", "status.h"))
 
 
-class Phase(enum.IntEnum):
-    """The phase to delay, and where a failure happened. Mirrors ``Phase`` in ``cuda/status.h``."""
+def enumeration(source, name):
+    """Return an enumeration of the kernels, with NONE = 0. `kSendCredit` is `SEND_CREDIT`."""
+    body = re.search(rf"enum (?:class )?{name} : uint32_t {{(.*?)}};", source, re.S)[1]
+    numbers = {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", member).upper(): int(number)
+        for member, number in re.findall(r"k(\w+) = (\d+)", body)
+    }
+    return enum.IntEnum(name, {"NONE": 0, **numbers})
 
-    NONE = 0
-    START = 1
-    SEND_CREDIT = 2
-    SEND = 3
-    RECEIVE_HEAD = 4
-    RECEIVE_CHUNK = 5
 
+Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
+Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
 
 # The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.
 PHASE_TEXT = {
-    Phase.START: "start",
-    Phase.SEND_CREDIT: "waiting for a free ring half",
-    Phase.SEND: "sending rows",
-    Phase.RECEIVE_HEAD: "waiting for the call to begin",
-    Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
+    phase: re.search(
+        rf'case Phase::k{phase.name.title().replace("_", "")}: return "(.*)";', STATUS
+    )[1]
+    for phase in Phase
+    if phase
 }
 
 

@@ -1,12 +1,10 @@
 """Define orders of split exchanges that check themselves, like those of `checked`: (shape, group,
 step) -> counts, of one rank."""
 
-import dataclasses
 import random
 
 import checked
 import jax.numpy as jnp
-from jax import lax
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import split
@@ -31,7 +29,6 @@ def check_combine(shape, group, step, inflight):
     return checked.count_sums(shape, group, step, ids, ma.combine_done(inflight))
 
 
-@checked.makes(route=1, dispatch_start=1, combine_start=1)
 def split_whole(shape, group, step):
     """Run a route, a dispatch and a combine, with a product during each of the two exchanges."""
     routing = checked.route(shape, group, step)
@@ -54,98 +51,43 @@ def product(step):
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
 
 
-def two_in_flight(reverse, number=2):
-    """Start two dispatches and finish them in the same or the other order; then the same with
-    combines."""
-
-    @checked.makes(route=number, dispatch_start=number, combine_start=number)
-    def order(shape, group, step):
-        steps = [number * step + i for i in range(number)]
-        routings = [checked.route(shape, group, s) for s in steps]
-        counts, recvs, inflights = 0, [None] * number, []
-        for s, routing in zip(steps, routings):
-            (s,) = in_order(inflights, s)
-            inflights.append(checked.dispatch_start(shape, group, s, routing))
-        in_order(inflights)
-        sequence = list(range(number))[:: -1 if reverse else 1]
-        for position, i in enumerate(sequence):
-            recvs[i], found = check_dispatch(shape, group, steps[i], inflights[i])
-            (found,) = in_order([inflights[j] for j in sequence[position + 1 :]], found)
-            counts += found
-        inflights = []
-        for recv in recvs:
-            (x,) = in_order(inflights, recv.rows["x"])
-            recv = dataclasses.replace(recv, rows=dict(recv.rows, x=x))
-            inflights.append(checked.combine_start(group, recv))
-        in_order(inflights)
-        for position, i in enumerate(sequence):
-            found = check_combine(shape, group, steps[i], inflights[i])
-            (found,) = in_order([inflights[j] for j in sequence[position + 1 :]], found)
-            counts += found
-        return counts
-
-    return order
+def started_first(number, reverse):
+    """Return a script: start dispatches and finish them in the same or the other order; then finish
+    their combines likewise."""
+    places = reversed(range(number)) if reverse else [0] * number
+    return [("start", None)] * number + [("done", i) for i in places] * 2
 
 
-@checked.makes(route=3, dispatch=2, combine=2, dispatch_start=1, combine_start=1)
-def whole_between(shape, group, step):
-    """Run whole exchanges while a dispatch and a combine are in flight."""
-    first, others = 3 * step, (3 * step + 1, 3 * step + 2)
-    routing = checked.route(shape, group, first)
-    inflight = checked.dispatch_start(shape, group, first, routing)
-    inflight, counts = ma.overlap(inflight, lambda s: checked.whole(shape, group, s), others[0])
-    recv, found = check_dispatch(shape, group, first, inflight)
-    counts += found
-    inflight = checked.combine_start(group, recv)
-    inflight, found = ma.overlap(inflight, lambda s: checked.whole(shape, group, s), others[1])
-    return counts + found + check_combine(shape, group, first, inflight)
-
-
-def random_script(seed, num_actions, most):
-    """Return random actions as (name, index), where a done has the index of what is in flight."""
-    draw = random.Random(seed)
-    actions = [
-        draw.choice(("start", "done", "done", "whole", "psum", "product"))
-        for _ in range(num_actions)
-    ]
-    draw = random.Random(seed)
-    script, pool = [], []
+def random_script(seed, num_actions=14, most=4):
+    """Return a script of random starts, dones in any order, whole exchanges, psums and products."""
+    draw, script, pool = random.Random(seed), [], []
+    names = ("start", "done", "done", "whole", "psum", "product")
 
     def finish():
         i = draw.randrange(len(pool))
         if pool.pop(i) == "dispatch":
             pool.append("combine")
-        return "done", i
+        script.append(("done", i))
 
-    for action in ["start", *actions]:
+    for action in ["start", *draw.choices(names, k=num_actions)]:
         if action == "start" and len(pool) < most:
             pool.append("dispatch")
             script.append((action, None))
         elif action == "done" and pool:
-            script.append(finish())
-        else:
-            is_nothing = action in ("start", "done")
-            script.append(("nothing" if is_nothing else action, None))
+            finish()
+        elif action not in ("start", "done"):
+            script.append((action, None))
     while pool:
-        script.append(finish())
+        finish()
     return script
 
 
-def random_order(seed, num_actions=14, most=4):
-    """Run random starts, dones in any order, whole exchanges, psums and products."""
-    script = random_script(seed, num_actions, most)
-    names = [name for name, _ in script]
-    starts, wholes = names.count("start"), names.count("whole")
+def scripted(script):
+    """Return an order that takes the actions of a script, (name, index), one after the other. A
+    done has the index of what is in flight; that of a dispatch starts a combine."""
 
-    @checked.makes(
-        route=starts + wholes,
-        dispatch=wholes,
-        combine=wholes,
-        dispatch_start=starts,
-        combine_start=starts,
-    )
     def order(shape, group, step):
-        pool, counts, next_step = [], checked.counted(), num_actions * step
+        pool, counts, first = [], checked.counted(), len(script) * step
 
         def finish(i):
             kind, at, inflight = pool.pop(i)
@@ -155,10 +97,9 @@ def random_order(seed, num_actions=14, most=4):
             pool.append(("combine", at, checked.combine_start(group, recv)))
             return found
 
-        for action, i in script:
-            at = next_step
-            next_step += 1
-            at, counts = in_order([each[2] for each in pool], jnp.asarray(at, jnp.int32), counts)
+        for number, (action, i) in enumerate(script):
+            at = jnp.asarray(first + number, jnp.int32)
+            at, counts = in_order([each[2] for each in pool], at, counts)
             if action == "start":
                 routing = checked.route(shape, group, at)
                 pool.append(("dispatch", at, checked.dispatch_start(shape, group, at, routing)))
@@ -167,11 +108,7 @@ def random_order(seed, num_actions=14, most=4):
             elif action == "whole":
                 counts += checked.whole(shape, group, at)
             elif action == "psum":
-                mine = checked.hashed(at, checked.my_rank(group), jnp.arange(1 << 12))
-                total = lax.psum(mine, group.axis_name)
-                every = checked.hashed(at, jnp.arange(group.size)[:, None], jnp.arange(1 << 12))
-                expected = jnp.sum(every, axis=0, dtype=every.dtype)
-                counts += checked.counted(wrong=total != expected)
+                counts += checked.count_psum(group, at, 1 << 12)
             elif action == "product":
                 counts += checked.counted(wrong=product(at) != 1)
         return counts
@@ -179,16 +116,20 @@ def random_order(seed, num_actions=14, most=4):
     return order
 
 
+# Whole exchanges run while a dispatch and a combine are in flight.
+whole_between = scripted(
+    [("start", None), ("whole", None), ("done", 0), ("whole", None), ("done", 0)]
+)
+
+
 # With a routing made elsewhere, of step 0.
 
 
-@checked.makes(dispatch_start=1)
 def dispatch_given(shape, group, step, routing):
     inflight = checked.dispatch_start(shape, group, step, routing)
     return check_dispatch(shape, group, step, inflight)[1]
 
 
-@checked.makes(combine_start=1)
 def combine_given(shape, group, step, routing):
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = checked.tokens_at(shape, step, rank, token)

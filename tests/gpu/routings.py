@@ -136,11 +136,11 @@ def ids_of(name_index, group, step):
     )
 
 
-def program(take_step, exchanges, **jit_options):
+def program(take_step, **jit_options):
     """Return (index of a routing, step, sums) -> the same after STEPS steps.
 
     ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
-    program adds them up. ``exchanges`` are those of a step, ``jit_options`` those of `jax.jit`.
+    program adds them up.
     """
 
     def on_rank(name_index, step, sums):
@@ -150,14 +150,19 @@ def program(take_step, exchanges, **jit_options):
 
         return name_index, *lax.scan(once, (step, sums), length=STEPS)[0]
 
-    return checked.on_all_ranks(on_rank, KERNELS, exchanges.times(STEPS), **jit_options)
+    return checked.on_all_ranks(on_rank, KERNELS, **jit_options)
+
+
+def begin(name, zeros):
+    """Return the arguments of a program for a routing, with sums that begin with ``zeros``."""
+    index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
+    state = index, np.zeros(RANKS, np.int32), zeros
+    return harness.put(state, checked.sharding_of(KERNELS))
 
 
 def run_all_steps(run, name, zeros, runs=1):
     """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
-    index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
-    state = index, np.zeros(RANKS, np.int32), zeros
-    state = harness.put(state, checked.sharding_of(KERNELS))
+    state = begin(name, zeros)
     for _ in range(runs):
         state = run(*state)
     _, steps, sums = harness.numpy_of(state)

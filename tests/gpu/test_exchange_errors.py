@@ -15,9 +15,7 @@ TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
-SLOW_RANK = 1
-
-
+SLOW_RANK = checked.RANKS - 1
 OPERATIONS = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}
 
 
@@ -26,25 +24,13 @@ def routing():
     return checked.routing_program(SHAPE, GROUP)()
 
 
-@pytest.fixture(scope="module")
-def runs(routing):
-    """Return each operation by itself, as a function of the state."""
-    route = checked.program(SHAPE, GROUP, checked.route_only)
-    given = {
-        name: checked.program_with_routing(order, SHAPE, GROUP)
-        for name, order in OPERATIONS.items()
-    }
-    state = checked.begin()
-    checked.compile_together(
-        (route, state),
-        (checked.program(SHAPE, GROUP), state),
-        *((run, state, routing) for run in given.values()),
-    )
-    return {
-        "route": route,
-        "dispatch": lambda state: given["dispatch"](state, routing),
-        "combine": lambda state: given["combine"](state, routing),
-    }
+@pytest.fixture
+def run(routing, operation):
+    """Return an operation by itself, as a function of the state."""
+    if operation == "route":
+        return checked.program(SHAPE, GROUP, checked.route_only)
+    given = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
+    return lambda state: given(state, routing)
 
 
 IN_ONE_LAUNCH = pytest.mark.several_devices(
@@ -73,14 +59,12 @@ STALLS = {
     [pytest.param(stall, marks=[] if stall == "sending" else [IN_ONE_LAUNCH]) for stall in STALLS],
 )
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
-def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs, operation, stall):
+def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(run, operation, stall):
     slow_phase, depth, calls, waits = STALLS[stall]
-    run = runs[operation]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP, phase=slow_phase, rank=SLOW_RANK, delay=DELAY, depth=depth):
         failed = checked.outcome(lambda: checked.repeat(run, calls, state), GROUP)
-        assert failed.seconds < TIMEOUT + 1, failed
         wait = "|".join(PHASE_TEXT[phase] for phase in waits)
         told = re.search(
             rf"timeout: {operation} on rank (\d+), (?:{wait}): nothing came from rank (\d+) "
@@ -91,44 +75,24 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
         assert int(told[1]) != SLOW_RANK, failed
         if Phase.SEND_CREDIT not in waits:
             assert int(told[2]) == SLOW_RANK, failed
-
-        assert failed.counts is not None, failed
-        assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
-        shown = failed.counts.misplaced if operation == "route" else failed.counts.lost
-        assert shown.all(), failed
-
-        # The late rank's process knows only the poison.
-        with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
-            GROUP.check()
-        # The group stays stopped and reports so at once, although no rank is late any more.
-        again = checked.outcome(lambda: run(checked.begin()), GROUP)
-        assert again.counts is None and "timeout: " in again.error, again
-        assert again.seconds < TIMEOUT, again
+        shown = "misplaced" if operation == "route" else "lost"
+        checked.assert_stopped(failed, run, GROUP, shown)
     GROUP.check()
     checked.assert_right(checked.repeat(run, 3), GROUP)
 
 
 @IN_ONE_LAUNCH
-def test_a_rank_that_was_done_keeps_its_results(runs):
+@pytest.mark.parametrize("operation", ("dispatch",))
+def test_a_rank_that_was_done_keeps_its_results(run):
     """The first of two calls was complete on all ranks except the slow one."""
-    run = runs["dispatch"]
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
         second = checked.outcome(lambda: run(state), GROUP)
         assert second.error and second.counts.lost.all(), second
-        counts = checked.counts_of(first)
+        counts = checked.outcome(lambda: first, group=None).counts
         fast = np.arange(checked.RANKS) != SLOW_RANK
         assert not counts.wrong.any() and not counts.lost[fast].any(), counts
-
-
-def test_a_delay_within_the_timeout_is_no_error():
-    run = checked.program(SHAPE, GROUP)
-    state = checked.repeat(run, 1)
-    for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
-        with hooked(GROUP, phase=phase, rank=SLOW_RANK, delay=TIMEOUT / 8):
-            checked.assert_right(checked.repeat(run, 1, state), GROUP)
-        checked.assert_right(checked.repeat(run, 1), GROUP)
 
 
 def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
@@ -136,9 +100,8 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
     run = checked.program(SHAPE, group, checked.route_only)
     state = checked.repeat(run, 1, checked.begin(group))  # compiled
     checked.close(group)
-    experts = group.size * SHAPE.local_experts
     sizes = dict(num_tokens=SHAPE.tokens, hidden=SHAPE.hidden, top_k=SHAPE.top_k)
-    group.reserve(**sizes, num_experts=experts)
+    group.reserve(**sizes, num_experts=group.size * SHAPE.local_experts)
     with hooked(group, phase=Phase.SEND, rank=SLOW_RANK, delay=DELAY):
         first = checked.outcome(lambda: run(state), group)
         assert first.is_right() and first.seconds > TIMEOUT, first
@@ -174,11 +137,11 @@ def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
 def test_a_program_over_another_order_of_devices_is_told_so():
     group = checked.new_group(checked.mesh_of(checked.MESH.devices[::-1]), timeout=TIMEOUT)
     on_rank = checked.steps_of(lambda step: checked.whole(SHAPE, group, step), 1)
-    run = checked.on_all_ranks(on_rank, GROUP, checked.NONE)
+    run = checked.on_all_ranks(on_rank, GROUP)
     try:
         wrong = checked.outcome(lambda: run(checked.begin()), group)
         assert "wrong rank: route on rank" in wrong.error and "start" in wrong.error, wrong
-        assert wrong.counts is None or not wrong.counts.wrong.any(), wrong
+        assert wrong.is_never_wrong(), wrong
         with pytest.raises(RuntimeError, match="wrong rank"):
             jax.block_until_ready(run(checked.begin()))
     finally:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import threading
 
 import checked
 import harness
@@ -19,9 +18,8 @@ SHAPE = checked.SMALL
 GROUP = checked.GROUP
 
 
-def payload(step):
-    token = jnp.arange(SHAPE.tokens)
-    return checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), token)
+def payload(step, rows=SHAPE.tokens):
+    return checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), jnp.arange(rows))
 
 
 def dispatch(step, routing):
@@ -37,15 +35,8 @@ def dispatch_two_arrays(step, routing):
     return rows[0] + rows[1]
 
 
-def combine(step, routing):
-    row = jnp.arange(routing.capacity)
-    return ma.combine(checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), row), routing)
-
-
-def combine_in_float32(step, routing):
-    row = jnp.arange(routing.capacity)
-    y = checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), row)
-    return ma.combine(y.astype(jnp.float32), routing)
+def combine(step, routing, dtype=SHAPE.dtype):
+    return ma.combine(payload(step, routing.capacity).astype(dtype), routing)
 
 
 def route_aligned(alignment, step, routing):
@@ -66,18 +57,18 @@ def in_order(first, second):
 
 # The calls of rank 0, and the calls of the other ranks. Both calls of a pair raise equally many
 # flags, except in the last pair.
-SAME_CHUNKS = {
+CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
-    "another_dtype": (combine_in_float32, combine),
+    "another_dtype": (functools.partial(combine, dtype="float32"), combine),
     "another_operation": (combine, dispatch),
     "another_order": (in_order(combine, dispatch), in_order(dispatch, combine)),
     "another_alignment": (
         functools.partial(route_aligned, 2),
         functools.partial(route_aligned, 1),
     ),
+    "route_for_dispatch": (functools.partial(route_aligned, 1), dispatch),
 }
-CASES = {**SAME_CHUNKS, "route_for_dispatch": (functools.partial(route_aligned, 1), dispatch)}
 
 
 @functools.cache
@@ -101,7 +92,7 @@ def compiled_program(case):
         lost = checked.counted(lost=jnp.isnan(total))
         return step + 1, counts + lost
 
-    program = checked.on_all_ranks(on_rank, GROUP, checked.NONE)
+    program = checked.on_all_ranks(on_rank, GROUP)
     return program.lower(checked.begin(), routing()).compile()
 
 
@@ -154,22 +145,16 @@ def run_in_two_threads():
     for run in programs:
         checked.assert_right(run(checked.begin()))
 
-    def work(run, outcomes):
-        state = checked.begin()
-        for _ in range(50):
+    def work(run):
+        outcomes, state = [], checked.begin()
+        while len(outcomes) < 50 and not (outcomes and outcomes[-1].error):
             outcomes.append(checked.outcome(lambda: checked.repeat(run, 4, state)))
-            if outcomes[-1].error:
-                return
+        return outcomes
 
     for first, second in ((0, 0), (0, 1), (1, 2)) * 2:
-        outcomes = []
-        threads = [
-            threading.Thread(target=work, args=(programs[i], outcomes)) for i in (first, second)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            of_both = list(pool.map(work, (programs[first], programs[second])))
+        outcomes = of_both[0] + of_both[1]
         errors = {outcome.error for outcome in outcomes if outcome.error}
         counts = [outcome.counts for outcome in outcomes if outcome.counts is not None]
         assert not any(count.wrong.any() for count in counts), counts

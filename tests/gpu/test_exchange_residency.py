@@ -14,7 +14,7 @@ SUMMED = 1 << 18  # integers in the psum of each step
 NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
-def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
+def run_beside_collectives_and_products(num_sms=None):
     # NCCL and the products start slowly, on one device earlier than on another.
     group = checked.new_group(num_sms=num_sms, timeout=10.0, cuda_graphs=None)
 
@@ -23,18 +23,13 @@ def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
         counts = counts + checked.whole(checked.SMALL, group, step)
         # Rows that sum to one: exact, and not known to the compiler.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
-        index = jnp.arange(SUMMED)
-        total = lax.psum(checked.hashed(step, checked.my_rank(group), index), group.axis_name)
-        every = checked.hashed(step, jnp.arange(group.size)[:, None], index)
-        expected = jnp.sum(every, axis=0, dtype=every.dtype)
-        counts = counts + checked.counted(wrong=jnp.sum(total != expected) + jnp.sum(ones != 1))
+        counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None
 
     def on_rank(state, ones):
-        return lax.scan(once, (state, ones), length=steps)[0][0]
+        return lax.scan(once, (state, ones), length=STEPS)[0][0]
 
-    each = checked.exchanges_of(checked.whole.operations, checked.SMALL, group)
-    run = checked.on_all_ranks(on_rank, group, each.times(steps), compiler_options=NO_SEARCH)
+    run = checked.on_all_ranks(on_rank, group, compiler_options=NO_SEARCH)
     state = checked.begin()
     ones = jnp.ones((checked.RANKS, SIDE, SIDE), jnp.bfloat16, device=state[0].sharding)
     checked.assert_right(run(state, ones), group)

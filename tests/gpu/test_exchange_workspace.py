@@ -1,14 +1,12 @@
 """The workspace from outside: what is reserved and mapped, how it grows, what its counters say."""
 
-import dataclasses
-
 import checked
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from exchanges import Count
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native, runtime
@@ -117,72 +115,18 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
                 assert (words[half] == expected).all()
 
 
-def exchange_of(shape, group, replicated):
-    """Return the results of a dispatch, its combine and their gradient, of small integers. If the
-    ranks hold the same tokens, the results are summed over the ranks."""
-
-    def on_rank(step):
-        rank = 0 if replicated else checked.my_rank(group)
-        token, k = jnp.arange(shape.tokens), jnp.arange(shape.top_k)
-        ids = checked.ids_at(shape, group.size, step, rank, token[:, None], k)
-        weights = checked.weights_at(step, rank, token[:, None], k)
-        x = checked.tokens_at(shape, step, rank, token).astype(jnp.float32)
-
-        def exchange(x, weights):
-            recv = ma.dispatch(
-                x,
-                ids,
-                weights,
-                shared_weights=3.0,
-                group=group,
-                num_experts=group.size * shape.local_experts,
-                shared_expert=True,
-                replicated=replicated,
-            )
-            return ma.combine(checked.expert_output(recv.rows, recv.routing, group), recv)
-
-        out, vjp = jax.vjp(exchange, x, weights)
-        gradients = vjp(jnp.ones_like(out))
-        own = (out, *gradients)
-        return jax.tree.map(lambda a: lax.psum(a, checked.AXIS), own) if replicated else own
-
-    return on_rank
-
-
-def exchanges_of_modes(shape, group, replicated):
-    """Return what `exchange_of` makes in the group's own workspace.
-
-    Replicated tokens have another workspace.
-    """
-    if replicated or group.implementation == "portable":
-        return checked.NONE
-    shape = dataclasses.replace(shape, top_k=shape.top_k + 1)  # the choice of the shared expert
-    forward = checked.exchanges_of(dict(routed_dispatch=1, combine=1), shape, group)
-    # And the transposes of the dispatch and of the combine.
-    return checked.Exchanges(whole=forward.whole + 2)
-
-
-@pytest.mark.parametrize("tokens", (33, 200), ids=("few", "many"))
-@pytest.mark.parametrize("replicated", (False, True))
-def test_modes_return_the_bits_of_the_portable_path(group, tokens, replicated):
-    """Sums are of small integers, exact in any order."""
-    shape = checked.Shape(tokens=tokens)
-    portable = new_group(implementation="portable")
-    results = []
-    for of in (group, portable):
-        exchanges = exchanges_of_modes(shape, of, replicated)
-        run = checked.on_all_ranks(exchange_of(shape, of, replicated), of, exchanges)
-        for _ in range(3):
-            result = run(begin()[0])
-        results.append(harness.numpy_of(result))
-    checked.assert_counted(group)
-    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
-        assert actual.tobytes() == expected.tobytes()
-        assert np.isfinite(actual).all()
+def there_and_back(group, step):
+    """Return the sums of replicated tokens, which are those of rank 0."""
+    token = jnp.arange(SHAPE.tokens)
+    ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
+    route_args = dict(group=group, num_experts=RANKS * SHAPE.local_experts, replicated=True)
+    recv = ma.dispatch(checked.tokens_at(SHAPE, step, 0, token), ids, **route_args)
+    return ma.combine(recv.rows, recv)
 
 
 def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
-    run = checked.on_all_ranks(exchange_of(SHAPE, group, True), group, checked.NONE)
+    # These exchanges are not those of the group's own workspace.
+    run = checked.on_all_ranks(lambda step: there_and_back(group, step), group, Count())
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()
     assert {m.device for m in memory} == set(OWN_DEVICES)

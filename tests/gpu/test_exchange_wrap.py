@@ -8,15 +8,6 @@ LIMITS = (2**31, 2**32, 2**47)  # at the last one a flag's highest bit is set
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_exchanges_are_right_across_the_limit_of_an_integer(limit):
-    run = checked.program(checked.ONE_CHUNK)
-    state = checked.repeat(run, 2)
-    with hooked(checked.GROUP):
-        set_epoch(checked.GROUP, limit - 3)
-        checked.assert_right(checked.repeat(run, 20, state))
-
-
-@pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
     """Small calls cross the limit without touching the chunks that only large calls have."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)

@@ -62,13 +62,6 @@ class Layout:
         capacity = TIGHT_CAPACITY if self.is_tight else None
         return dict(num_experts=EXPERTS, capacity=capacity, alignment=8)
 
-    @property
-    def exchanges(self):
-        """Return what a step makes: a dispatch, a combine, and their transposes."""
-        operations = dict(routed_dispatch=1, dispatch=1, combine=2)
-        shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS, self.dtype)
-        return checked.exchanges_of(operations, shape, KERNELS)
-
 
 LAYOUTS = [
     Layout(is_tight, dtype) for dtype in ("float32", "bfloat16") for is_tight in (False, True)
@@ -134,7 +127,7 @@ def take_step(layout, name_index, step, is_broken):
 @functools.cache
 def program(layout, is_broken=False):
     step = functools.partial(take_step, layout, is_broken=is_broken)
-    return routings.program(step, layout.exchanges)
+    return routings.program(step)
 
 
 def differences(run, name):

@@ -63,13 +63,6 @@ class Layout:
     def shape(self):
         return checked.Shape(TOKENS, self.hidden, TOP_K, LOCAL_EXPERTS, alignment=self.alignment)
 
-    @property
-    def exchanges(self):
-        """Return what a step makes: also a combine without weights, and two transposes."""
-        forward = dict(routed_dispatch=1) if self.is_routed else dict(route=1, dispatch=1)
-        forward = checked.exchanges_of(forward | dict(combine=2), self.shape, KERNELS)
-        return checked.Exchanges(whole=forward.whole + 2)
-
 
 # Half of all combinations, in which each pair of properties has all four values. Rows take whole
 # words of 16 bytes, or 66 bytes.
@@ -189,7 +182,7 @@ def take_step(layout, name_index, step, is_broken):
 @functools.cache
 def program(layout, is_broken=False):
     step = functools.partial(take_step, layout, is_broken=is_broken)
-    return routings.program(step, layout.exchanges)
+    return routings.program(step)
 
 
 def run_all_steps(run, name):

@@ -7,7 +7,6 @@ collectives return is compared with what every rank can compute alone.
 """
 
 import checked
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +20,11 @@ pytestmark = [
     pytest.mark.skipif(len(checked.DEVICES) < 2, reason="NCCL has nothing to do on one GPU"),
 ]
 GATHERED = 1 << (20 if checked.ON_GPU else 10)  # integers of each rank: several blocks of NCCL
+NAMES = list(ROUTINGS)
+# The sums of all differences of layers, and of all wrong numbers of the three collectives.
+ZEROS = tuple(
+    np.zeros((routings.RANKS, number), np.int32) for number in (len(layers.Differences._fields), 3)
+)
 ASYNCHRONOUS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_gather_combine_threshold_bytes": 1,  # no collective waits for another one's data
@@ -57,9 +61,8 @@ def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
         return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
 
     options = dict(compiler_options=ASYNCHRONOUS) if checked.ON_GPU else {}
-    run = routings.program(take_step, layout.exchanges, **options)
-    zeros = np.zeros((routings.RANKS, len(layers.Differences._fields)), np.int32)
-    sums = routings.run_all_steps(run, next(iter(ROUTINGS)), (zeros, zeros[:, :3]))
+    run = routings.program(take_step, **options)
+    sums = routings.run_all_steps(run, NAMES[0], ZEROS)
     differences, wrong = (np.asarray(leaf).sum(axis=0) for leaf in sums)
     assert not differences.any(), layers.Differences(*differences)
     assert not wrong.any(), dict(zip(("all_gather", "psum", "psum_scatter"), wrong))
@@ -75,18 +78,8 @@ def test_a_collective_is_in_flight_while_a_layer_exchanges():
 
     without_graphs = {"xla_gpu_enable_command_buffer": ""}  # calls stay next to collectives
     options = dict(compiler_options=ASYNCHRONOUS | without_graphs)
-    run = routings.program(take_step, layout.exchanges, **options)
-    state = jax.ShapeDtypeStruct((routings.RANKS,), np.int32)
-    sums = (
-        jax.ShapeDtypeStruct((routings.RANKS, 5), np.int32),
-        jax.ShapeDtypeStruct((routings.RANKS, 3), np.int32),
-    )
-    sharding = checked.sharding_of(KERNELS)
-    arguments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        (state, state, sums),
-    )
-    text = run.lower(*arguments).compile().as_text()
+    run = routings.program(take_step, **options)
+    text = run.lower(*routings.begin(NAMES[0], ZEROS)).compile().as_text()
     assert calls_in_flight(text), "no call of the kernels is next to a collective"
 
 

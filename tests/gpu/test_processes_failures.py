@@ -5,15 +5,16 @@ Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU the two share the fir
 them by turns, except in tests that need NCCL or a full GPU.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
-pytest, all or some at the same time:
+pytest, all tests or those with parts of these names run at the same time:
 
     python tests/gpu/test_processes_failures.py
-    python tests/gpu/test_processes_failures.py killed growth
+    python tests/gpu/test_processes_failures.py killed grows
 
 Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices: of use for work on this
 file, where no process fails.
 """
 
+import concurrent.futures
 import ctypes
 import faulthandler
 import json
@@ -105,6 +106,10 @@ class Job:
             found.append(float(shard.data[0]))  # waits
         return found
 
+    def close(self):
+        self.group.close()
+        tell("closed")
+
     def error_of_check(self):
         try:
             self.group.check()
@@ -144,10 +149,6 @@ def meet():
     wait_for("met")
 
 
-def num_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def num_contexts():
     """Return the number of GPUs on which this process has a context."""
     if not ON_GPU:
@@ -177,32 +178,24 @@ def fill_gpu(but):
     assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
 
 
+def exchanging():
+    """Return a job and its small program, after some exchanges."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
+    return job, small
+
+
 def loop_until_it_fails(process):
     """Exchange until one exchange fails; the test makes sure that one does."""
-    job = Job()
-    (small,) = job.ready(job.small)
-    tell("ready", wrong=job.wrong(small))
+    job, small = exchanging()
     tell("failed", **job.until_it_fails(small))
-    job.group.close()
-    tell("closed")
-
-
-def late(process):
-    """Let the victim come to its next call when the others have given up; then both continue."""
-    job = Job()
-    (small,) = job.ready(job.small)
-    tell("ready", wrong=job.wrong(small))
-    if process == VICTIM:
-        time.sleep(2 * TIMEOUT + SLACK)
-    tell("failed", **job.until_it_fails(small))
-    go_on_after_close(job, small)
+    job.close()
 
 
 def idle(process):
     """Let the victim make no call while the survivor waits for it until its timeout."""
-    job = Job()
-    (small,) = job.ready(job.small)
-    tell("ready", wrong=job.wrong(small))
+    job, small = exchanging()
     if process == VICTIM:
         wait_for("check")
         tell("failed", error=job.error_of_check(), plausible=0)
@@ -212,7 +205,8 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Run `late` with programs that have a psum, so that no process raises."""
+    """Let the victim come to its next call when the other has given up. With `on_failure="nan"` no
+    process raises, so that both end a psum."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -228,15 +222,15 @@ def stuck_in_a_collective(process):
     from jax import lax
 
     job = Job()
-    total = job.checked.mapped(lambda step: lax.psum(step, job.checked.AXIS), job.group)
-    small, total = job.ready(job.small, _OfSteps(jax.jit(total)))
-    jax.block_until_ready(total(job.begin()[0]))
+    total = job.checked.mapped(lambda state: lax.psum(state[0], job.checked.AXIS), job.group)
+    small, total = job.ready(job.small, jax.jit(total))
+    jax.block_until_ready(total(job.begin()))
     tell("ready", wrong=job.wrong(small))
     if process == VICTIM:
         wait_for("join")
-        jax.block_until_ready(total(job.begin()[0]))
+        jax.block_until_ready(total(job.begin()))
     else:
-        pending = total(job.begin()[0])
+        pending = total(job.begin())
         start, error = time.monotonic(), ""
         try:
             job.group.close(timeout=CLOSE)
@@ -248,24 +242,13 @@ def stuck_in_a_collective(process):
     go_on_after_close(job, small)
 
 
-class _OfSteps:
-    """A program of steps, as `Job.compile` wants it: of states."""
-
-    def __init__(self, program):
-        self.program = program
-
-    def lower(self, state):
-        return self.program.lower(state[0])
-
-
 def go_on_after_close(job, *programs):
     wait_for("close")
     job.group.close()
     tell("stopped")
     wait_for("go on")
     tell("right", wrong=sum(map(job.wrong, programs)))
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def never_makes_a_group(process):
@@ -289,8 +272,7 @@ def never_calls(process):
     if process == VICTIM:
         wait_for("end")
     tell("failed", **job.until_it_fails(program))
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def other_order_of_compilation(process):
@@ -302,8 +284,7 @@ def other_order_of_compilation(process):
     compiled = dict(zip(order, job.ready(*(programs[i] for i in order))))
     wrong = [job.wrong(compiled[i]) for i in (1, 0, 2, 0, 1)]
     tell("right", wrong=sum(wrong))
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def other_order_of_execution(process):
@@ -330,8 +311,7 @@ def growth(process):
     job.group.close()
     wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
     tell("right", wrong=sum(wrong), memory=[small_memory, memory])
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def no_room(process):
@@ -350,8 +330,7 @@ def no_room(process):
     (large,) = job.ready(job.large)
     wrong += [job.wrong(large), job.wrong(small)]
     tell("right", wrong=sum(wrong), error=error)
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def reopening(process):
@@ -371,7 +350,7 @@ def reopening(process):
         if cycle in (1, CYCLES + 1):  # the first opening is the runtime's too
             meet()
             time.sleep(0.5)  # no process asks for anything now
-            descriptors.append(num_descriptors())
+            descriptors.append(len(os.listdir("/proc/self/fd")))
             meet()
     contexts.append(num_contexts())
     tell("right", wrong=wrong, descriptors=descriptors, contexts=contexts)
@@ -382,8 +361,7 @@ def exchange(process):
     job = Job()
     (small,) = job.ready(job.small)
     tell("right", wrong=job.wrong(small, times=20))
-    job.group.close()
-    tell("closed")
+    job.close()
 
 
 def work(scenario):
@@ -509,6 +487,12 @@ class Pair:
         for worker in self.workers:
             worker.say(word)
 
+    def hear_right(self):
+        """Return what both say when all their results were right."""
+        found = self.hear("right")
+        assert [right["wrong"] for right in found] == [0, 0], found
+        return found
+
     def finish(self):
         for worker in reversed(self.workers):
             worker.finish()
@@ -578,22 +562,11 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.finish()
 
 
-def test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close(folder):
-    with Pair(late, folder) as pair:
-        pair.hear("ready")
-        start = time.monotonic()
-        found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
-        assert_names_who_and_where(found, time.monotonic() - start)
-        found = pair.victim.hear("failed", 4 * (TIMEOUT + SLACK))
-        assert found["error"] and found["plausible"] == 0, found
-        close_and_go_on(pair)
-
-
 def close_and_go_on(pair):
     pair.say("close")
     pair.hear("stopped", 20)
     pair.say("go on")
-    assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+    pair.hear_right()
     pair.finish()
 
 
@@ -627,22 +600,27 @@ def test_closing_does_not_wait_for_a_collective_without_end(folder):
         close_and_go_on(pair)
 
 
-@pytest.mark.parametrize("scenario", ["never_makes_a_group", "never_calls"])
-def test_a_process_that_never_comes_is_an_error_of_the_others_in_time(scenario, folder):
-    with Pair(globals()[scenario], folder) as pair:
-        pair.victim.hear("ready", START)
-        pair.survivor.hear("ready", START)
+def assert_never_comes(scenario, folder, compiling=0):
+    with Pair(scenario, folder) as pair:
+        pair.hear("ready")
         start = time.monotonic()
         found = pair.survivor.hear("failed", START)
-        compiling = COMPILE if scenario == "never_makes_a_group" else 0
         assert_names_who_and_where(found, time.monotonic() - start - compiling)
         pair.survivor.finish()
+
+
+def test_a_process_that_makes_no_group_is_an_error_of_the_others_in_time(folder):
+    assert_never_comes(never_makes_a_group, folder, COMPILE)
+
+
+def test_a_process_that_never_calls_is_an_error_of_the_others_in_time(folder):
+    assert_never_comes(never_calls, folder)
 
 
 def test_programs_may_be_compiled_in_another_order_in_each_process(folder):
     """Only what is executed must have the same order."""
     with Pair(other_order_of_compilation, folder) as pair:
-        assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+        pair.hear_right()
         pair.finish()
 
 
@@ -659,8 +637,7 @@ def test_programs_that_run_in_another_order_in_each_process_are_told_so(folder):
 
 def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder):
     with Pair(growth, folder) as pair:
-        for right in pair.hear("right"):
-            assert right["wrong"] == 0
+        for right in pair.hear_right():
             if ON_GPU:
                 small, grown = right["memory"]
                 assert len(small) == len(grown) == 1 and grown[0] > small[0] > 0
@@ -670,8 +647,7 @@ def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder)
 @pytest.mark.several_devices("it fills the GPU of one process")
 def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
     with Pair(no_room, folder) as pair:
-        found = pair.hear("right")
-        assert [right["wrong"] for right in found] == [0, 0]
+        found = pair.hear_right()
         if ON_GPU:
             error = found[SURVIVOR]["error"]
             assert f"process {VICTIM}" in error and "out of memory" in error, error
@@ -681,8 +657,7 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
     """No context appears on a GPU that this process sees and another process owns."""
     with Pair(reopening, folder) as pair:
-        for right in pair.hear("right"):
-            assert right["wrong"] == 0
+        for right in pair.hear_right():
             few, many = right["descriptors"]
             assert many <= few, right
             before, after = right["contexts"]
@@ -697,79 +672,54 @@ def test_a_job_that_was_killed_starts_again_at_once(folder):
         for worker in pair.workers:
             worker.signal(signal.SIGKILL)
         with Pair(exchange, folder) as again:
-            assert [right["wrong"] for right in again.hear("right")] == [0, 0]
+            again.hear_right()
             again.finish()
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
     """A scheduler may start processes like this, each with another CUDA_VISIBLE_DEVICES."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
-        assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+        pair.hear_right()
         pair.finish()
 
 
 # ---------------------------------------------------------------------------------- without pytest
 
-SCENARIOS = {
-    "killed": test_a_process_that_is_killed_is_an_error_of_the_others_in_time,
-    "stopped": test_a_process_that_is_stopped_is_an_error_of_the_others_in_time,
-    "late": test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close,
-    "idle": test_a_process_that_makes_no_call_finds_that_another_one_has_failed,
-    "psum": test_processes_that_do_not_raise_end_a_program_with_a_psum,
-    "stuck": test_closing_does_not_wait_for_a_collective_without_end,
-    "no_group": lambda folder: test_a_process_that_never_comes_is_an_error_of_the_others_in_time(
-        "never_makes_a_group", folder
-    ),
-    "no_call": lambda folder: test_a_process_that_never_comes_is_an_error_of_the_others_in_time(
-        "never_calls", folder
-    ),
-    "compiled": test_programs_may_be_compiled_in_another_order_in_each_process,
-    "executed": test_programs_that_run_in_another_order_in_each_process_are_told_so,
-    "growth": test_the_workspace_of_several_processes_grows_closes_and_opens_again,
-    "no_room": test_less_can_be_reserved_when_another_process_had_no_room_for_more,
-    "reopening": test_opening_and_closing_leaves_no_descriptor_and_makes_no_context,
-    "restart": test_a_job_that_was_killed_starts_again_at_once,
-    "own_gpu": test_processes_that_see_only_their_own_gpu_exchange,
-}
+ALONE = test_less_can_be_reserved_when_another_process_had_no_room_for_more  # it fills a GPU
 
 
-ALONE = {"no_room"}  # it fills a GPU
+def is_wanted(name, test, parts):
+    """Return True if a test has one of these parts in its name. Without parts, all tests are wanted
+    that this many GPUs allow."""
+    if parts:
+        return any(part in name for part in parts)
+    needs_two = any(mark.name == "several_devices" for mark in getattr(test, "pytestmark", ()))
+    return not (SHARES_GPU and needs_two)
 
 
-def needs_two(test):
-    """Return whether a scenario needs two GPUs."""
-    marks = getattr(test, "pytestmark", ())
-    return any(mark.name == "several_devices" for mark in marks)
-
-
-def main(names):
-    """Run all scenarios at the same time, except those in `ALONE`; print the outcome of each as a
-    line. Without names, run all that this many GPUs allow."""
-    fitting = [name for name, test in SCENARIOS.items() if not (SHARES_GPU and needs_two(test))]
-    names = names or fitting
+def main(parts):
+    """Run tests at the same time, except `ALONE`; print the outcome of each as a line."""
+    tests = {name: test for name, test in globals().items() if name.startswith("test_")}
+    wanted = [name for name, test in tests.items() if is_wanted(name, test, parts)]
     failed = []
 
-    def run(name, folder):
+    def run(name):
         start = time.monotonic()
         try:
-            SCENARIOS[name](pathlib.Path(folder))
+            tests[name](pathlib.Path(folder))
             result = "ok"
         except BaseException as error:
             failed.append(name)
             result = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{name:10} {time.monotonic() - start:5.1f} s  {result}", flush=True)
+        print(f"{time.monotonic() - start:5.1f} s  {name}  {result}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         shared, _, sockets = leavings(folder)
-        together = [name for name in names if name not in ALONE]
-        threads = [threading.Thread(target=run, args=(name, folder)) for name in together]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for name in names:
-            if name in ALONE:
-                run(name, folder)
+        with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
+            list(pool.map(run, [name for name in wanted if tests[name] is not ALONE]))
+        for name in wanted:
+            if tests[name] is ALONE:
+                run(name)
         assert_nothing_is_left(folder, shared, sockets)
     return 1 if failed else 0
 

@@ -28,14 +28,10 @@ def routing():
     return checked.routing_program(SHAPE, GROUP)()
 
 
-def program(of_rows, starts=1):
+def program(of_rows):
     """Return a program that binds the primitives themselves: x and a routing of each device ->
     rows."""
-
-    def on_rank(x, routing):
-        return of_rows(x, routing.arrays)
-
-    return checked.on_all_ranks(on_rank, GROUP, checked.Exchanges(split=starts))
+    return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
 
 def start(x, routing):
@@ -85,7 +81,7 @@ IN_PLACE = pytest.param(
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
     """`InFlight` refuses these calls already; here the primitives are bound directly."""
-    run, right = program(misuse, starts=int(misuse is not never_started)), program(once)
+    run, right = program(misuse), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
         jax.block_until_ready(run(tokens(), routing))
@@ -117,16 +113,7 @@ def test_a_start_outside_jit_is_refused():
     checked.close(GROUP)  # The ids were routed before.
 
 
-@pytest.fixture(scope="module")
-def runs(routing):
-    orders = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
-    given = {
-        name: checked.program_with_routing(order, SHAPE, GROUP) for name, order in orders.items()
-    }
-    checked.compile_together(*((run, checked.begin(), routing) for run in given.values()))
-    return given
-
-
+OPERATIONS = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
 SLOW_TO_READ = pytest.param(
     Phase.RECEIVE_CHUNK,
     marks=pytest.mark.several_devices(
@@ -136,34 +123,19 @@ SLOW_TO_READ = pytest.param(
 
 
 @pytest.mark.parametrize("phase", (Phase.SEND, SLOW_TO_READ))
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
-    runs, routing, operation, phase
+    routing, operation, phase
 ):
-    run = runs[operation]
-    state = run(run(checked.begin(), routing), routing)
+    run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
+    state = checked.repeat(run, 2, None, routing)
     checked.assert_right(state, GROUP)
     calls = 1 if phase == Phase.SEND else 2
-    slow = dict(phase=phase, rank=SLOW_RANK, delay=DELAY, kind=native.SPLIT)
-
-    def repeat(state):
-        for _ in range(calls):
-            state = run(state, routing)
-        return state
-
-    with hooked(GROUP, **slow):
-        failed = checked.outcome(lambda: repeat(state), GROUP)
-        assert failed.seconds < TIMEOUT + 1, failed
+    with hooked(GROUP, phase=phase, rank=SLOW_RANK, delay=DELAY, kind=native.SPLIT):
+        failed = checked.outcome(lambda: checked.repeat(run, calls, state, routing), GROUP)
         told = re.search(rf"timeout: {operation} on rank (\d+), .*: nothing came", failed.error)
         assert told and int(told[1]) != SLOW_RANK, failed
-        assert failed.counts is not None, failed
-        assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
-        assert failed.counts.lost.all(), failed
-        with pytest.raises(RuntimeError, match="timeout"):  # of a rank here, or as it was told
-            GROUP.check()
-        again = checked.outcome(lambda: run(checked.begin(), routing), GROUP)
-        assert again.counts is None and "timeout: " in again.error, again
-        assert again.seconds < TIMEOUT, again
+        checked.assert_stopped(failed, lambda state: run(state, routing), GROUP)
     GROUP.check()
     checked.assert_right(run(checked.begin(), routing), GROUP)
 
@@ -172,6 +144,5 @@ def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
     """The two workspaces are independent."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
-    slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT)
-    with hooked(GROUP, **slow):
+    with hooked(GROUP, phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, kind=native.SPLIT):
         checked.assert_right(checked.repeat(run, 2, state), GROUP)

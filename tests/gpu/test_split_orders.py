@@ -7,6 +7,7 @@ import in_flight
 import jax.numpy as jnp
 import pytest
 from alone import run_alone
+from exchanges import Count
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
@@ -17,12 +18,12 @@ SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
 MANY = 24  # more than there are events in the pool, and many more than ring halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
-    "in_the_order_of_starts": in_flight.two_in_flight(reverse=False),
-    "in_the_other_order": in_flight.two_in_flight(reverse=True),
+    "in_the_order_of_starts": in_flight.scripted(in_flight.started_first(2, reverse=False)),
+    "in_the_other_order": in_flight.scripted(in_flight.started_first(2, reverse=True)),
     "whole_ones_between": in_flight.whole_between,
-    "many": in_flight.two_in_flight(reverse=True, number=MANY),
+    "many": in_flight.scripted(in_flight.started_first(MANY, reverse=True)),
 }
-RANDOM = [in_flight.random_order(seed) for seed in range(6)]
+RANDOM = [in_flight.scripted(in_flight.random_script(seed)) for seed in range(6)]
 STEPS = 2000
 
 
@@ -79,8 +80,7 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
         rows = ma.dispatch_done(ma.dispatch_start(x, routing)).rows
         return jnp.all(rows == (routing.row_rank >= 0)[:, None])
 
-    exchanges = checked.Exchanges(split=1)
-    ones = checked.on_all_ranks(rows_of_ones, checked.GROUP, exchanges)
+    ones = checked.on_all_ranks(rows_of_ones, checked.GROUP)
     lowered = ones.lower(checked.begin()[0], routing)
     state = checked.repeat(run, 1)
     before = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
@@ -88,7 +88,7 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
     with hooked(checked.GROUP, **slow):
         state = checked.repeat(run, 3, state)
         assert not state[1].is_ready()
-        compiled = checked.Noted(lowered.compile(), {checked.GROUP: exchanges})
+        compiled = checked.Noted(lowered.compile(), checked.GROUP, Count(split=1))
         if checked.ONE_GPU:  # learns its device, and reserves, when it runs
             assert compiled(checked.begin()[0], routing).all()
         after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
