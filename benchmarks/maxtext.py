@@ -56,18 +56,16 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         model_name="qwen3-30b-a3b",
         base_num_decoder_layers=8,
         vocab_size=25600,
-        per_device_batch_size=4,
-        max_target_length=4096,
     ),
     "mixtral": dict(
         model_name="mixtral-8x7b",
         base_num_decoder_layers=2,
         vocab_size=4096,
-        per_device_batch_size=4,
-        max_target_length=4096,
     ),
 }
 COMMON: dict[str, Any] = dict(
+    per_device_batch_size=4,
+    max_target_length=4096,
     dtype="bfloat16",
     weight_dtype="float32",
     remat_policy="full",

@@ -20,7 +20,7 @@ import jax_moe_a2a as ma
 
 
 class _Version(NamedTuple):
-    """What the routed layer of one version of MaxText looks like, as far as ``enable`` needs it."""
+    """The parts of the routed layer of one version of MaxText that ``enable`` relies on."""
 
     signatures: Mapping[str, str]
     """Parameters of each method that is replaced or called."""

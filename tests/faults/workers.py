@@ -68,7 +68,7 @@ def forks():
 
 
 class Inside:
-    """What every worker says about itself, and the faults that need no group."""
+    """The methods of every worker: facts about itself, and the faults that need no group."""
 
     def mark(self):
         """Remember the descriptors of this process."""
