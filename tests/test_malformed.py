@@ -19,7 +19,7 @@ from cuda_calls import needs_kernel
 from test_lowering import EXPERTS, RANKS, TOP_K, aval, calls, group_of, lower
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import exchange as lowered
+from jax_moe_a2a._src.exchange import lowering as lowered
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
 

@@ -274,7 +274,7 @@ DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
   return buffer;
 }
 
-// As in jax_moe_a2a/_src/exchange/lowering/route.py.
+// As in jax_moe_a2a/_src/exchange/routed.py.
 int TokensPerRouteChunk(int num_tokens) { return num_tokens <= 2048 ? 64 : 256; }
 int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
