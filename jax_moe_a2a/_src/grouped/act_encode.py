@@ -77,8 +77,8 @@ def _abstract(rows: Any, *_: Any, activation: Any, **__: Any) -> list[Any]:
 def _composition(
     rows: jax.Array, _: jax.Array, *weights: jax.Array, activation: Any, **__: Any
 ) -> list[jax.Array]:
-    if activation is not None:
-        rows = scaled(activation(rows), *weights, selects=True).astype(rows.dtype)
+    if weights:
+        rows = scaled(activation(rows), weights[0], selects=True).astype(rows.dtype)
     return list(BlockwiseFp8().encode(rows))
 
 
