@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from .. import compat, scopes
 from ..group import extension, native
 from ..group.group import Group
-from .record import Exchange, split_routing
+from .record import Record, split_routing
 
 # True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
 DEFAULT_CUDA_GRAPHS = True
@@ -292,7 +292,7 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
 
 
 def whole(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower an exchange."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
@@ -301,7 +301,7 @@ def whole(
 
 
 def start(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower the start of an exchange."""
     avals = _inputs(ctx.avals_in)
@@ -320,7 +320,7 @@ def start(
 
 
 def done(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower the done of an exchange.
 
@@ -348,7 +348,7 @@ def done(
 
 
 def _kernel_calls(
-    exchange: Exchange,
+    exchange: Record,
     call_placement: CallPlacement,
     avals: Sequence[Any],
     avals_out: Sequence[Any],
@@ -389,7 +389,7 @@ def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 
 
 def _make(
-    exchange: Exchange,
+    exchange: Record,
     calls: Sequence[tuple[KernelCall, int]],
     ctx: Any,
     call_placement: CallPlacement,

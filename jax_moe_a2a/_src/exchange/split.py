@@ -20,7 +20,7 @@ from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, sprea
 from ..plan.plan import RoutingArrays
 from . import lowering, reference, rules
 from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
-from .record import Exchange, Layout, Layouts, split_routing
+from .record import Layout, Layouts, Record, split_routing
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
 tie_p = compat.Primitive("moe_a2a_tie")
@@ -31,7 +31,7 @@ def tie(*arrays: Any) -> list[Any]:
     return tie_p.bind(*arrays)
 
 
-def add_halves(whole: Exchange) -> None:
+def add_halves(whole: Record) -> None:
     """Derive and register the records ``start`` and ``done`` of an exchange."""
 
     def in_flight(layouts: Layouts) -> list[Layout]:
@@ -59,7 +59,7 @@ def add_halves(whole: Exchange) -> None:
         ("start", start_layouts, reference.start, lowering.start),
         ("done", done_layouts, reference.done, lowering.done),
     ):
-        half = Exchange(
+        half = Record(
             f"{whole.name}_{phase}",
             is_outward=whole.is_outward,
             reference=partial(compute, whole),
@@ -76,7 +76,7 @@ def add_halves(whole: Exchange) -> None:
 
 
 def _half_jvp(
-    half: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    half: Record, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = half.bind(payload, routing, **params)
@@ -91,7 +91,7 @@ def _half_jvp(
 
 
 def _half_transpose(
-    half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
+    half: Record, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
     params["options"] = of_transpose(half, params["options"])
     payload, routing = split_routing(operands)
@@ -106,7 +106,7 @@ def _half_transpose(
 
 
 def _bind_kept(
-    half: Exchange,
+    half: Record,
     operands: Sequence[Any],
     payload: Sequence[Any],
     routing: RoutingArrays,
