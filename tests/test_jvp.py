@@ -100,20 +100,6 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
     assert_equal_to_dense(hessian_times, tolerance=1e-4)
 
 
-@pytest.mark.exchanges(7)
-def test_reverse_over_forward_equals_that_of_the_dense_layer():
-    def grad_of_slope(fn):
-        def of(floats, directions):
-            def slope(*floats):
-                return jax.jvp(small_layer.loss_of(fn), floats, directions)[1]
-
-            return jax.grad(slope, OF_FLOATS)(*floats)
-
-        return of
-
-    assert_equal_to_dense(grad_of_slope, tolerance=1e-4)
-
-
 @pytest.mark.exchanges(2)
 def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
     """Nothing is moved for them; integers have the tangent type float0."""

@@ -16,7 +16,6 @@ import oracle
 import pytest
 import small_layer
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -154,73 +153,6 @@ def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
         check_exchange(layout, routing, shared, replicated)
 
 
-def routed(ids, layout, **modes):
-    """Return the routing of all ranks."""
-    group = harness.group_of(RANKS)
-    return harness.on_each_rank(
-        lambda ids: ma.route(ids, **small_layer.route_args(group, layout), **modes),
-        group.mesh,
-        exchanges=1,
-    )(ids)
-
-
-def test_shared_rows_come_first_in_the_order_of_tokens_and_the_others_follow_as_without_them():
-    layout = cases.PADDED
-    ids = cases.Case(layout, "masked").ids(RANKS)
-    with_shared, plain = routed(ids, layout, shared_expert=True), routed(ids, layout)
-    own = -(-layout.tokens // layout.alignment) * layout.alignment
-    token = np.arange(own)
-    token = np.where(token < layout.tokens, token, -1)
-    for rank in range(RANKS):
-        assert (with_shared.row_token[rank, :own] == token).all()
-        assert (with_shared.row_rank[rank, : layout.tokens] == rank).all()
-        assert (with_shared.row_k[rank, : layout.tokens] == layout.top_k).all()
-        for field in ("row_token", "row_rank", "row_k"):
-            rest, expected = (getattr(r, field)[rank] for r in (with_shared, plain))
-            assert (rest[own:] == expected).all()
-    assert (with_shared.group_sizes[:, 0] == own).all()
-    assert (with_shared.group_sizes[:, 1:] == plain.group_sizes).all()
-
-
-def test_a_shared_expert_sends_no_token_to_another_rank():
-    ids = cases.Case(cases.PLAIN, "masked").ids(RANKS)
-    with_shared, plain = (routed(ids, cases.PLAIN, shared_expert=s) for s in (True, False))
-    elsewhere = ~np.eye(RANKS, dtype=bool)
-    for rank in range(RANKS):
-        others = elsewhere[rank]
-        assert (with_shared.token_slot[rank][:, others] == plain.token_slot[rank][:, others]).all()
-
-
-@pytest.mark.parametrize("tokens", (1, 5, 8, 9))
-def test_every_replicated_token_meets_one_shared_expert(tokens):
-    layout = cases.Layout("any", tokens=tokens, top_k=1, local_experts=1)
-    ids = np.full((RANKS, tokens, 1), -1, np.int32)
-    routing = routed(ids, layout, shared_expert=True, replicated=True)
-    shares = [row[row >= 0].tolist() for row in routing.row_token]
-    assert sum(shares, []) == list(range(tokens))
-    assert max(map(len, shares)) == -(-tokens // RANKS)
-
-
-@pytest.mark.exchanges(0)
-@all_modes
-@pytest.mark.parametrize("tokens", (4, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
-def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replicated):
-    layout = cases.Layout("any", tokens=tokens, top_k=2, local_experts=2)
-    args, _ = inputs(layout, "uniform", shared, replicated)
-    group = harness.group_of(RANKS)
-
-    def there_and_back(ids, x, w):
-        recv = ma.dispatch(x, ids, w, **route_args(group, layout, shared, replicated))
-        return ma.combine(recv.rows, recv)
-
-    # Single-rank domains that share a device are a batch, which is routed and dispatched
-    # separately.
-    at_once = tokens == 4 and not (replicated and harness.RANKS_ON_ONE_GPU)
-    first = {"routed_dispatch": 1} if at_once else {"route": 1, "dispatch": 1}
-    counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
-    assert counted == {**first, "weighted_combine": 1}
-
-
 @pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
@@ -318,7 +250,6 @@ def dense(shared, replicated):
     return layer
 
 
-SPLIT, WHOLE = PartitionSpec(harness.AXIS), PartitionSpec()
 OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
 
 
@@ -359,44 +290,6 @@ def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(shared, replic
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.exchanges(16)
-def test_a_batch_of_replicated_tokens_is_one_exchange_and_equals_its_elements():
-    each = [arguments(True, True, seed) for seed in range(3)]
-    floats, ids, _ = small_layer.stacked(*each)
-    layer = on_ranks(True, True)
-
-    def gradient(*args):
-        *floats, ids = args
-        return layer(*args), jax.grad(small_layer.loss_of(layer, ids), ARGS)(*floats)
-
-    actual = small_layer.compiled(jax.vmap(gradient))(*floats, ids)
-    single = small_layer.compiled(gradient)
-    expected = small_layer.stacked(*(single(*f, i) for f, i, _ in each))
-    small_layer.assert_close(actual, expected)
-    counted = small_layer.counts(jax.vmap(layer), *floats, ids)
-    assert counted == {"route": 1, "dispatch": 1, "weighted_combine": 1}
-
-
-@pytest.mark.several_devices("its group has two mesh axes")
-@pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
-def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
-    """The order of the group's axes decides the shares of replicated tokens and the ranks of
-    experts."""
-    (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
-    mesh = Mesh(np.array(harness.devices(4)).reshape(2, 1, 2), ("a", "dp", "b"))
-    group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
-
-    def of_one_rank(x, topk_weights, shared_weights, w, ids):
-        layer = layer_of(group, True, True)
-        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), ("a", "b"))
-
-    specs = (WHOLE, WHOLE, WHOLE, PartitionSpec(("b", "a")), WHOLE)
-    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
-    args = (x, topk_weights, shared_weights, w, ids)
-    actual = small_layer.compiled(fn)(*args)
-    small_layer.assert_close(actual, dense(True, True)(*args, kept))
-
-
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
     """A routing is used again, also by only a combine; other modes with it are refused."""
@@ -420,26 +313,6 @@ def test_a_routing_keeps_its_mode():
     harness.assert_same_bytes(weights, oracle.dispatch_choices(with_ones, routing))
     harness.assert_same_bytes(rows, oracle.dispatch(2 * x, routing))
     harness.assert_sums_agree(sums, *oracle.combine(rows, routing))
-
-
-@pytest.mark.exchanges(2)
-def test_shared_rows_are_quantized_like_the_others():
-    layout = cases.Layout("quantized", tokens=6, top_k=2, local_experts=2, hidden=64)
-    group, format = harness.group_of(RANKS), ma.MxFp8()
-    args, (routing,) = inputs(layout, "masked", True, False)
-    ids, x = args[:2]
-
-    def rows(ids, x):
-        options = route_args(group, layout, True, False)
-        quantized = ma.dispatch(x, ids, format=format, **options).rows
-        decoded = ma.dispatch(x, ids, format=format, decode=True, **options).rows
-        return quantized, decoded
-
-    quantized, decoded = harness.on_each_rank(rows, group.mesh)(ids, x)
-    expected = harness.numpy_of(format.encode(x))
-    harness.assert_same_bytes(quantized.values, oracle.dispatch(expected.values, routing))
-    harness.assert_same_bytes(quantized.scales, oracle.dispatch(expected.scales, routing))
-    harness.assert_same_bytes(decoded, np.asarray(format.decode(quantized, x.dtype)))
 
 
 @pytest.mark.exchanges(0)

@@ -4,7 +4,6 @@ Which of the two is bound, and what every transform makes of it. Remat: in test_
 in test_dce.py.
 """
 
-import dataclasses
 import functools
 
 import cases
@@ -52,56 +51,6 @@ def test_every_case_has_the_bits_of_route_and_dispatch(layout):
             exchange_program(d, layout, RANKS)(*args) for d in (at_once, in_two_calls)
         )
         small_layer.assert_same(actual, expected, case.name)
-
-
-FORMATS = {
-    "blockwise": ma.BlockwiseFp8(),
-    "mx": ma.MxFp8(),
-    "nv": ma.NvFp4(global_scale=0.0037187),
-}
-
-
-@functools.cache
-def format_program(dispatch, name, layout, decode):
-    """Return a program of two leaves; with a global scale of each rank for "nv"."""
-    group = harness.group_of(RANKS)
-
-    def exchange(ids, x, topk_weights, scale):
-        fmt = ma.NvFp4(global_scale=scale) if name == "nv" else FORMATS[name]
-        options = dict(format=fmt, decode=decode)
-        payload = {"a": x, "b": x[:, :128] * 3}
-        if dispatch is in_two_calls:
-            return ma.dispatch(
-                payload, ma.route(ids, **route_args(group, layout)), topk_weights, **options
-            )
-        return ma.dispatch(payload, ids, topk_weights, **route_args(group, layout), **options)
-
-    exchanges = layout.exchanges_of_dispatch(RANKS) if dispatch is at_once else 2
-    return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "decode"),
-    (
-        ("blockwise", cases.TIGHT, False),
-        ("mx", cases.CUT, True),
-        ("nv", cases.PADDED, True),
-    ),
-    ids=FORMATS,
-)
-def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, decode):
-    """This holds if tokens are dropped, and if no choice is for a rank."""
-    layout = dataclasses.replace(layout, hidden=384)
-    rng = np.random.default_rng(layout.tokens)
-    x = rng.standard_normal((RANKS, layout.tokens, layout.hidden)).astype("bfloat16")
-    topk_weights = rng.random((RANKS, layout.tokens, layout.top_k), np.float32)
-    scales = np.linspace(1e-3, 2e-3, RANKS, dtype=np.float32)
-    for routing in ("uniform", "first_expert_only", "masked", "all_masked", "repeated", "invalid"):
-        args = cases.Case(layout, routing).ids(RANKS), x, topk_weights, scales
-        actual, expected = (
-            format_program(d, name, layout, decode)(*args) for d in (at_once, in_two_calls)
-        )
-        small_layer.assert_same(actual, expected, routing)
 
 
 @pytest.mark.exchanges(0)

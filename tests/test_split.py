@@ -95,58 +95,6 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         harness.assert_same_bytes(own, leaf, str(path))
 
 
-@pytest.mark.exchanges(2, split=1)
-def test_tokens_that_stay_quantized_are_those_of_the_whole_dispatch():
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
-    options = dict(route_args(GROUP, FORMATTED), format=ma.MxFp8())
-
-    def both(*args):
-        split = ma.dispatch_done(ma.dispatch_start(*args, **options))
-        return split.rows, ma.dispatch(*args, **options).rows
-
-    program = small_layer.compiled(small_layer.on_all_ranks(both))
-    small_layer.assert_same(*program(x, ids, topk_weights))
-
-
-@pytest.mark.exchanges(lambda exchanges: exchanges[0], split=lambda exchanges: exchanges[1])
-@pytest.mark.parametrize(
-    ("of_dispatch", "of_combine", "exchanges"),
-    (
-        (dict(shared_expert=True, shared_weights=0.5), {}, (5, 4)),
-        (dict(shared_expert=True, format=ma.MxFp8(), decode=True), {}, (6, 4)),
-        ({}, dict(wire_dtype=ma.MxFp8()), (4 + IS_SUMMED_IN_FORMATS, 3 + IS_SUMMED_IN_FORMATS)),
-    ),
-    ids=("shared_expert", "shared_expert_and_format", "format_on_the_wire_of_combine"),
-)
-def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine, exchanges):
-    layout = FORMATTED
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(route_args(GROUP, layout), capacity=None, **of_dispatch)
-
-    def of_split(*args):
-        recv = ma.dispatch_done(ma.dispatch_start(*args, **options))
-        return ma.combine_done(ma.combine_start(jnp.tanh(recv.rows), recv, **of_combine))
-
-    def of_whole(*args):
-        recv = ma.dispatch(*args, **options)
-        return ma.combine(jnp.tanh(recv.rows), recv, **of_combine)
-
-    def value_and_gradients(layer):
-        def of_one_rank(x, topk_weights, ids):
-            def loss(x, topk_weights):
-                out = layer(x, ids, topk_weights)
-                return small_layer.loss(out), out
-
-            return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, topk_weights)
-
-        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
-
-    actual, expected = (
-        value_and_gradients(fn)(x, topk_weights, ids) for fn in (of_split, of_whole)
-    )
-    small_layer.assert_same(actual, expected)
-
-
 @pytest.mark.exchanges(8 if IS_SUMMED_IN_FORMATS else 4, split=4)
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)

@@ -103,21 +103,6 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
     assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
 
 
-def test_scales_of_tokens_are_those_of_a_tensor_for_each_token():
-    x = tokens_of(SPECIAL[None], (3, 32), "float32")[0]
-
-    @jax.jit
-    def there_and_back(x, scale):
-        fmt = ma.NvFp4(global_scale=scale)
-        quantized = fmt.encode(x)
-        return *quantized, fmt.decode(quantized, "float32")
-
-    together = there_and_back(x, SPECIAL)
-    each = zip(*map(there_and_back, x, SPECIAL), strict=True)
-    for actual, expected in zip(together, each, strict=True):
-        harness.assert_same_bytes(np.asarray(actual), np.stack(expected))
-
-
 def test_tiles_keep_the_scales_of_tokens():
     scales = scales_of_tokens(1, 130)[0]
     x = tokens_of(scales[None], (96,), "bfloat16")[0]
@@ -197,27 +182,6 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-@pytest.mark.exchanges(lambda tokens: 2 * tokens)
-@pytest.mark.parametrize("tokens", (0, 1))
-def test_dispatch_of_no_token_and_of_one(tokens):
-    layout = dataclasses.replace(LAYOUT, tokens=tokens, capacity=8)
-    ranks = harness.RANKS_ON_ONE_GPU or 2
-    group = harness.vmapped_group(ranks)
-    ids = np.zeros((ranks, tokens, 3), np.int32)
-    scales = np.full((ranks, tokens), 0.5, np.float32)
-    x = np.ones((ranks, tokens, 64), np.float32)
-
-    def rows(x, ids, scales):
-        options = dict(layout.route_args(group), format=ma.NvFp4(global_scale=scales))
-        recv = ma.dispatch(x, ids, **options)
-        return recv.rows, recv.global_scales, ma.dispatch(x, ids, decode=True, **options).rows
-
-    *quantized, decoded = harness.jit(jax.vmap(rows, axis_name=harness.AXIS))(x, ids, scales)
-    expected = routing_of(ids, layout)
-    assert_rows_are(*quantized, x, scales, expected)
-    assert_decoded_are(decoded, x, scales, expected)
-
-
 @pytest.mark.exchanges(lambda replicated: 2 + replicated)
 @pytest.mark.parametrize("replicated", (False, True), ids=("own_tokens", "replicated"))
 def test_shared_experts_and_replicated_tokens(replicated):
@@ -252,33 +216,6 @@ def test_shared_experts_and_replicated_tokens(replicated):
         assert not actual[~is_row].view(np.uint8).any()
     expected = format_oracle.decode_tokens(*parts, x.dtype.name)[source.rank, source.token]
     harness.assert_same_bytes(decoded[is_row], expected[is_row])
-
-
-@pytest.mark.several_devices("it needs two levels")
-def test_two_levels_return_what_one_level_returns():
-    ids = cases.Case(LAYOUT, "masked").ids(4)
-    scales = scales_of_tokens(4, LAYOUT.tokens)
-    x = tokens_of(scales, (64,), "bfloat16")
-    weights = np.random.default_rng(0).random(ids.shape, np.float32)
-    mesh = jax.make_mesh(
-        (2, 2),
-        ("host", "local"),
-        (jax.sharding.AxisType.Auto,) * 2,
-        devices=harness.devices(4),
-    )
-    group = ma.Group(mesh, ("host", "local"), two_level=True, implementation=harness.IMPLEMENTATION)
-    expected = routing_of(ids, LAYOUT)
-
-    def rows(x, ids, weights, scales):
-        options = dict(LAYOUT.route_args(group), format=ma.NvFp4(global_scale=scales))
-        recvs = [ma.dispatch(x, ids, weights, decode=d, **options) for d in (False, True)]
-        return [(recv.rows, recv.global_scales, recv.weights) for recv in recvs]
-
-    program = harness.on_each_rank(rows, mesh, compiler_options=harness.QUICKLY)
-    (*quantized, of_rows), (decoded, *_) = program(x, ids, weights, scales)
-    assert_rows_are(*quantized, x, scales, expected)
-    assert_decoded_are(decoded, x, scales, expected)
-    harness.assert_same_bytes(of_rows, oracle.dispatch_choices(weights, expected))
 
 
 # Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
@@ -427,33 +364,6 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
     batch, each = emulated(compare)(ids, x, scales)
     for actual, expected in zip(jax.tree.leaves(batch), jax.tree.leaves(each), strict=True):
         harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
-
-
-@pytest.mark.exchanges(8)
-def test_a_layer_has_the_results_of_one_with_quantized_tokens():
-    """`moe_mlp` decodes rows. Its gradients are straight-through."""
-    ids, x, scales = small_arguments()
-    group = harness.vmapped_group(VMAPPED)
-    rng = np.random.default_rng(0)
-    w_in = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 64, 8), np.float32)
-    w_out = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 8, 64), np.float32)
-    weights = rng.random(ids.shape, np.float32)
-
-    def compare(ids, x, scales, weights, w_in, w_out):
-        fmt = ma.NvFp4(global_scale=scales)
-
-        def layer(x, fmt):
-            options = dict(activation=jax.nn.silu, format=fmt, **LAYOUT.route_args(group))
-            return ma.moe_mlp(x, ids, weights, w_in, w_out, **options)
-
-        quantized = fmt.decode(fmt.encode(x), x.dtype)
-        return [
-            (lambda out, vjp: (out, vjp(jnp.sin(x))[0]))(*jax.vjp(lambda x: layer(x, f), given))
-            for given, f in ((x, fmt), (quantized, None))
-        ]
-
-    actual, expected = emulated(compare)(ids, x[:, 0], scales[:, 0], weights, w_in, w_out)
-    small_layer.assert_close(actual, expected)
 
 
 # One scale for each expert (docs/formats.md): each choice travels as a token of its own.
