@@ -37,7 +37,8 @@ PROGRAMS = {
     113: lambda p: p.replicated and p.batch > 1,
     452: lambda p: p.hosts > 1 and p.has_token_scales and p.is_split and p.shared_expert,
     510: lambda p: p.tail == "unspecified" and p.batch > 1 and p.derivative == "jvp",
-    2513: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
+    619: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
+    892: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     2655: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
     58: lambda p: p.derivative == "forward over reverse",  # from here on, products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import small_layer
 from jax.sharding import Mesh, PartitionSpec
-from small_layer import LAYOUT, OF_FLOATS, route_args
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -81,37 +81,6 @@ def layer_by(dispatch, group=None):
         return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 
     return layer
-
-
-def assert_same_by_both(transform, *args):
-    """Assert that transform(the layer of all ranks) of the arguments has the same bits with both
-    dispatches."""
-    actual, expected = (
-        small_layer.compiled(transform(small_layer.on_all_ranks(layer_by(dispatch))))(*args)
-        for dispatch in (at_once, in_two_calls)
-    )
-    small_layer.assert_same(actual, expected)
-
-
-@pytest.mark.exchanges(harness.merged(23, predicted=25))
-def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispatch():
-    floats, ids, _ = small_layer.arguments(RANKS)
-    directions = small_layer.directions(RANKS)
-
-    def transform(layer):
-        def of(floats, directions):
-            def gradient(*floats):
-                return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
-
-            def slope(*floats):
-                return sum(jnp.vdot(g, d) for g, d in zip(gradient(*floats), directions))
-
-            forward = jax.jvp(gradient, floats, directions)
-            return layer(*floats, ids), forward, jax.grad(slope, OF_FLOATS)(*floats)
-
-        return of
-
-    assert_same_by_both(transform, floats, directions)
 
 
 @pytest.mark.exchanges(0)

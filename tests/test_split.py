@@ -151,16 +151,6 @@ def outside(layer):
     return small_layer.value_and_grads(small_layer.on_all_ranks(layer), problem()[1])
 
 
-def inside(layer):
-    _, ids, _ = problem()
-
-    def of_one_rank(x, topk_weights, w, ids):
-        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, topk_weights, w)
-
-    on_all = small_layer.on_all_ranks(of_one_rank, check_vma=False)
-    return lambda *floats: on_all(*floats, ids)
-
-
 def forward_over_reverse(layer):
     _, ids, directions = problem()
     grad = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids), OF_FLOATS)
@@ -204,17 +194,6 @@ def batched(layer):
     return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
 
 
-def batched_with_one_routing(layer):
-    _, ids, _ = problem()
-
-    def of_one_rank(x, topk_weights, w, ids):
-        several = jnp.stack([x, 2 * x, -x], axis=-1)
-        return jax.vmap(layer, in_axes=(-1, None, None, None))(several, topk_weights, w, ids)
-
-    on_all = small_layer.on_all_ranks(of_one_rank)
-    return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
-
-
 def emulated(layer):
     """Apply vmap over the group's own axis, on one device."""
     _, ids, _ = problem()
@@ -227,7 +206,6 @@ def emulated(layer):
 # routes separately, and split ones.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 5, 4),
-    inside: (FORWARD_AND_BACKWARD, 5, 4),
     forward_over_reverse: (
         {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
         *(9, 8),
@@ -239,7 +217,6 @@ TRANSFORMS = {
     scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 15, 10),
     in_a_branch: (FORWARD_AND_BACKWARD, 5, 4),
     batched: (FORWARD_AND_BACKWARD, 6, 4),
-    batched_with_one_routing: (FORWARD_AND_BACKWARD, 6, 4),
     emulated: (FORWARD_AND_BACKWARD, 0, 0),  # always on the portable path
 }
 
@@ -284,19 +261,15 @@ def looped(layer):
     return of_one_rank
 
 
-@pytest.mark.exchanges(
-    lambda layer: 2 if layer is split_layer else 8,
-    split=lambda layer: 8 if layer is split_layer else 0,
-)
-@pytest.mark.parametrize("layer", (split_layer, whole_layer), ids=("split", "whole"))
+@pytest.mark.exchanges(2, split=8)
 @pytest.mark.parametrize("in_parts", (sliced, looped))
-def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts, layer):
+def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts):
     floats, ids, kept = jax.tree.map(jnp.asarray, small_layer.arguments(RANKS, layout=LARGE))
 
     def dense(x, topk_weights, w):
         return small_layer.dense_layer(x, topk_weights, w, ids, kept) + jnp.sin(x) ** 2
 
-    on_all = small_layer.on_all_ranks(in_parts(functools.partial(layer, layout=LARGE)))
+    on_all = small_layer.on_all_ranks(in_parts(functools.partial(split_layer, layout=LARGE)))
     actual, expected = (
         small_layer.compiled(small_layer.value_and_grads(fn, *others))(*floats)
         for fn, others in ((on_all, (ids,)), (dense, ()))

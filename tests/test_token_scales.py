@@ -369,56 +369,6 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
 # One scale for each expert (docs/formats.md): each choice travels as a token of its own.
 
 
-@pytest.mark.exchanges(2 * 3)
-def test_choices_may_travel_with_the_scale_of_their_expert():
-    """Rows have the usual order, and are those of the token in the scale of the row's expert."""
-    layout = dataclasses.replace(LAYOUT, capacity=None)
-    num_experts = layout.num_experts(RANKS)
-    expert_scales = scales_of_tokens(1, num_experts, special=False)[0]
-    x = tokens_of(np.full((RANKS, layout.tokens), 1e-2, np.float32), (64,), "bfloat16")
-    weights = np.random.default_rng(0).random((*x.shape[:2], layout.top_k), np.float32)
-    group = harness.group_of(RANKS)
-
-    def exchange(ids, x, weights):
-        num_tokens, top_k = ids.shape
-        own = ids.reshape(-1, 1)
-        options = layout.route_args(group)
-        fmt = ma.NvFp4(global_scale=jnp.asarray(expert_scales)[own[:, 0]])
-        tokens, own_weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
-        recv = ma.dispatch(tokens, own, own_weights, format=fmt, **options)
-        usual = ma.dispatch(x, ids, weights, **options)
-        decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
-        sums = ma.combine(decoded, recv).reshape(num_tokens, top_k, -1).sum(axis=1)
-        places = (usual.src_info.rank, usual.src_info.token, usual.src_info.k)
-        same = (recv.src_info.rank, recv.src_info.token // top_k, recv.src_info.token % top_k)
-        return recv.rows, recv.global_scales, recv.weights, usual.weights, places, same, sums
-
-    program = harness.on_each_rank(exchange, group.mesh)
-    for routing in ("masked", "repeated"):
-        ids = cases.Case(layout, routing).ids(RANKS)
-        rows, scales, own_weights, usual_weights, places, same, sums = program(ids, x, weights)
-        rank, token, k = places
-        is_row = rank >= 0
-        assert is_row.any()
-        for actual, expected in zip(same, places, strict=True):
-            np.testing.assert_array_equal(actual[is_row], expected[is_row])
-        assert (same[0] == rank).all()
-        harness.assert_same_bytes(own_weights, usual_weights)
-        of_rows = expert_scales[ids[rank, token, k]]
-        harness.assert_same_bytes(scales[is_row], of_rows[is_row])
-        parts = format_oracle.encode_tokens(x[rank, token], of_rows)
-        for field, actual, expected in zip(ma.Quantized._fields, rows, parts):
-            harness.assert_same_bytes(np.asarray(actual)[is_row], expected[is_row], field)
-        is_sent = (ids >= 0) & (ids < num_experts)
-        of_choices = np.where(is_sent, expert_scales[np.clip(ids, 0, num_experts - 1)], 1)
-        tokens = np.broadcast_to(x[:, :, None], (*ids.shape, 64))
-        numbers = format_oracle.decode_tokens(
-            *format_oracle.encode_tokens(tokens, of_choices), of_choices, "float32"
-        )
-        terms = np.where(is_sent, weights, 0)[..., None] * np.where(is_sent[..., None], numbers, 0)
-        np.testing.assert_allclose(sums, terms.sum(axis=2), rtol=1e-4, atol=1e-5)
-
-
 # Errors and estimates
 
 

@@ -218,28 +218,6 @@ def test_sums_are_rounded_to_the_wire_dtype_as_stated():
             harness.assert_sums_agree(out, *sums, (wire, name))
 
 
-def test_sums_may_cross_in_a_format_at_both_levels():
-    fmt, group = ma.MxFp8(), group_of(HOSTS)
-    layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
-    rng = np.random.default_rng(0)
-    y = cases.normal(rng, (RANKS, layout.rows(RANKS), layout.hidden), "bfloat16")
-
-    def sums(ids, y):
-        return ma.combine(y, ma.route(ids, **route_args(group, layout)), wire_dtype=fmt)
-
-    @jax.jit
-    def coded(partial):
-        return fmt.decode(fmt.encode(partial), jnp.float32)
-
-    def on_the_wire(partial):
-        return np.asarray(coded(np.asarray(partial, np.float32)))
-
-    ids = cases.Case(layout, "uniform").ids(RANKS)
-    expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS), layout.alignment)
-    out = on_each_rank(sums, group.mesh)(ids, y)
-    harness.assert_sums_agree(out, *combine(y, expected, HOSTS, None, on_the_wire))
-
-
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [("float32", ma.MxFp8()), ("float16", "bfloat16"), ("float32", "bfloat16")],
