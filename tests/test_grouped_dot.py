@@ -20,7 +20,6 @@ import numpy as np
 import oracle
 import pytest
 from jax.interpreters import mlir
-from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
@@ -304,17 +303,6 @@ def test_any_number_of_multiprocessors(path, num_sms):
     assert_product_and_gradients(found, rows, w, ct, LARGE[-1])
 
 
-def test_strict_promotion_with_64_bits(path):
-    rows, w, ct, *_ = arrays(90, 128, 128, BATCH_SIZES[0], "bfloat16")
-    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    batched = jax.vmap(product_and_gradients, in_axes=(None, None, None, 0))
-    with jax.enable_x64(True), strict[0], strict[1]:
-        found = jax.jit(product_and_gradients)(rows, w, ct, np.array(BATCH_SIZES[0]))
-        of_batch = jax.jit(batched)(rows, w, ct, np.array(BATCH_SIZES[:1] * 2))
-    for each in (found, [part[1] for part in of_batch]):
-        assert_product_and_gradients(each, rows, w, ct, BATCH_SIZES[0])
-
-
 # Batches
 
 BATCH = 3
@@ -390,28 +378,6 @@ def test_vmap_of_any_operand(path, has, dtype):
 
 
 # Under other transformations
-
-
-@pytest.mark.several_devices("ranks have devices of their own")
-def test_shard_map_with_shared_weights(path):
-    devices = harness.devices(min(4, harness.NUM_DEVICES))
-    mesh = Mesh(np.array(devices), ("ep",))
-    sizes = [[50, 0, 30], [0, 0, 0], [20, 41, 29], [0, 90, 0]][: len(devices)]
-    rows = [rows_of(i, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
-    cts = [rows_of(i + 9, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
-    w = normal(20, (3, 128, 128), "bfloat16")
-    ep = PartitionSpec("ep")
-
-    in_specs, out_specs = (ep, PartitionSpec(), ep, ep), (ep, ep, PartitionSpec())
-    mapped = jax.shard_map(product_and_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    operands = np.concatenate(rows), w, np.concatenate(cts), np.concatenate(sizes).astype(np.int32)
-    out, d_rows, d_w = jax.jit(mapped)(*operands)
-    for i, (one, ct, s) in enumerate(zip(rows, cts, sizes)):
-        part = slice(90 * i, 90 * (i + 1))
-        close(out[part], dot64(one, w, s), "bfloat16")
-        close(d_rows[part], turned64(ct, w, s), "bfloat16")
-    right = sum(outer64(one, ct, s) for one, ct, s in zip(rows, cts, sizes))
-    close(d_w, right, "bfloat16", terms=2 * len(devices))
 
 
 def test_nan_in_a_group_stays_in_the_group(path):

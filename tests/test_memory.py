@@ -137,24 +137,6 @@ def test_the_default_capacity_is_the_stated_bound(alignment):
         assert estimate(layout, ranks).worst_case_capacity == said
 
 
-def test_no_routing_needs_more_than_the_default_capacity():
-    """The worst case for the numpy oracle sends everything to one rank, spread over its experts."""
-    rng = np.random.default_rng(0)
-    for ranks, tokens, top_k, local_experts, alignment in (
-        (2, 3, 2, 4, 8),
-        (3, 1, 2, 16, 8),
-        (2, 5, 3, 2, 128),
-        (1, 4, 1, 8, 16),
-    ):
-        layout = cases.Layout("worst", tokens, top_k, local_experts, alignment=alignment)
-        capacity = ma.default_capacity(tokens, top_k, ranks, ranks * local_experts, alignment)
-        for _ in range(20):
-            ids = cases.last_rank_only(rng, ranks, layout)
-            routing = oracle.route(ids, ranks * local_experts, capacity, alignment)
-            assert routing.num_dropped.sum() == 0
-            assert routing.group_sizes.sum(axis=1).max() <= capacity
-
-
 def test_a_smaller_capacity_takes_less_and_the_worst_case_is_still_told():
     default = ma.memory_estimate(**SIZES)
     small = ma.memory_estimate(**SIZES, capacity=600)

@@ -1,4 +1,4 @@
-"""Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
+"""Shared experts and replicated tokens: rows against the numpy oracle.
 
 Both are ordinary routings of other ids. The oracle computes these ids with its own loops.
 """
@@ -15,7 +15,6 @@ import numpy as np
 import oracle
 import pytest
 import small_layer
-from jax import lax
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -23,8 +22,6 @@ from jax_moe_a2a._src import api
 RANKS = harness.SEVERAL
 MODES = tuple((s, r) for s, r in itertools.product((True, False), repeat=2) if s or r)
 IDS_OF_MODES = ["shared_and_replicated", "shared", "replicated"]
-all_modes = pytest.mark.parametrize("shared, replicated", MODES, ids=IDS_OF_MODES)
-
 LAYOUTS = (
     cases.PADDED,
     dataclasses.replace(cases.CUT, name="cut", capacity=29),
@@ -158,136 +155,26 @@ def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
 def test_replicated_tokens_are_not_exchanged(shared):
     """The gradient of replicated tokens inside shard_map has no collective; that of other tokens
     has."""
-    floats, ids, _ = arguments(shared, True)
-
-    def of_one_rank(x, w_topk, w_shared, w, ids):
-        layer = layer_of(harness.group_of(RANKS), shared, True)
-        args = (x, w_topk, w_shared, w)
-        return jax.grad(lambda *args: small_layer.loss(layer(*args, ids)), (0, 1, 2, 3))(*args)
-
-    args = spread(floats, ids)
-    fn = small_layer.on_all_ranks(of_one_rank, check_vma=False)
-    text = jax.jit(fn).lower(*args).as_text()
-    for collective in ("all_to_all", "all_gather", "all_reduce", "collective_permute"):
-        assert collective not in text
-    exchanged = small_layer.on_all_ranks(layer_of(harness.group_of(RANKS), shared, False))
-    assert harness.ON_GPU or "all_gather" in jax.jit(exchanged).lower(*args).as_text()
-
-
-# Layers: x [T, H], topk_weights [T, K], shared_weights [T], w [L (+ 1), H], ids [T, K].
-
-LAYOUT = cases.Layout(
-    "small", tokens=6, top_k=3, local_experts=2, capacity=18, alignment=4, hidden=4
-)
-
-
-def layer_of(group, shared, replicated, layout=LAYOUT):
-    """Return the layer as a function of one rank's arrays; its partial sum, if replicated."""
-
-    def layer(x, topk_weights, shared_weights, w, ids):
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            shared_weights=shared_weights if shared else None,
-            **route_args(group, layout, shared, replicated),
-        )
-        return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
-
-    return layer
-
-
-def arguments(shared, replicated, seed=0):
-    """Return ((x, topk_weights, shared_weights, w), ids, kept): all except w of one rank, if
-    replicated.
-
-    `kept` [R, T, K (+ 1)], or [T, K + 1] if replicated: which choices have a row anywhere."""
-    floats, ids, _ = small_layer.arguments(RANKS, seed, layout=LAYOUT)
-    rng = np.random.default_rng(seed)
-    x, topk_weights, w = floats
-    shared_weights = cases.normal(rng, ids.shape[:2], "float32")
-    if shared:
-        w = cases.normal(rng, (RANKS, LAYOUT.local_experts + 1, LAYOUT.hidden), "float32")
-    if replicated:
-        x, topk_weights, shared_weights, ids = (
-            a[0] for a in (x, topk_weights, shared_weights, ids)
-        )
-        all_ids = np.stack([ids] * RANKS)
-        rows = [r.choice_row[0] >= 0 for r in routings_of(all_ids, LAYOUT, shared, True)]
-        kept = np.any(rows, axis=0)
-    else:
-        kept = routings_of(ids, LAYOUT, shared, False)[0].choice_row >= 0
-    return (x, topk_weights, shared_weights, w), ids, kept
-
-
-def spread(floats, ids):
-    """Return arguments of one rank that are replicated as arguments of all ranks."""
-    x, topk_weights, shared_weights, w = floats
-    each = (np.stack([a] * RANKS) for a in (x, topk_weights, shared_weights, ids))
-    x, topk_weights, shared_weights, ids = each
-    return x, topk_weights, shared_weights, w, ids
-
-
-def dense(shared, replicated):
-    """Compute the layer without any exchange, from all ranks' arrays; `kept` replaces any drops."""
-
-    def layer(x, topk_weights, shared_weights, w, ids, kept):
-        routed = w[:, shared:].reshape(-1, w.shape[-1])
-        chosen = routed[jnp.clip(ids, 0, len(routed) - 1)]
-        top_k = ids.shape[-1]
-        weights = jnp.where(kept[..., :top_k], topk_weights, 0)[..., None]
-        out = jnp.sum(weights * jnp.tanh(x[..., None, :] * chosen), axis=-2)
-        if not shared:
-            return out
-        if replicated:
-            rank = oracle.share_of(np.arange(len(x)), len(x), RANKS)
-            own = w[rank, 0]
-        else:
-            own = w[:, :1]
-        weight = jnp.where(kept[..., top_k], shared_weights, 0)[..., None]
-        return out + weight * jnp.tanh(x * own)
-
-    return layer
-
-
-OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
-
-
-def on_ranks(shared, replicated):
-    """Return the layer of all ranks: a function of the arguments, with lead axes where they are
-    split."""
     group = harness.group_of(RANKS)
-    layer = layer_of(group, shared, replicated)
-    if not replicated:
-        return small_layer.on_all_ranks(layer)
+    args, _ = inputs(cases.PADDED, "masked", shared, True)
 
-    def of_one_rank(*args):
-        return lax.psum(layer(*args), harness.AXIS)
+    def lowered(replicated):
+        modes = route_args(group, cases.PADDED, shared, replicated)
 
-    return harness.over_ranks(of_one_rank, group.mesh, **OF_REPLICATED)
+        def of_one_rank(ids, *floats):
+            def loss(x, weights, shared_weights):
+                given = shared_weights if shared else None
+                recv = ma.dispatch(x, ids, weights, shared_weights=given, **modes)
+                return small_layer.loss(ma.combine(jnp.tanh(recv.rows), recv))
 
+            return jax.grad(loss, (0, 1, 2))(*floats)
 
-ARGS = (0, 1, 2, 3)
+        fn = small_layer.on_all_ranks(of_one_rank, check_vma=False)
+        return jax.jit(fn).lower(*args[:4]).as_text()
 
-
-# Of replicated tokens, XLA weighs the gradients, and a rank routes in a call of its own.
-@pytest.mark.exchanges(lambda replicated: 9 if replicated else 8)
-@all_modes
-def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(shared, replicated):
-    """The value, its gradients, and the tangents of both."""
-    floats, ids, kept = arguments(shared, replicated)
-    directions, *_ = arguments(shared, replicated, seed=100)
-
-    def derivatives(fn):
-        def gradient(*floats):
-            value = lambda *floats: small_layer.loss(fn(*floats, ids))
-            return fn(*floats, ids), jax.grad(value, ARGS)(*floats)
-
-        return small_layer.compiled(lambda *args: jax.jvp(gradient, *args))(floats, directions)
-
-    actual = derivatives(on_ranks(shared, replicated))
-    expected = derivatives(functools.partial(dense(shared, replicated), kept=kept))
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
+    for collective in ("all_to_all", "all_gather", "all_reduce", "collective_permute"):
+        assert collective not in lowered(True)
+    assert harness.ON_GPU or "all_gather" in lowered(False)
 
 
 @pytest.mark.exchanges(4)
@@ -323,7 +210,7 @@ def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_
     layout = cases.Layout("worst", tokens=5, top_k=3, local_experts=2, alignment=alignment)
     ids = np.full((RANKS, layout.tokens, layout.top_k), 0, np.int32)
     ids[..., 1:] = 1  # all at rank 0
-    for shared, replicated in MODES:
+    for shared, replicated in (*MODES, (False, False)):
         capacity = ma.default_capacity(
             layout.tokens,
             layout.top_k,

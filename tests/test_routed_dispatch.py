@@ -164,51 +164,6 @@ def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint)
         assert small_layer.counts(transposed, ct) == small_layer.counts(expected, ct)
 
 
-BATCH = 3
-
-
-@pytest.mark.exchanges(lambda batched: 8 if batched else 7)
-@pytest.mark.parametrize(
-    "batched, counted",
-    [
-        ("xi", {"route": 1, "dispatch": 1}),
-        ("x", {"route": 1, "dispatch": 1}),
-        ("i", {"route": 1, "dispatch": 1}),
-        ("", {"routed_dispatch": 1}),
-    ],
-    ids=lambda value: value or "none" if isinstance(value, str) else "",
-)
-def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(batched, counted):
-    each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
-    own = [each[b if "x" in batched else 0].floats[0] for b in range(BATCH)]
-    own_ids = [each[b if "i" in batched else 0].ids for b in range(BATCH)]
-    group = harness.group_of(RANKS)
-
-    def recv(dispatch):
-        def of_one_rank(x, ids):
-            return dispatch((x, x[:, 0]), ids, x[:, :3], **route_args(group))
-
-        return small_layer.on_all_ranks(of_one_rank)
-
-    args = (
-        np.stack(own) if "x" in batched else own[0],
-        np.stack(own_ids) if "i" in batched else own_ids[0],
-    )
-    axes = [0 if name in batched else None for name in "xi"]
-
-    def mapped(*args):
-        return jax.vmap(lambda unused, *args: recv(at_once)(*args), in_axes=(0, *axes))(
-            np.zeros(BATCH), *args
-        )
-
-    assert small_layer.counts(mapped, *args) == counted
-    out = small_layer.compiled(mapped)(*args)
-    single = small_layer.compiled(recv(in_two_calls))
-    for b in range(BATCH):
-        element = jax.tree.map(lambda leaf: leaf[b], out)
-        small_layer.assert_same(element, single(own[b], own_ids[b]), f"{batched} {b}")
-
-
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):

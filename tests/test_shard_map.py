@@ -8,7 +8,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from small_layer import route_args
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 
@@ -206,3 +206,34 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
     assert [spec[-1] for spec in types] == ["tp", "tp"]
     kept = small_layer.kept_choices(ids).sum(axis=-1)[..., None]
     small_layer.assert_close(out, 2 * x * kept)
+
+
+def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
+    """The result of an exchange along one axis goes on along the other."""
+    sizes = dict(a=DP, b=MANY // DP)
+    mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
+    groups = [group_over(mesh, name) for name in ("a", "b")]
+    rng = np.random.default_rng(0)
+    shape = (DP, MANY // DP, LAYOUT.tokens)
+    x = rng.integers(-8, 9, (*shape, LAYOUT.hidden)).astype(np.float32)
+    ids = [rng.integers(0, 2 * group.size, (*shape, LAYOUT.top_k), np.int32) for group in groups]
+
+    def of_one_rank(x, *ids):
+        x = x[0, 0]
+        for group, each in zip(groups, ids):
+            recv = ma.dispatch(x, each[0, 0], group=group, num_experts=2 * group.size)
+            # Each row learns the expert that it is at.
+            expert = recv.expert_ids[
+                (jnp.arange(len(recv.rows))[:, None] >= recv.row_offsets[None, 1:-1]).sum(axis=1)
+            ]
+            x = ma.combine(recv.rows * (expert + 1)[:, None].astype(x.dtype), recv)
+        return x[None, None]
+
+    both = P("a", "b")
+    mapped = small_layer.compiled(
+        jax.shard_map(of_one_rank, mesh=mesh, in_specs=both, out_specs=both)
+    )
+    expected = x
+    for each in ids:
+        expected = expected * (each + 1).sum(axis=-1)[..., None]
+    np.testing.assert_array_equal(harness.numpy_of(mapped(x, *ids)), expected)
