@@ -78,19 +78,6 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     assert not small_layer.equations(jaxpr, "route")
 
 
-@pytest.mark.exchanges(0)
-def test_a_linearized_layer_moves_only_the_tangents_in_each_direction():
-    layer, _, floats, directions = problem()
-
-    def in_directions(floats, *directions):
-        value, tangent_of = jax.linearize(layer, *floats)
-        return value, [tangent_of(*direction) for direction in directions]
-
-    for n in (1, 2, 3):
-        counted = small_layer.counts(in_directions, floats, *[directions] * n)
-        assert counted == {"routed_dispatch": 1, "dispatch": n, "weighted_combine": 1 + n}
-
-
 @pytest.mark.exchanges(8)
 def test_forward_over_reverse_equals_that_of_the_dense_layer():
     def hessian_times(fn):
