@@ -87,7 +87,7 @@ def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):
         assert_adds(sums, *args[1:], routing, wire, routing_name)
 
 
-@pytest.mark.parametrize("name, dtype", zip(FORMATS, cases.SUMMED_DTYPES))
+@pytest.mark.parametrize("name, dtype", list(zip(FORMATS, cases.SUMMED_DTYPES)))
 def test_partial_sums_may_travel_in_a_format(name, dtype):
     """Small integers are exact in the formats, and so are their products with 1."""
     fmt = FORMATS[name]
