@@ -45,7 +45,9 @@ def layer(ids, floats, *, group=None, num_experts=RANKS * LOCAL, **options):
     options |= dict(zip(("b_in", "b_out"), biases))
     group = group or harness.emulated_group(RANKS)
     weights = topk_weights, w_in, w_out
-    return ma.moe_mlp(x, ids, *weights, group=group, num_experts=num_experts, **options)
+    return ma.moe_mlp(
+        x, ids, *weights, group=group, num_experts=num_experts, **harness.exchanging(options)
+    )
 
 
 def of_ranks(**options):

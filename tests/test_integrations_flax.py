@@ -135,7 +135,9 @@ def test_a_module_with_all_parameters_is_moe(make):
             names = names["params"] | names["router_state"]
         cast = lambda name, a: a if "rout" in name or "select" in name else a.astype("bfloat16")
         arguments = {name: cast(name, a) for name, a in names.items()} | call | options
-        layer = lambda x: ma.moe(x, **arguments, top_k=TOP_K, group="ep", return_logits=True)
+        layer = lambda x: ma.moe(
+            x, **harness.exchanging(arguments), top_k=TOP_K, group="ep", return_logits=True
+        )
         expected = quick_jit(layer)(X.astype("bfloat16"))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)

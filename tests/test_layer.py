@@ -62,8 +62,7 @@ def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
         w_in,
         w_out,
         activation=activation,
-        **dict(zip(("b_in", "b_out"), biases)),
-        **dict(route_args, **options),
+        **harness.exchanging(dict(zip(("b_in", "b_out"), biases)), dict(route_args, **options)),
     )
 
 
@@ -326,7 +325,11 @@ def test_a_format_is_that_of_the_explicit_calls():
         x, topk_weights, w_in, w_out, b_in, b_out, ids = args
         route_args = small_layer.route_args(harness.group_of(RANKS), layout)
         recv = ma.dispatch(
-            x, ids, topk_weights, **route_args, format=fmt, decode=True, wire_dtype=fmt
+            x,
+            ids,
+            topk_weights,
+            **harness.exchanging(route_args, token_format=fmt, wire_dtype=fmt),
+            decode=True,
         )
         experts = jnp.clip(recv.row_experts, 0)
         h = SWIGLU(ma.grouped_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
@@ -334,7 +337,7 @@ def test_a_format_is_that_of_the_explicit_calls():
         y += recv.weights[:, None] * b_out[experts]
         return ma.combine(y, recv, weights=None, wire_dtype=fmt)
 
-    layers = functools.partial(layer, format=fmt, wire_dtype=fmt), explicit
+    layers = functools.partial(layer, token_format=fmt, wire_dtype=fmt), explicit
     exchanges = 4 if layout.is_summed_in_formats(RANKS) else 2  # no kernel makes the two combines
     both = [
         small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges)(
@@ -362,7 +365,7 @@ def refused(naming, error, **changed):
     for name, value in changed.items():
         is_array = isinstance(value, tuple)
         (arrays if is_array else options)[name] = array(*value) if is_array else value
-    fn = lambda arrays: ma.moe_mlp(**arrays, **options)
+    fn = lambda arrays: ma.moe_mlp(**harness.exchanging(arrays, options))
     with pytest.raises(error) as caught:
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
     for text in naming:
@@ -401,7 +404,9 @@ def test_every_array_has_one_dtype(name):
     def fn(arrays):
         arrays[name] = arrays[name].astype(jnp.bfloat16)
         given = dict(topk_ids=jnp.zeros((6, 3), int), topk_weights=None, activation=SWIGLU)
-        return ma.moe_mlp(**arrays, **given, group=harness.emulated_group(2), num_experts=4)
+        return ma.moe_mlp(
+            **harness.exchanging(arrays, given), group=harness.emulated_group(2), num_experts=4
+        )
 
     arrays = {n: jax.ShapeDtypeStruct((2, *s), "float32") for n, s in shapes.items()}
     with pytest.raises(TypeError, match="must have the dtype of x"):
@@ -426,7 +431,9 @@ def test_a_routing_in_place_of_ids_says_what_was_dropped():
         routing = ma.route(ids, **small_layer.route_args(harness.group_of(RANKS), CUT))
         x, topk_weights, w_in, w_out, b_in, b_out = floats
         biases = dict(b_in=b_in, b_out=b_out)
-        out = ma.moe_mlp(x, routing, topk_weights, w_in, w_out, activation=SWIGLU, **biases)
+        out = ma.moe_mlp(
+            x, routing, topk_weights, w_in, w_out, activation=SWIGLU, **harness.exchanging(biases)
+        )
         return out, routing.num_dropped, ma.expert_load(routing).dropped_per_rank
 
     program = small_layer.compiled(of_all_ranks(run))
@@ -490,7 +497,9 @@ def test_a_routing_is_not_divided():
 
     def fn(x, weights, w_in, w_out, ids):
         routing = ma.route(ids, group=group, num_experts=2 * RANKS)
-        return ma.moe_mlp(x, routing, weights, w_in, w_out, activation=SWIGLU, num_chunks=2)
+        return ma.moe_mlp(
+            x, routing, weights, w_in, w_out, activation=SWIGLU, exchange=ma.Exchange(num_chunks=2)
+        )
 
     with pytest.raises(TypeError, match="topk_ids must be integers .* num_chunks.*got a Routing"):
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), x, weights, w_in, w_out, ids)

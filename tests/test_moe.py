@@ -110,7 +110,7 @@ def value_and_grads(layer, params, x):
 
 def layer_of(**options):
     def layer(params, x):
-        y, stats = ma.moe(x, **params, top_k=TOP_K, group="ep", **options)
+        y, stats = ma.moe(x, **params, top_k=TOP_K, group="ep", **harness.exchanging(options))
         return y, (stats.balance_loss, stats.z_loss), stats
 
     return layer
@@ -232,7 +232,7 @@ def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
     options = dict(top_k=TOP_K, group=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
 
     def layer(params, x):
-        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **options))(x)
+        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **harness.exchanging(options)))(x)
         return y, (stats.balance_loss.sum(), stats.z_loss.sum()), stats
 
     def expected(params, x):
@@ -280,7 +280,7 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
             mask=mask,
             choose=sigmoid_router,
             return_logits=True,
-            **more,
+            **harness.exchanging(more),
         )
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
@@ -359,7 +359,7 @@ def traced(change=None, mesh=None, **options):
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, top_k=TOP_K, group="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
-        return jax.eval_shape(lambda: ma.moe(**arguments))
+        return jax.eval_shape(lambda: ma.moe(**harness.exchanging(arguments)))
 
 
 X, PARAMS = draw(2, 3)
@@ -446,7 +446,9 @@ def test_errors_name_the_argument(change, message):
 @pytest.mark.exchanges(0)
 def test_a_mesh_with_devices_is_necessary():
     mesh = mesh_of(ep=2)
-    layer = lambda group: jax.eval_shape(lambda: ma.moe(X, **PARAMS, top_k=2, group=group))
+    layer = lambda group: jax.eval_shape(
+        lambda: ma.moe(X, **harness.exchanging(PARAMS), top_k=2, group=group)
+    )
     for group in ("ep", ma.Group(mesh.abstract_mesh, "ep"), ma.Group(axis_name="ep", size=2)):
         with pytest.raises(ValueError, match=r"got no mesh in scope.*jax.set_mesh\(mesh\)"):
             layer(group)
@@ -473,7 +475,9 @@ def test_the_name_of_an_axis_is_a_group():
 
     def on_rank(x, ids, w_in, w_out, group, **more):
         weights = jnp.full(ids.shape, 0.5)
-        y = ma.moe_mlp(x, ids, weights, w_in, w_out, group=group, **options, **more)
+        y = ma.moe_mlp(
+            x, ids, weights, w_in, w_out, group=group, **harness.exchanging(options, more)
+        )
         routing = ma.route(ids, group=group, num_experts=EXPERTS)
         recv = ma.dispatch(x, routing, group=group)
         return y + ma.combine(recv.rows, recv)
@@ -550,7 +554,9 @@ def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
 
     def program(group):
         def loss(params, x):
-            y, stats = ma.moe(x, **params, top_k=TOP_K, group=group, capacity_factor=1.0)
+            y, stats = ma.moe(
+                x, **params, top_k=TOP_K, group=group, exchange=ma.Exchange(capacity_factor=1.0)
+            )
             return jnp.sum(y**2), (y, stats.num_dropped)
 
         return jax.checkpoint(loss)

@@ -35,7 +35,9 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 def warnings_of(mesh, x, known=False, **options):
     """Trace a layer twice, and return the messages that a user would see."""
-    layer = lambda x: ma.moe(x, **PARAMS, **dict(top_k=TOP_K, group="ep") | options)[0]
+    layer = lambda x: ma.moe(
+        x, **harness.exchanging(PARAMS, dict(top_k=TOP_K, group="ep") | options)
+    )[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(2):  # a new function, which JAX traces again
@@ -97,7 +99,9 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
 
     def on_rank(x, ids, w_in, w_out):
         options = dict(activation=jax.nn.silu, group=group, num_experts=2, shared_expert=True)
-        return ma.moe_mlp(x, ids, None, w_in, w_out, **options, capacity=TOKENS + 3)
+        return ma.moe_mlp(
+            x, ids, None, w_in, w_out, **harness.exchanging(options, capacity=TOKENS + 3)
+        )
 
     arrays = (2, TOKENS, HIDDEN), (2, 2, HIDDEN, 4), (2, 2, 4, HIDDEN)
     x, w_in, w_out = (jnp.ones(shape) for shape in arrays)
@@ -132,7 +136,9 @@ def test_statistics_count_ids_that_are_no_experts(num_tokens, options, expected)
         options = dict(placement=ma.Placement.from_slots(table, EXPERTS, num_ranks=2))
     if "mask" in options:
         options = dict(mask=np.array(options["mask"]))
-    layer = lambda x: ma.moe(x, **PARAMS, top_k=TOP_K, group="ep", choose=choose, **options)
+    layer = lambda x: ma.moe(
+        x, **harness.exchanging(PARAMS, options), top_k=TOP_K, group="ep", choose=choose
+    )
     with jax.set_mesh(mesh_of(ep=2)):
         y, statistics = jax.jit(layer)(jnp.ones((num_tokens, HIDDEN)))
     assert statistics.num_invalid == expected

@@ -23,11 +23,11 @@ RANKS = harness.SEVERAL
 
 
 def at_once(x, ids, topk_weights=None, **options):
-    return ma.dispatch(x, ids, topk_weights, **options)
+    return ma.dispatch(x, ids, topk_weights, **harness.exchanging(options))
 
 
 def in_two_calls(x, ids, topk_weights=None, **options):
-    return ma.dispatch(x, ma.route(ids, **options), topk_weights)
+    return ma.dispatch(x, ma.route(ids, **harness.exchanging(options)), topk_weights)
 
 
 @functools.cache

@@ -26,7 +26,14 @@ def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
 
     def loss(params, x):
         with jax.named_scope("my_layer"):
-            y, found = ma.moe(x, **params, top_k=2, group=group, placement=placement, **options)
+            y, found = ma.moe(
+                x,
+                **params,
+                top_k=2,
+                group=group,
+                placement=placement,
+                **harness.exchanging(options),
+            )
         return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
     make = lambda: ma.init_moe(jax.random.key(0), hidden, width, experts, shared_hidden=width)

@@ -99,8 +99,9 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(route_args(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
-    options["wire_dtype"] = ma.BlockwiseFp8()
+    fmt = ma.BlockwiseFp8()
+    options = dict(wire_dtype=fmt, token_format=fmt, decode=True)
+    options = harness.exchanging(route_args(GROUP, layout), options)
 
     def derivatives(dispatch):
         def of_one_rank(x, topk_weights, ids):
@@ -115,7 +116,7 @@ def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dis
         return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
 
     def of_split(*args, **options):
-        return ma.dispatch_done(ma.dispatch_start(*args, **options))
+        return ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
 
     actual, expected = (derivatives(fn)(x, topk_weights, ids) for fn in (of_split, ma.dispatch))
     small_layer.assert_same(actual, expected)
@@ -137,7 +138,10 @@ def test_replicated_tokens_are_refused_for_they_do_not_travel():
     (x, *_), ids, _ = small_layer.arguments(RANKS, layout=layout)
 
     def start(x, ids):
-        routing = ma.route(ids, **dict(route_args(GROUP, layout), capacity=None), replicated=True)
+        routing = ma.route(
+            ids,
+            **harness.exchanging(dict(route_args(GROUP, layout), capacity=None), replicated=True),
+        )
         return ma.dispatch_done(ma.dispatch_start(x, routing)).rows
 
     with pytest.raises(ValueError, match="without replicated tokens.*got replicated=True"):

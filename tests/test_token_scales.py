@@ -159,7 +159,7 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
     written = ~expected.is_tail | (tail == "zero")
 
     def rows(x, other, ids, weights, scales):
-        options = dict(format=ma.NvFp4(global_scale=scales), tail=tail)
+        options = dict(token_format=ma.NvFp4(global_scale=scales), tail=tail)
         run = functools.partial(
             DISPATCHES[form], (x, [other]), ids, weights, group, layout, **options
         )
@@ -200,11 +200,15 @@ def test_shared_experts_and_replicated_tokens(replicated):
             dataclasses.replace(LAYOUT, capacity=None).route_args(group),
             shared_expert=True,
             replicated=replicated,
-            format=ma.NvFp4(global_scale=scales),
+            token_format=ma.NvFp4(global_scale=scales),
         )
-        recv = ma.dispatch(x, ids, **options)
+        recv = ma.dispatch(x, ids, **harness.exchanging(options))
         rows = (*recv.rows, recv.global_scales)
-        return rows, recv.src_info, ma.dispatch(x, ids, decode=True, **options).rows
+        return (
+            rows,
+            recv.src_info,
+            ma.dispatch(x, ids, decode=True, **harness.exchanging(options)).rows,
+        )
 
     quantized, source, decoded = harness.on_each_rank(rows, group.mesh)(x, ids, scales)
     is_row = source.rank >= 0
@@ -246,7 +250,7 @@ def by_form(form, group, ids, **options):
     def rows(x, scales):
         given = dict(options)
         if scales is not None:
-            given |= dict(format=ma.NvFp4(global_scale=scales), decode=True)
+            given |= dict(token_format=ma.NvFp4(global_scale=scales), decode=True)
         return DISPATCHES[form](x, ids, None, group, LAYOUT, **given).rows
 
     return rows
@@ -317,7 +321,7 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     def gradients(ids, x, scales):
         def total(x, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            recv = DISPATCHES[form](x, ids, None, group, LAYOUT, format=fmt)
+            recv = DISPATCHES[form](x, ids, None, group, LAYOUT, token_format=fmt)
             decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
             return jnp.sum(decoded) + jnp.sum(recv.global_scales)
 
@@ -350,7 +354,7 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
     def compare(ids, x, scales):
         def rows(ids, x, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            run = functools.partial(DISPATCHES[form], x, ids, None, group, LAYOUT, format=fmt)
+            run = functools.partial(DISPATCHES[form], x, ids, None, group, LAYOUT, token_format=fmt)
             recv = run()
             return recv.rows, recv.global_scales, run(decode=True).rows
 
@@ -373,25 +377,27 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
 
 
 SCALES = ma.NvFp4(global_scale=jnp.ones(2, jnp.float32))
-OPTIONS = dict(num_experts=2, format=SCALES)
+OPTIONS = dict(num_experts=2, token_format=SCALES)
 
 
 def decode_with_scales_of_tokens(x, ids, **options):
-    return SCALES.decode(ma.dispatch(x, ids, **options).rows, "float32")
+    return SCALES.decode(ma.dispatch(x, ids, **harness.exchanging(options)).rows, "float32")
 
 
 def layer_in_chunks(x, ids, **options):
     weights = jnp.ones((1, 32, 4)), jnp.ones((1, 4, 32))
-    return ma.moe_mlp(x, ids, None, *weights, activation=jax.nn.silu, num_chunks=2, **options)
+    return ma.moe_mlp(
+        x, ids, None, *weights, activation=jax.nn.silu, **harness.exchanging(options, num_chunks=2)
+    )
 
 
 def fewer_scales_than_tokens(x, ids, **options):
-    return ma.dispatch(jnp.ones((3, 32)), jnp.zeros((3, 1), int), **options)
+    return ma.dispatch(jnp.ones((3, 32)), jnp.zeros((3, 1), int), **harness.exchanging(options))
 
 
 def scales_of_two_axes(x, ids, **options):
-    options["format"] = ma.NvFp4(global_scale=jnp.ones((2, 2)))
-    return ma.dispatch(x.reshape(2, 2, 16), ids, **options)
+    options["token_format"] = ma.NvFp4(global_scale=jnp.ones((2, 2)))
+    return ma.dispatch(x.reshape(2, 2, 16), ids, **harness.exchanging(options))
 
 
 REFUSALS = dict(
@@ -425,17 +431,26 @@ def test_a_layer_of_global_arrays_refuses_scales_of_tokens():
     message = r"format .*global_scale.*moe divides.*float32\[2\].*moe_mlp"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         params = ma.init_moe(jax.random.key(0), 32, 8, 2, specs=ma.moe_partition_specs("ep"))
-        ma.moe(jnp.ones((2, 32)), **params, top_k=1, group="ep", format=SCALES)
+        ma.moe(
+            jnp.ones((2, 32)),
+            **params,
+            top_k=1,
+            group="ep",
+            exchange=ma.Exchange(token_format=SCALES),
+        )
 
 
 def test_the_estimate_counts_the_scales():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
-    plain = ma.memory_estimate(**sizes, format=ma.NvFp4())
+    plain = ma.memory_estimate(**harness.exchanging(sizes, token_format=ma.NvFp4()))
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
-    scaled = ma.memory_estimate(**sizes, format=fmt)
+    scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
     assert scaled.wire_bytes > plain.wire_bytes
     # A choice array of 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
-    added = [ma.memory_estimate(**wide, format=f).workspace_bytes for f in (ma.NvFp4(), fmt)]
+    added = [
+        ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes
+        for f in (ma.NvFp4(), fmt)
+    ]
     assert added[1] - added[0] == 2 * 4 * 128 * 16

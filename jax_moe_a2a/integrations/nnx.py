@@ -70,13 +70,7 @@ class MoE(nnx.Module):
       renormalize: as in ``top_k_router``.
       scale: as in ``top_k_router``.
       choose: as in ``moe``.
-      capacity: as in ``moe``.
-      capacity_factor: as in ``moe``.
-      alignment: as in ``moe``.
-      replicated: as in ``moe``.
-      num_chunks: as in ``moe``.
-      wire_dtype: as in ``moe``.
-      format: as in ``moe``.
+      exchange: how tokens travel, an ``Exchange``, as in ``moe``.
       experts_format: as in ``moe``.
       return_logits: as in ``moe``, but True by default.
       dtype: dtype of the experts' computation and of the result.
@@ -116,13 +110,7 @@ class MoE(nnx.Module):
         renormalize: bool | None = None,
         scale: float = 1.0,
         choose: Choose | None = None,
-        capacity: int | None = None,
-        capacity_factor: float | None = None,
-        alignment: int | None = None,
-        replicated: bool | None = None,
-        num_chunks: int | None = None,
-        wire_dtype: DTypeLike | ma.TokenFormat | None = None,
-        format: ma.TokenFormat | None = None,
+        exchange: ma.Exchange | None = None,
         experts_format: ma.TokenFormat | None = None,
         return_logits: bool = True,
         dtype: DTypeLike = jnp.float32,

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .. import compat, scopes
 from ..ad import accumulation_dtype
-from ..checks import as_array, check_bool, check_int, fitting_experts, short, taken_from
+from ..checks import as_array, check_bool, fitting_experts, short
 from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
@@ -27,6 +27,7 @@ from ..group.group import Group
 from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
 from ..placement.types import Placement, check_placement
+from ..plan.options import Exchange, check_exchange
 from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
@@ -107,13 +108,7 @@ def moe(
     shared_gate_up: OneOrTwo | None = None,
     shared_down: ArrayLike | None = None,
     shared_weights: ArrayLike | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int | None = None,
-    replicated: bool | None = None,
-    num_chunks: int | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    format: TokenFormat | None = None,
+    exchange: Exchange | None = None,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     return_logits: bool = False,
@@ -186,18 +181,7 @@ def moe(
         from I. None means that there is no shared expert.
       shared_down: [J, H]: the second weights of the shared expert.
       shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
-      capacity: number of rows of each rank, as in ``route``. None means the worst case, which drops
-        nothing. It applies to a chunk if there are chunks.
-      capacity_factor: capacity as a multiple of the balanced load of a rank, as in ``route``. In
-        Switch and MaxText, the factor is for each expert, whose load varies more than that of a
-        rank with several experts, so a smaller factor drops as few rows here.
-      alignment: as in ``moe_mlp``.
-      replicated: True or False to decide whether the ranks of a group hold the same tokens. None
-        decides by the number of tokens. True suits decoding with few tokens: no token travels.
-      num_chunks: number of parts of each rank's tokens that run one after the other to save
-        memory, as in ``moe_mlp``. The number does not have to divide the tokens.
-      wire_dtype: as in ``moe_mlp``.
-      format: as in ``moe_mlp``.
+      exchange: how tokens travel, an ``Exchange``.
       experts_format: as in ``moe_mlp``.
       quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
         None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
@@ -245,18 +229,13 @@ def moe(
     scope = _check_scope(group, data_axes, tensor_axis)
     x, of_tokens, params, activation = _check_arrays(scope, given)
     params |= _check_quantized(given)
-    if num_chunks is not None:
-        check_int("num_chunks", num_chunks, least=1)
-    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
-    check_one_global_scale(format, reason, remedy)
-    if replicated is not None:
-        check_bool("replicated", replicated)
+    exchange = _check_exchange(exchange)
     check_bool("return_logits", return_logits)
     shape = x.shape
     if x.ndim == 1:
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
     has_mask = mask is not None
-    tokens = _divide_tokens(scope, x, replicated)
+    tokens = _divide_tokens(scope, x, exchange.replicated)
     _warn_of_repeated_work(scope, x)
     x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
 
@@ -270,15 +249,15 @@ def moe(
             specs[name] = (quantized_spec(spec),) * 2 + specs[name][2:]
     params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
 
-    routed = dict(group=scope.group, num_experts=None, replicated=tokens.replicated)
-    route_arguments = taken_from(given | routed, RouteArguments)
-    options = taken_from(locals(), LayerOptions)
+    options = LayerOptions(activation, experts_format, placement)
+    exchange = dataclasses.replace(exchange, replicated=tokens.replicated)
 
     def on_rank(
         x: jax.Array,
         of_tokens: Mapping[str, jax.Array],
         params: Mapping[str, tuple[jax.Array, ...]],
         placement: Placement | None,
+        exchange: Exchange,
     ) -> tuple[jax.Array, jax.Array | None, MoEStatistics]:
         """Apply the layer to the tokens and the experts of one rank."""
         rows = x.reshape(-1, x.shape[-1])
@@ -321,8 +300,7 @@ def moe(
         y, load = _experts(
             of_experts,
             weights,
-            num_chunks or 1,
-            route_arguments._replace(num_experts=logits.shape[-1]),
+            RouteArguments(scope.group, logits.shape[-1], exchange),
             options._replace(placement=placement),
         )
         partial = scope.group.axes if tokens.replicated else ()
@@ -339,9 +317,9 @@ def moe(
 
     y, logits, statistics = scope.shard_map(
         on_rank,
-        in_specs=(tokens.spec, tokens.spec, specs, P()),
+        in_specs=(tokens.spec, tokens.spec, specs, P(), P()),
         out_specs=(tokens.spec, tokens.spec, P()),
-    )(x, of_tokens, params, placement)
+    )(x, of_tokens, params, placement, exchange)
     if logits is not None:
         logits = _without_padding(scope, tokens, logits, features=None)
         statistics = statistics._replace(logits=logits.reshape(*shape[:-1], logits.shape[-1]))
@@ -351,11 +329,11 @@ def moe(
 def _experts(
     tokens: Mapping[str, Any],
     weights: Mapping[str, Any],
-    num_chunks: int,
     route_arguments: RouteArguments,
     options: LayerOptions,
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
+    num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
     def shared_expert(x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
@@ -395,6 +373,19 @@ def _experts(
     y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return lax.collapse(y, 0, -1)[:num_tokens], load
+
+
+def _check_exchange(given: Exchange | None) -> Exchange:
+    """Return the argument ``exchange`` of ``moe``, or raise an error."""
+    exchange = check_exchange(given, has_chunks=True)
+    if exchange.shared_expert is not None:
+        raise ValueError(
+            f"shared_expert must be omitted in the exchange of moe; got {exchange.shared_expert}. "
+            "Pass the weights of the shared expert as shared_gate_up and shared_down"
+        )
+    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
+    check_one_global_scale(exchange.token_format, reason, remedy)
+    return exchange
 
 
 def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:
