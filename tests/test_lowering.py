@@ -373,20 +373,6 @@ def test_weights_return_with_the_sums_of_the_first_dtype_only():
     assert [re.search(r"num_choice_arrays = (\d)", line)[1] for line in lines] == ["1", "0"]
 
 
-def test_gradients_are_the_transposed_calls():
-    """Dispatch transposes to combine; the weighted combine's cotangent is dispatched once, by the
-    call that weighs it.
-    """
-
-    def gradients(x, ids, weights, ct):
-        out, vjp = jax.vjp(lambda x, weights: exchange(x, ids, weights), x, weights)
-        return out, vjp(ct)
-
-    x = aval(TOKENS, HIDDEN)
-    text = lower(gradients, x, IDS, WEIGHTS, x)
-    assert calls(text) == {"routed_dispatch": 1, "weighted_dispatch": 1, "combine": 2}
-
-
 # The modes
 
 
@@ -783,24 +769,6 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
         assert not re.search("f8E|f4E", text)
 
 
-def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
-    """The weights of choices come with them, as in the transpose of a dispatch."""
-    x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32"), "c": aval(TOKENS, 2, 32)}
-
-    def gradient(x, ids, weights, ct):
-        def rows(x, weights):
-            recv = ma.dispatch(x, route(ids), weights, exchange=ma.Exchange(wire_dtype=ma.MxFp8()))
-            return recv.rows, recv.weights
-
-        return jax.vjp(rows, x, weights)[1](ct)
-
-    capacity = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    ct = {name: aval(capacity, *leaf.shape[1:], dtype=leaf.dtype) for name, leaf in x.items()}
-    text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(capacity, dtype="float32")))
-    assert calls(text) == {"route": 1, "combine": 2}
-    assert attribute(text, "combine", "num_choice_arrays") == "1 : i64"
-
-
 def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids), wire_dtype=ma.BlockwiseFp8()))
@@ -845,11 +813,6 @@ def combine_avals(dtype="bfloat16"):
 
 def dispatch_alone(x, ids):
     return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS).rows
-
-
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-def test_every_dtype_that_kernels_sum_is_one_custom_call(dtype):
-    assert calls(lower(combine_alone, *combine_avals(dtype))) == {"route": 1, "combine": 1}
 
 
 @pytest.mark.parametrize("dtype", ("bool", "int8", "uint16", "float8_e5m2", "complex64"))
