@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.group import native
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 
@@ -598,7 +599,7 @@ def test_an_error_of_a_whole_layer_names_the_remedy():
 
 
 @pytest.mark.several_devices("its group has a mesh")
-@pytest.mark.skipif(ma.available(), reason="CUDA kernels are here")
+@pytest.mark.skipif(native.available(), reason="CUDA kernels are here")
 def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="cuda")
     with pytest.raises(ValueError, match=r"must be None or 'portable'.*got implementation='cuda'"):

@@ -7,8 +7,7 @@ have a leading axis of ranks. The lowering rules see the arrays of one rank.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,11 +17,10 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from ... import compat
+from ... import compat, paths
 from ...group import extension, native
 from ...group.group import Group
-
-logger = logging.getLogger("jax_moe_a2a")
+from ...paths import Choice
 
 
 class Refused(Exception):
@@ -64,10 +62,11 @@ def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
             )
         topology = native.on_one_gpu(None, group.size)
         return CallPlacement(group, topology, lead=int(params["emulated"]))
-    if has_devices and group.path == "cuda":
-        return CallPlacement(group, group.topology, lead=0)
-    if has_devices:
-        return group.why_portable
+    if has_devices or paths.named_gpu():
+        if group.path != "cuda":
+            return group._why_portable
+        topology = group.topology if has_devices else native.Topology((), group.size)
+        return CallPlacement(group, topology, lead=0)
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program whose devices are known when it is lowered; got "
@@ -87,8 +86,9 @@ def register(
 
     Args:
       reference: computes the results with jnp and lax from the operands and parameters.
-      kernels: emits custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns the
-        results. It raises ``Refused`` if the kernels do not support the call.
+      kernels: chooses custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns a
+        function that emits them and returns the results. It raises ``Refused`` if the kernels do
+        not support the call. It reads the types of ``ctx`` only.
       unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
         replacement binds other exchanges, which may run the kernels.
     """
@@ -98,19 +98,21 @@ def register(
         results = primitive.bind(*ranks, **dict(params, emulated=False))
         return [jnp.expand_dims(x, 0) for x in results]
 
-    lower_only_rank = mlir.lower_fun(of_only_rank, multiple_results=True)
-    lower_reference = mlir.lower_fun(reference, multiple_results=True)
-
-    def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def choose(ctx: Any, *operands: Any, **params: Any) -> Choice:
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
+
+        def traced(path: str, why: str, fn: Any, is_within: bool = True) -> Choice:
+            lower = partial(mlir.lower_fun(fn, multiple_results=True), ctx, *operands, **params)
+            return Choice(path, why, lower, partial(fn, **params) if is_within else None)
+
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:
                 # A handler expects an axis of ranks only if several ranks share a launch.
-                return lower_only_rank(ctx, *operands, **params)
+                return traced("", "", of_only_rank)
             try:
-                return kernels(ctx, found, *operands, **params)
+                return Choice(paths.KERNEL, "", kernels(ctx, found, *operands, **params))
             except Refused as refused:
                 why = str(refused)
             if composition is None:
@@ -119,23 +121,35 @@ def register(
                 what = "not fused"
         else:
             why = found
-        logger.info("%s: %s, because %s", primitive, what, why)
         if composition is None:
-            return lower_reference(ctx, *operands, **params)
-        return mlir.lower_fun(composition, multiple_results=True)(ctx, *operands, **params)
+            return traced(what, why, reference, is_within=False)
+        return traced(what, why, composition)
+
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
     def on_others(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if params["group"].implementation == "cuda":
-            raise ValueError(
-                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
-                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
-            )
-        logger.info("%s: portable path, because the program is not for NVIDIA GPUs", primitive)
+        check_platforms(params["group"], ctx.module_context.platforms)
+        paths.logger.info("%s: portable path, because %s", primitive, paths.NOT_FOR_GPUS)
         return lower_reference(ctx, *operands, **params)
 
     primitive.multiple_results = True
     primitive.def_impl(partial(compat.apply_primitive, primitive))
-    compat.register_lowering_per_call(primitive, cuda=on_gpus, others=on_others)
+    compat.register_lowering_per_call(
+        primitive, cuda=paths.lowering(primitive, choose), others=on_others
+    )
+
+
+def check_platforms(group: Group, platforms: Sequence[str]) -> None:
+    """Check that a call may be lowered for platforms other than CUDA.
+
+    Raises:
+      ValueError: if the group requires the kernels.
+    """
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+            f"for {', '.join(platforms)}: use implementation=None there"
+        )
 
 
 def check_may_refuse(group: Group, primitive: Any, why: str) -> None:

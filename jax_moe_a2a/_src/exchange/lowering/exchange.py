@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -45,17 +46,17 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
 
 def whole(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower an exchange."""
+) -> Callable[[], list[Any]]:
+    """Choose the calls of an exchange, and return the function that emits them."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
+    return partial(_make, exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
 
 
 def start(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower the start of an exchange."""
+) -> Callable[[], list[Any]]:
+    """Do what ``whole`` does, for the start of an exchange."""
     avals = _inputs(ctx.avals_in)
     sources = exchange.layouts(**params).sources
     num_results = len(sources)
@@ -63,18 +64,22 @@ def start(
     is_outward = exchange.is_outward
     avals_out = ctx.avals_out[num_results:] if is_outward else ctx.avals_out[:num_results]
     calls = _kernel_calls(exchange, call_placement, avals, avals_out, params)
-    held = _held(ctx, _inputs(operands), avals)
-    results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
-    payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
-    if is_outward:
-        return [*payload, *results]
-    return [*results, *(payload[source[0]] for source in sources)]
+
+    def emit() -> list[Any]:
+        held = _held(ctx, _inputs(operands), avals)
+        results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
+        payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
+        if is_outward:
+            return [*payload, *results]
+        return [*results, *(payload[source[0]] for source in sources)]
+
+    return emit
 
 
 def done(
     exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower the done of an exchange.
+) -> Callable[[], list[Any]]:
+    """Do what ``whole`` does, for the done of an exchange.
 
     The done has the operands of its start, so that XLA keeps them in place. Its other operands are
     the arrays in flight, which become its results.
@@ -92,11 +97,15 @@ def done(
 
     avals, in_flight_avals = divide(ctx.avals_in)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    inputs, in_flight = divide(operands)
-    held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
-    inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
-    args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
-    return _make(*args, phase="done", in_flight=in_flight)
+
+    def emit() -> list[Any]:
+        inputs, in_flight = divide(operands)
+        held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
+        inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
+        args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
+        return _make(*args, phase="done", in_flight=in_flight)
+
+    return emit
 
 
 def _kernel_calls(
