@@ -133,7 +133,7 @@ def explain(
     walk = _Walk(device, num_devices)
     with paths.explaining(gpu):
         walk.visit(compat.without_dead_code(program), 1, "", None)
-    calls = tuple(Call(*key[:1], count, *key[1:]) for key, count in walk.counts.items())
+    calls = tuple(Call(name, num, *rest) for (name, *rest), num in walk.counts.items())
     if gpu:
         note = f"assumed: every device is {gpu}; those of a group reach each other's memory"
     elif device == "cpu":
@@ -150,7 +150,7 @@ class _Walk:
 
     def __init__(self, device: str | None, num_devices: int) -> None:
         self.device, self.num_devices = device, num_devices
-        self.counts: dict[tuple[str, ...], int] = {}
+        self.counts: dict[tuple[str, str, str, str, str], int] = {}
 
     def visit(self, jaxpr: Any, times: int, where: str, mesh: Any) -> None:
         """Add the calls of a jaxpr, which runs ``times`` times. ``mesh`` is that of the

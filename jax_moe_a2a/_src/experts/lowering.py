@@ -29,9 +29,9 @@ def _sizes(rows: Any, w: Any, sizes: Any) -> tuple[int, int, int, int]:
 def why_no_dot_act(*avals: Any, tree: Any, activation: FusedActivation, **_: Any) -> str:
     """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
     o = tree.unflatten(avals)
-    *sizes, width = _sizes(o.rows, o.w, o.sizes)
+    num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
     of_columns = (width, width // activation.width(1))  # of the product, and of its activations
-    whys = (grouped.why_no_kernel(o.rows.dtype, *sizes, n) for n in of_columns)
+    whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
     return next(filter(None, whys), "")
 
 

@@ -146,7 +146,7 @@ def _why_no_workspace(group: GroupValue) -> str:
     if group.size > native.limit("MAX_RANKS"):
         return f"the group has {group.size} ranks, more than {native.limit('MAX_RANKS')}"
     gpu = paths.named_gpu()
-    if not isinstance(group.mesh, Mesh) and not gpu:
+    if not gpu and not isinstance(group.mesh, Mesh):
         if group.implementation == "cuda":
             return ""
         return (
@@ -154,7 +154,7 @@ def _why_no_workspace(group: GroupValue) -> str:
             "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
             "over the axis, they run only with implementation='cuda'"
         )
-    devices = [gpu] if gpu else list(group.mesh.devices.flat)
+    devices: list[Any] = [gpu] if gpu else devices_of(group)
     if any(d.platform != "gpu" for d in devices):
         return "the mesh has devices that are not GPUs"
     if not all(map(native.is_new_enough, devices)):
