@@ -114,9 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     what = "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps"
     samples = runs.QUICK_SAMPLES if is_brief else SAMPLES
     run = runs.open_run(args, num_gpus, args.sweep, what, samples, measured)
-    why_portable = run.group().why_portable
-    if num_gpus and why_portable and "ours" in (args.methods or METHODS):
-        print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
+    path = run.group().path
+    if num_gpus and path != "cuda" and "ours" in (args.methods or METHODS):
+        print(
+            f"The {path} path would run; python -m jax_moe_a2a says why. --methods without ours "
+            "runs the others."
+        )
         return 1
     for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
         with run.attempt(str(plans[0].sweep or plans[0].workload.setting)):

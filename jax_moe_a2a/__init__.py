@@ -22,15 +22,16 @@ from ._src.exchange.recv import Recv as Recv
 from ._src.exchange.recv import SourceInfo as SourceInfo
 from ._src.experts.activations import clamped_swiglu as clamped_swiglu
 from ._src.experts.gated import gated as gated
+from ._src.explain import Call as Call
+from ._src.explain import Explanation as Explanation
+from ._src.explain import explain as explain
 from ._src.formats.formats import BlockwiseFp8 as BlockwiseFp8
 from ._src.formats.formats import MxFp8 as MxFp8
 from ._src.formats.formats import NvFp4 as NvFp4
 from ._src.formats.formats import Quantized as Quantized
 from ._src.formats.formats import TokenFormat as TokenFormat
 from ._src.group.group import Group as Group
-from ._src.group.native import available as available
 from ._src.grouped.api import grouped_dot as grouped_dot
-from ._src.grouped.api import why_no_grouped_gemm as why_no_grouped_gemm
 from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
 from ._src.grouped.weights import quantize_experts as quantize_experts
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
@@ -43,7 +44,6 @@ from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
 from ._src.layer.load import plot_expert_load as plot_expert_load
 from ._src.layer.mlp import moe_mlp as moe_mlp
-from ._src.layer.mlp import why_not_fused as why_not_fused
 from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
 from ._src.layer.parameters import init_moe as init_moe

@@ -379,8 +379,8 @@ def _path(group: Group) -> Finding:
     if group.two_level:
         hosts, ranks = group.levels
         said += f" ({hosts.size} hosts of {ranks.size})"
-    if group.why_portable:
-        said += f", because {group.why_portable}"
+    if group._why_portable:
+        said += f", because {group._why_portable}"
     return Finding("path", said, ok=True if group.path.startswith("cuda") else None)
 
 

@@ -51,7 +51,6 @@ import hypothesis
 import jax
 import pytest
 
-import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
@@ -78,7 +77,7 @@ hypothesis.settings.load_profile(
 def pytest_configure(config):
     if ON_GPU and jax.default_backend() != "gpu":
         raise pytest.UsageError(f"MOE_A2A_TEST_GPU=1, but JAX runs on {jax.default_backend()!r}")
-    if ON_GPU and not ma.available():
+    if ON_GPU and not native.available():
         raise pytest.UsageError("MOE_A2A_TEST_GPU=1, but the CUDA kernels are not built in")
 
 

@@ -19,7 +19,6 @@ from cuda_calls import calls, needs_kernel
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
 from jax_moe_a2a._src.grouped import act_encode
-from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
@@ -313,17 +312,3 @@ def test_nothing_to_do_is_no_call(hopper, caplog, options):
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         assert calls(fn, *avals(**options)) == []
     assert any("act_encode: not fused, because there are no rows" in m for m in caplog.messages)
-
-
-def test_why_not_fused_names_the_reason(hopper, monkeypatch):
-    rows = jax.ShapeDtypeStruct((512, 256), "bfloat16")
-    w = lambda k, n: jax.eval_shape(
-        ma.quantize_experts, jax.ShapeDtypeStruct((4, k, n), "bfloat16")
-    )
-    why = functools.partial(ma.why_not_fused, rows=rows, w_in=w(256, 512), w_out=w(256, 128))
-    assert why(ma.gated(jax.nn.silu)) == ""
-    assert "the activation is not one of those" in why(ma.gated(jnp.tanh))
-    with pytest.raises(ValueError, match="w_in must have I'=256 columns"):
-        why(jax.nn.silu)
-    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "the kernel needs other GPUs")
-    assert why(ma.gated(jax.nn.silu)) == "the kernel needs other GPUs"

@@ -24,7 +24,7 @@ X, IDS, WEIGHTS = test_lowering.aval(8, 16), test_lowering.IDS, test_lowering.WE
 
 @pytest.fixture(autouse=True)
 def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 def scopes(fn):
@@ -99,7 +99,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec
 import jax_moe_a2a as ma
 
-ma.Group.why_portable = ""
+ma.Group._why_portable = ""
 mesh = Mesh(np.array(jax.devices()), "ep")
 group = ma.Group(mesh, "ep")
 

@@ -98,7 +98,7 @@ def test_the_path_is_that_of_a_group_and_says_why(one_device, capsys):
     group = ma.Group(harness.mesh_of(1), harness.AXIS)
     _, line = line_of(diagnose(capsys)[1], "path")
     assert group.path in line
-    assert group.why_portable in line
+    assert group._why_portable in line
     status, printed = diagnose(capsys, "--portable")
     assert status == 0
     assert "the group asks for the portable path" in line_of(printed, "path")[1]

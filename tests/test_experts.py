@@ -431,24 +431,10 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
 )
 def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, options):
     args = avals(**options)
-    swiglu = ma.gated(jax.nn.silu)
-    assert why in ma.why_not_fused(swiglu, args[0], args[1], args[4])
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         names = [name for name, *_ in calls(backward, *args)]
     assert set(names) <= {"grouped_gemm"}
     assert any("dot_act: not fused, because" in m and why in m for m in caplog.messages)
-
-
-@needs_kernel
-def test_why_not_fused_names_the_reason(hopper):
-    rows, w_in, _, _, w_out, *_ = avals()
-    why = functools.partial(ma.why_not_fused, rows=rows, w_in=w_in, w_out=w_out)
-    assert why(ma.gated(jax.nn.silu)) == why(ma.clamped_swiglu()) == ""
-    assert "the activation is not one of those" in why(ma.gated(jnp.tanh))
-    with pytest.raises(ValueError, match="w_in must have I'=320 columns"):
-        why(jax.nn.silu)
-    with pytest.raises(ValueError, match="w_out must have the shape"):
-        why(ma.gated(jax.nn.silu), w_out=w_out.update(shape=(4, 320)))
 
 
 # Home and spare weights

@@ -31,7 +31,7 @@ HIDDEN = 128
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    assert ma.available()
+    assert native.available()
     monkeypatch.setattr(native, "why_not", lambda *args: ("", 1 << 20))
     monkeypatch.setattr(rules, "check_arrays", lambda *args, **options: None)
     monkeypatch.setattr(Routing, "check", lambda *args: None)
@@ -97,7 +97,7 @@ def test_a_damaged_routing_array_is_refused_by_the_handler(unchecked, use, name)
 
 @pytest.mark.parametrize("lead", (TOKENS - 1, TOKENS + 1))
 def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
-    assert ma.available()
+    assert native.available()
     group = group_of()
     native.register_targets()
     route = lambda ids: ma.route(

@@ -82,7 +82,7 @@ def test_a_group_over_processes_of_one_host_takes_the_kernels(told):
 
 ASKING = {
     "path": lambda group: group.path,
-    "why_portable": lambda group: group.why_portable,
+    "why_portable": lambda group: group._why_portable,
     "topology": lambda group: group.topology,
     "reserve": lambda group: group.reserve(num_tokens=8, hidden=16, top_k=1, num_experts=2),
     "lowering": lambda group: group.placed_by(None),
@@ -217,7 +217,7 @@ def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
     group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"), implementation=implementation)
     assert group.two_level and group.path == "cuda within hosts, portable between"
     assert [level.path for level in group.levels] == ["portable", "cuda"]
-    assert group.why_portable.startswith("between hosts: the ranks of processes [0, 2] are on 2 ")
+    assert group._why_portable.startswith("between hosts: the ranks of processes [0, 2] are on 2 ")
     assert group.levels[1].topology == ((0, 1, 2, 3), 2)
 
 
@@ -231,7 +231,7 @@ def test_an_axis_that_spans_hosts_is_warned_of_with_the_lines_that_divide_it(
         monkeypatch.setattr(Gpu, "partition_index", 0)
     flat = group_of(0, 1, 2, 3)
     with pytest.warns(UserWarning, match="takes the portable path.*are on 2 hosts"):
-        why = flat.why_portable
+        why = flat._why_portable
     lines = [line.strip() for line in why.splitlines()[1:]]
     assert len(lines) == 2 and ("two_level=True" in lines[1]) != is_known
     scope = dict(mesh=flat.mesh, jax=jax, ma=ma)
@@ -244,7 +244,7 @@ def test_an_axis_that_spans_hosts_is_warned_of_with_the_lines_that_divide_it(
 def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
     for index, host in ((1, "another"), (2, "another"), (3, None)):
         tell(told, index, host=host)
-    why = group_of(0, 1, 2, 3, 0, 1).why_portable
+    why = group_of(0, 1, 2, 3, 0, 1)._why_portable
     assert "on 2 hosts" in why and "Mesh" not in why
 
 
@@ -258,7 +258,7 @@ def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch)
     group = ma.Group(Mesh(gpus, ("host", "ep")), ("host", "ep"))
     assert group.path == "portable"
     why = "within and between hosts: processes 0 and 2 run different versions"
-    assert group.why_portable.startswith(why)
+    assert group._why_portable.startswith(why)
 
 
 def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):
@@ -268,7 +268,7 @@ def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):
 
 def test_all_processes_take_the_path_that_every_one_can(told):
     tell(told, 1, why_portable="has no CUDA kernels")
-    assert group_of(0, 0, 1, 1).why_portable == "process 1 has no CUDA kernels"
+    assert group_of(0, 0, 1, 1)._why_portable == "process 1 has no CUDA kernels"
     assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "portable"
 
 
@@ -278,7 +278,7 @@ def test_all_processes_take_the_path_that_every_one_can(told):
 def test_processes_of_different_versions_or_builds_take_the_portable_path(told, field, other):
     """The package decides the shapes of a program, so the protocol's version is not enough."""
     tell(told, 1, **{field: other})
-    why = group_of(0, 0, 1, 1).why_portable
+    why = group_of(0, 0, 1, 1)._why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
     assert str(other) in why and str(getattr(processes._own_notice(), field)) in why
 

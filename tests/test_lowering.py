@@ -49,7 +49,7 @@ APART = {"route": 1, "dispatch": 1}
 
 @pytest.fixture(autouse=True)
 def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ ANOTHER_DTYPE = jnp.dtype("complex64")  # of no array of a call
 
 @pytest.fixture(autouse=True)
 def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 class Call(NamedTuple):

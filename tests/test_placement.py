@@ -31,7 +31,7 @@ TOKENS, TOP_K, HIDDEN, EXPERTS = 8, 2, 16, 2 * RANKS
 
 @pytest.fixture
 def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 def mesh_of(devices, axis_types=None):
@@ -106,14 +106,14 @@ def test_asking_for_the_kernels_on_another_platform_is_an_error(devices_pass_for
 @pytest.mark.skipif(harness.ON_GPU, reason="there are GPUs here")
 def test_asking_for_the_kernels_without_a_gpu_is_an_error_when_traced():
     group = ma.Group(axis_name="ep", size=RANKS, implementation="cuda")
-    assert group.why_portable == "JAX sees no GPU"
+    assert group._why_portable == "JAX sees no GPU"
     with pytest.raises(ValueError, match="implementation.*JAX sees no GPU"):
         jax.eval_shape(on_one_gpu(group), *avals(RANKS, TOKENS))
 
 
 def test_more_ranks_than_the_kernels_serve_are_refused_with_the_numbers():
     group = ma.Group(axis_name="ep", size=128, implementation="cuda")
-    assert group.why_portable == "the group has 128 ranks, more than 64"
+    assert group._why_portable == "the group has 128 ranks, more than 64"
 
 
 class Gpu:
@@ -129,10 +129,10 @@ class Gpu:
 def test_more_ranks_than_multiprocessors_are_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(native, "default_gpu", Gpu)
     group = ma.Group(axis_name="ep", size=49, implementation="cuda")
-    assert group.why_portable == (
+    assert group._why_portable == (
         "49 ranks on one GPU need 49 streaming multiprocessors; cuda:0 has 48"
     )
-    assert ma.Group(axis_name="ep", size=48, implementation="cuda").why_portable == ""
+    assert ma.Group(axis_name="ep", size=48, implementation="cuda")._why_portable == ""
 
 
 def test_whole_and_split_exchanges_of_all_ranks_fit_on_the_gpu_together():
@@ -212,8 +212,8 @@ def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
     assert f"moe_a2a_combine: portable path, because {why}" in caplog.messages
 
 
-def test_why_portable_of_a_group_without_devices_says_what_decides():
-    why = ma.Group(axis_name="ep", size=RANKS).why_portable
+def test_the_reason_of_a_group_without_devices_says_what_decides():
+    why = ma.Group(axis_name="ep", size=RANKS)._why_portable
     assert "no devices" in why and "implementation='cuda'" in why
 
 

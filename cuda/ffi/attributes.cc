@@ -40,8 +40,8 @@ ffi::Error SetDevice(int32_t ordinal, Topology* topology) {
   int64_t id;
   if (!FindOwnDevice(ordinal, &id)) {
     return Invalid("the program runs on GPU " + std::to_string(ordinal) +
-                   ", which jax_moe_a2a does not know in this process; call "
-                   "jax_moe_a2a.available() before the program");
+                   ", which jax_moe_a2a does not know in this process; read the "
+                   "path of a jax_moe_a2a.Group over this GPU before the program");
   }
   topology->devices.assign(topology->num_ranks, id);
   return ffi::Error::Success();

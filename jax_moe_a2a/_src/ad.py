@@ -79,13 +79,16 @@ def cotangents_of(
 def register_constant(primitive: Any) -> None:
     """Register a primitive that returns its operand and has no derivative."""
     primitive.def_impl(partial(compat.apply_primitive, primitive))
-    primitive.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(primitive, lambda ctx, x: [x])
-    ad.primitive_jvps[primitive] = lambda primals, _: (
-        primitive.bind(*primals),
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    ad.primitive_jvps[primitive] = lambda primals, _, **params: (
+        primitive.bind(*primals, **params),
         zero_tangent(primals[0]),
     )
-    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), dims[0])
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(*args, **params),
+        dims[0],
+    )
 
 
 fixed_p = compat.Primitive("fixed")
@@ -99,5 +102,10 @@ def fixed(x: jax.Array) -> jax.Array:
     return fixed_p.bind(x)
 
 
-register_constant(fixed_p)
-ad.primitive_transposes[fixed_p] = lambda ct, x: [ad.Zero(aval_of(x))]
+def register_fixed(primitive: Any) -> None:
+    """Register a primitive that does what ``fixed`` does."""
+    register_constant(primitive)
+    ad.primitive_transposes[primitive] = lambda ct, x, **_: [ad.Zero(aval_of(x))]
+
+
+register_fixed(fixed_p)

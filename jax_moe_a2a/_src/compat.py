@@ -71,6 +71,23 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ())
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
+def without_dead_code(program: Any) -> Any:
+    """Return the jaxpr of a closed jaxpr without equations whose results nothing uses."""
+    return pe.dce_jaxpr(program.jaxpr, True)[0]
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Return the jaxprs in the parameters of an equation."""
+    return list(core.jaxprs_in_params(params))
+
+
+def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
+    """Return the jaxpr of a function inside mesh axes, in which types do not vary over them."""
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    with varying_unchecked(), core.extend_axis_env_nd(list(axes.items())):
+        return without_dead_code(jax.make_jaxpr(fn)(*types))
+
+
 # Scopes that JAX adds around functions that it calls or computes again.
 ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map")
 

@@ -63,7 +63,7 @@ def devices():
     topology = xla_bridge.make_pjrt_topology(
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"
     )
-    ma.Group.why_portable = ""
+    ma.Group._why_portable = ""
     lowering._why_other_gpu = lambda: ""
     # Whether the kernels support a call depends on the memory of the devices.
     library = ctypes.CDLL(native._native.__file__)

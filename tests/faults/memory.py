@@ -92,7 +92,7 @@ class Member(Inside):
     # Commands.
 
     def path(self):
-        return self.group.path, self.group.why_portable
+        return self.group.path, self.group._why_portable
 
     def reserve(self, tokens=64, split=False, second=False):
         group = self.second if second else self.group

@@ -21,9 +21,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from .. import compat, scopes
+from .. import compat, paths, scopes
 from ..group import extension, native
 from ..group.group import Group
+from ..paths import Choice
 from .record import Record, split_routing
 
 # True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
@@ -85,10 +86,11 @@ def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
             )
         topology = native.on_one_gpu(None, group.size)
         return CallPlacement(group, topology, lead=int(params["emulated"]))
-    if has_devices and group.path == "cuda":
-        return CallPlacement(group, group.topology, lead=0)
-    if has_devices:
-        return group.why_portable
+    if has_devices or paths.named_gpu():
+        if group.path != "cuda":
+            return group._why_portable
+        topology = group.topology if has_devices else native.Topology((), group.size)
+        return CallPlacement(group, topology, lead=0)
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program whose devices are known when it is lowered; got "
@@ -108,8 +110,9 @@ def register(
 
     Args:
       reference: computes the results with jnp and lax from the operands and parameters.
-      kernels: emits custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns the
-        results. It raises ``Refused`` if the kernels do not support the call.
+      kernels: chooses custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns a
+        function that emits them and returns the results. It raises ``Refused`` if the kernels do
+        not support the call. It reads the types of ``ctx`` only.
       unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
         replacement binds other exchanges, which may run the kernels.
     """
@@ -119,19 +122,21 @@ def register(
         results = primitive.bind(*ranks, **dict(params, emulated=False))
         return [jnp.expand_dims(x, 0) for x in results]
 
-    lower_only_rank = mlir.lower_fun(of_only_rank, multiple_results=True)
-    lower_reference = mlir.lower_fun(reference, multiple_results=True)
-
-    def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def choose(ctx: Any, *operands: Any, **params: Any) -> Choice:
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
+
+        def traced(path: str, why: str, fn: Any, is_within: bool = True) -> Choice:
+            lower = partial(mlir.lower_fun(fn, multiple_results=True), ctx, *operands, **params)
+            return Choice(path, why, lower, partial(fn, **params) if is_within else None)
+
         found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
         if isinstance(found, CallPlacement):
             if found.lead and found.group.size == 1:
                 # A handler expects an axis of ranks only if several ranks share a launch.
-                return lower_only_rank(ctx, *operands, **params)
+                return traced("", "", of_only_rank)
             try:
-                return kernels(ctx, found, *operands, **params)
+                return Choice(paths.KERNEL, "", kernels(ctx, found, *operands, **params))
             except Refused as refused:
                 why = str(refused)
             if composition is None:
@@ -140,23 +145,35 @@ def register(
                 what = "not fused"
         else:
             why = found
-        logger.info("%s: %s, because %s", primitive, what, why)
         if composition is None:
-            return lower_reference(ctx, *operands, **params)
-        return mlir.lower_fun(composition, multiple_results=True)(ctx, *operands, **params)
+            return traced(what, why, reference, is_within=False)
+        return traced(what, why, composition)
+
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
     def on_others(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if params["group"].implementation == "cuda":
-            raise ValueError(
-                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
-                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
-            )
-        logger.info("%s: portable path, because the program is not for NVIDIA GPUs", primitive)
+        check_platforms(params["group"], ctx.module_context.platforms)
+        paths.logger.info("%s: portable path, because %s", primitive, paths.NOT_FOR_GPUS)
         return lower_reference(ctx, *operands, **params)
 
     primitive.multiple_results = True
     primitive.def_impl(partial(compat.apply_primitive, primitive))
-    compat.register_lowering_per_call(primitive, cuda=on_gpus, others=on_others)
+    compat.register_lowering_per_call(
+        primitive, cuda=paths.lowering(primitive, choose), others=on_others
+    )
+
+
+def check_platforms(group: Group, platforms: Sequence[str]) -> None:
+    """Check that a call may be lowered for platforms other than CUDA.
+
+    Raises:
+      ValueError: if the group requires the kernels.
+    """
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+            f"for {', '.join(platforms)}: use implementation=None there"
+        )
 
 
 def check_may_refuse(group: Group, primitive: Any, why: str) -> None:
@@ -293,17 +310,17 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
 
 def whole(
     exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower an exchange."""
+) -> Callable[[], list[Any]]:
+    """Choose the calls of an exchange, and return the function that emits them."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
+    return partial(_make, exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
 
 
 def start(
     exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower the start of an exchange."""
+) -> Callable[[], list[Any]]:
+    """Do what ``whole`` does, for the start of an exchange."""
     avals = _inputs(ctx.avals_in)
     sources = exchange.layouts(**params).sources
     num_results = len(sources)
@@ -311,18 +328,22 @@ def start(
     is_outward = exchange.is_outward
     avals_out = ctx.avals_out[num_results:] if is_outward else ctx.avals_out[:num_results]
     calls = _kernel_calls(exchange, call_placement, avals, avals_out, params)
-    held = _held(ctx, _inputs(operands), avals)
-    results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
-    payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
-    if is_outward:
-        return [*payload, *results]
-    return [*results, *(payload[source[0]] for source in sources)]
+
+    def emit() -> list[Any]:
+        held = _held(ctx, _inputs(operands), avals)
+        results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
+        payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
+        if is_outward:
+            return [*payload, *results]
+        return [*results, *(payload[source[0]] for source in sources)]
+
+    return emit
 
 
 def done(
     exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
-) -> list[Any]:
-    """Lower the done of an exchange.
+) -> Callable[[], list[Any]]:
+    """Do what ``whole`` does, for the done of an exchange.
 
     The done has the operands of its start, so that XLA keeps them in place. Its other operands are
     the arrays in flight, which become its results.
@@ -340,11 +361,15 @@ def done(
 
     avals, in_flight_avals = divide(ctx.avals_in)
     calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    inputs, in_flight = divide(operands)
-    held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
-    inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
-    args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
-    return _make(*args, phase="done", in_flight=in_flight)
+
+    def emit() -> list[Any]:
+        inputs, in_flight = divide(operands)
+        held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
+        inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
+        args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
+        return _make(*args, phase="done", in_flight=in_flight)
+
+    return emit
 
 
 def _kernel_calls(

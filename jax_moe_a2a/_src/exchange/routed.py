@@ -284,7 +284,9 @@ def _routed_remat(
 # Kernel calls
 
 
-def _lower_route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any) -> list[Any]:
+def _lower_route(
+    ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any
+) -> Callable[[], list[Any]]:
     """Lower ``route_p`` to one call with two launches.
 
     The rank of this device is an operand, because the exchange of ids needs it.
@@ -308,12 +310,12 @@ def _lower_route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: An
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
     attributes = _attributes(params) | dict(tokens_per_chunk=tokens_per_chunk, parts=options.parts)
-    return _call(ctx, call_placement, "route", [ids], attributes, scratch)[: len(ctx.avals_out)]
+    return _call(ctx, call_placement, "route", [ids], attributes, scratch)
 
 
 def _lower_routed_dispatch(
     ctx: Any, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
-) -> list[Any]:
+) -> Callable[[], list[Any]]:
     """Lower ``routed_dispatch_p`` to one launch."""
     attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
     return _call(ctx, call_placement, "routed_dispatch", [ids, *payload], attributes)
@@ -337,24 +339,29 @@ def _call(
     operands: Sequence[Any],
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
-) -> list[Any]:
-    """Emit a call whose first operand is the ids, and whose second operand is this device's
-    rank. The scratch arrays are its last results."""
+) -> Callable[[], list[Any]]:
+    """Choose a call whose first operand is the ids, and whose second operand is this device's
+    rank. Return the function that emits it, and drops its last results, the scratch arrays."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     avals_in = [ids_aval, _rank_aval(ctx, call_placement), *payload_avals]
     avals_out = [*ctx.avals_out, *scratch]
     target = f"moe_a2a_{name}"
     half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
     num_tokens = ids_aval.shape[-2]
-    return custom_call(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out),
-        target,
-        [ids, *_own_rank(ctx, call_placement), *payload],
-        call_placement,
-        attributes,
-        num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
-        half_bytes=half_bytes,
-    )
+
+    def emit() -> list[Any]:
+        results = custom_call(
+            ctx.replace(avals_in=avals_in, avals_out=avals_out),
+            target,
+            [ids, *_own_rank(ctx, call_placement), *payload],
+            call_placement,
+            attributes,
+            num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
+            half_bytes=half_bytes,
+        )
+        return results[: len(ctx.avals_out)]
+
+    return emit
 
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:

@@ -22,16 +22,6 @@ ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 
 
-def why_not_dot_act(
-    activation: FusedActivation, dtype: Any, num_rows: int, num_groups: int, k: int, width: int
-) -> str:
-    """Return why the kernel does not compute the activations of a product of these sizes on the
-    GPUs of this process; '' if it does. The product has ``width`` columns."""
-    of_columns = (width, width // activation.width(1))  # of the product, and of its activations
-    whys = (grouped.why_no_kernel(dtype, num_rows, num_groups, k, n) for n in of_columns)
-    return next(filter(None, whys), "")
-
-
 def _sizes(rows: Any, w: Any, sizes: Any) -> tuple[int, int, int, int]:
     return sizes_of(rows, sizes, arrays_of(w)[0].shape)
 
@@ -39,7 +29,10 @@ def _sizes(rows: Any, w: Any, sizes: Any) -> tuple[int, int, int, int]:
 def why_no_dot_act(*avals: Any, tree: Any, activation: FusedActivation, **_: Any) -> str:
     """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
     o = tree.unflatten(avals)
-    return why_not_dot_act(activation, o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
+    num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
+    of_columns = (width, width // activation.width(1))  # of the product, and of its activations
+    whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
+    return next(filter(None, whys), "")
 
 
 def why_no_dot_bias(*avals: Any, tree: Any, **_: Any) -> str:

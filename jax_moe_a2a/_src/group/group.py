@@ -20,7 +20,7 @@ class Group(GroupValue):
 
     If a group has GPUs of several processes, each process must announce itself to the others. A
     process does so when it first lowers a program with an exchange of the group, or first uses
-    ``path``, ``why_portable`` or ``reserve``. Each of these may wait until the other processes have
+    ``path`` or ``reserve``. Both may wait until the other processes have
     announced themselves, so use them in all processes. See "When processes announce themselves" in
     ``docs/processes.md``.
 
@@ -87,16 +87,20 @@ class Group(GroupValue):
 
         With two levels of which only the level within a host runs on the kernels, return
         ``"cuda within hosts, portable between"``. This is normal for a group over several hosts.
+        ``explain`` says why a program takes the portable path. If the devices belong to several
+        processes, ``path`` waits until all of them have announced themselves, so read it in all
+        processes.
 
         Raises:
-          RuntimeError: as ``why_portable``.
+          RuntimeError: if another process of the mesh has not announced itself within
+            ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
           ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run. With
             two levels, they must run within a host.
         """
         if self.two_level:
             between, within = (level.path for level in self.levels)
             return within if between == within else f"{within} within hosts, {between} between"
-        why = self.why_portable
+        why = self._why_portable
         if why and self.implementation == "cuda":
             raise ValueError(
                 "implementation must be None or 'portable' where the CUDA kernels cannot run "
@@ -105,22 +109,8 @@ class Group(GroupValue):
         return "portable" if why else "cuda"
 
     @property
-    def why_portable(self) -> str:
-        """Return why the kernels do not run on the group's devices, or '' if they do.
-
-        With two levels, each reason begins with its level: ``"within hosts: "``,
-        ``"between hosts: "`` or ``"within and between hosts: "``. If the devices belong to
-        several processes, it waits until all of them have announced themselves, so read it in all
-        processes.
-
-        If the ranks are on several hosts, and a group over two mesh axes could run the kernels
-        within each host, the reason ends with the lines that make this group, and is also a Python
-        warning.
-
-        Raises:
-          RuntimeError: if another process of the mesh has not announced itself within
-            ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
-        """
+    def _why_portable(self) -> str:
+        """Return why the kernels do not run on the group's devices, or '' if they do."""
         return runtime.why_portable(self)
 
     @property
@@ -131,7 +121,7 @@ class Group(GroupValue):
         share the default GPU.
 
         Raises:
-          RuntimeError: as ``why_portable``.
+          RuntimeError: as ``path``.
         """
         return runtime.topology(self)
 

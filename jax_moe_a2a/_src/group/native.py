@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import compat
+from .. import compat, paths
+from ..paths import Choice
 from . import extension
 
 _native: Any = extension.load()  # None: the portable path is complete without it
@@ -98,11 +99,8 @@ def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
 
 
 def available() -> bool:
-    """Return True if the CUDA kernels are built in and this process has a GPU.
-
-    The result does not depend on the GPU's compute capability. ``Group.path`` says whether the
-    kernels run on the devices of a group.
-    """
+    """Return True if the CUDA kernels are built in and this process has a GPU of any compute
+    capability."""
     return has_kernels() and bool(local_gpus())
 
 
@@ -117,7 +115,7 @@ def register_targets() -> None:
         introduce_devices()
 
 
-def lower_kernel(
+def choose_kernel(
     ctx: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
@@ -125,15 +123,20 @@ def lower_kernel(
     why: str = "",
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
-) -> Any:
-    """Lower a function that calls a kernel. If ``why`` says why no kernel applies, lower
-    ``composition``, which ``what`` describes for the log."""
+) -> Choice:
+    """Choose a function that calls a kernel. If ``why`` says why no kernel applies, choose
+    ``composition``, which ``what`` describes in words."""
     if why:
-        logger.info("%s: %s, because %s", ctx.primitive, what, why)
-        return compat.lower_fun(ctx, composition, operands, params)
-    register_targets()
-    logger.info("%s: the kernel", ctx.primitive)
-    return compat.lower_fun(ctx, kernel, operands, params)
+        assert composition is not None
+        lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
+        return Choice(what, why, lower, functools.partial(composition, **params))
+
+    def lower_kernel() -> Any:
+        register_targets()
+        logger.info("%s: the kernel", ctx.primitive)
+        return compat.lower_fun(ctx, kernel, operands, params)
+
+    return Choice(paths.KERNEL, "", lower_kernel)
 
 
 def call_product(
@@ -230,8 +233,11 @@ def array_bytes(num_slots: int, row_bytes: int) -> int:
     return _native.array_bytes(num_slots, row_bytes)
 
 
-def local_gpus() -> list[jax.Device]:
-    """Return the GPUs of this process; [] if JAX sees no GPU."""
+def local_gpus() -> list[Any]:
+    """Return the GPUs of this process, or the GPU that ``explain`` assumes; [] if JAX sees no
+    GPU."""
+    if gpu := paths.named_gpu():
+        return [gpu]
     try:
         return jax.local_devices(backend="gpu")
     except RuntimeError:  # no such backend

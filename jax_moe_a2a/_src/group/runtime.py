@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from .. import compat
+from .. import compat, paths
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 from ..plan.options import check_exchange
 from . import extension, native, processes
@@ -71,6 +71,8 @@ def announce(group: GroupValue) -> None:
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return
+    if paths.is_explaining():
+        return
     if spans_processes(group) and all(d.platform == "gpu" for d in group.mesh.devices.flat):
         processes.publish()
 
@@ -82,14 +84,27 @@ def placed_by(group: G, program_mesh: Mesh | None) -> G:
     announced itself.
     """
     placed = group.placed_on(program_mesh)
-    if placed is not group:
+    if placed is not group and not paths.is_explaining():
         _of_programs.setdefault(group, {})[placed] = None
     announce(placed)
     return placed
 
 
 def why_portable(group: GroupValue) -> str:
-    """Return why the kernels do not run on the group's devices, or ''. See ``Group``."""
+    """Return why the kernels do not run on the group's devices, or ''.
+
+    With two levels, each reason begins with its level: ``"within hosts: "``, ``"between hosts: "``
+    or ``"within and between hosts: "``. If the devices belong to several processes, it waits until
+    all of them have announced themselves. Only ``explain`` does not wait.
+
+    If the ranks are on several hosts, and a group over two mesh axes could run the kernels within
+    each host, the reason ends with the lines that make this group, and is also a Python warning.
+
+    Raises:
+      RuntimeError: if another process of the mesh has not announced itself within
+        ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
+      Unknown: if ``explain`` asks, and this process would have to wait.
+    """
     if group.two_level:
         between, within = map(why_portable, group.levels)
         if between == within:
@@ -100,9 +115,16 @@ def why_portable(group: GroupValue) -> str:
     announce(group)  # even if this process has its answer: another process may wait for this one
     if why := _why_no_workspace(group):
         return why
+    if paths.named_gpu():
+        return ""
     if not isinstance(group.mesh, Mesh):
         return native.why_not_on_one_gpu(group.size)
     if spans_processes(group):
+        if paths.is_explaining():
+            raise paths.Unknown(
+                "the GPUs belong to several processes, which decide together when the program is "
+                "lowered. Group.path in all processes returns their choice, and the log the reason"
+            )
         domains = domains_of(group)
         if why := processes.why_not_together(domains, group.patience):
             ranks_of_host = processes.ranks_of_a_host(domains, group.patience)
@@ -124,7 +146,8 @@ def _why_no_workspace(group: GroupValue) -> str:
         return extension.why_missing()
     if group.size > native.limit("MAX_RANKS"):
         return f"the group has {group.size} ranks, more than {native.limit('MAX_RANKS')}"
-    if not isinstance(group.mesh, Mesh):
+    gpu = paths.named_gpu()
+    if not gpu and not isinstance(group.mesh, Mesh):
         if group.implementation == "cuda":
             return ""
         return (
@@ -132,12 +155,13 @@ def _why_no_workspace(group: GroupValue) -> str:
             "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
             "over the axis, they run only with implementation='cuda'"
         )
-    if any(d.platform != "gpu" for d in group.mesh.devices.flat):
+    devices: list[Any] = [gpu] if gpu else devices_of(group)
+    if any(d.platform != "gpu" for d in devices):
         return "the mesh has devices that are not GPUs"
-    if not all(map(native.is_new_enough, group.mesh.devices.flat)):
+    if not all(map(native.is_new_enough, devices)):
         oldest = native.OLDEST_CAPABILITY
         return f"the mesh has GPUs older than Hopper (compute capability {oldest})"
-    return native.why_unreachable(_topology_of(group))
+    return "" if gpu else native.why_unreachable(_topology_of(group))
 
 
 def topology(group: GroupValue) -> native.Topology:

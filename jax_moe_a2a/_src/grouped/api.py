@@ -12,7 +12,6 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import scopes
 from ..checks import Tail, as_array, check_int, check_tail, is_known, short
 from ..formats.formats import Quantized
-from . import lowering as lowered
 from . import quantized
 from .primitives import bind_dot
 from .weights import QuantizedExperts, check_scales
@@ -31,7 +30,8 @@ def grouped_dot(
     """Multiply the rows of each group by the weights of that group.
 
     The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
-    package computes it for bfloat16 and float16; ``why_no_grouped_gemm`` returns whether it does.
+    package computes it for bfloat16 and float16. Otherwise JAX's Mosaic GPU kernels do, if K and N
+    are multiples of 128 and C is a multiple of 8, or ``lax.ragged_dot``. ``explain`` says which.
     All JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays
     is one launch of the kernel.
 
@@ -108,39 +108,6 @@ def grouped_dot(
         return quantized.bind_dot_fp8(pair, experts, clipped, dtype=dtype, **params)
     arrays = jnp.asarray(x), jnp.asarray(weights)
     return bind_dot(*arrays, clipped, transposed=False, dtype=x.dtype, **params)
-
-
-def why_no_grouped_gemm(
-    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Quantized,
-    w: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
-) -> str:
-    """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
-
-    Without the kernel, ``grouped_dot`` uses JAX's Mosaic GPU kernels if they support the arrays: on
-    Hopper, with bfloat16 or float16, if K and N are multiples of 128 and C is a multiple of 8.
-    Otherwise it uses ``lax.ragged_dot``. The logger ``jax_moe_a2a`` logs the choice and the reason
-    at level INFO when a program is lowered.
-
-    Args:
-      rows: [C, K], an array or a ``jax.ShapeDtypeStruct``; or a ``Quantized``.
-      w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
-
-    Returns:
-      A reason in words, or "" if the kernel runs. If it does not, quantized arrays are decoded to
-      bfloat16 on GPUs, and multiplied as plain arrays.
-
-    Raises:
-      TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
-      ValueError: if their shapes do not fit.
-    """
-    if quantized.is_quantized(rows, w):
-        pair, experts = quantized.check_operands(rows, w)
-        num_groups, n, k = experts.values.shape
-        return lowered.why_no_fp8_kernel(pair.values.shape[0], num_groups, k, n)
-    check_arrays(rows, w)
-    x: Any = rows
-    weights: Any = w
-    return lowered.why_no_kernel(jnp.dtype(x.dtype), x.shape[0], *weights.shape)
 
 
 def check_arrays(rows: Any, w: Any, name: str = "w") -> None:

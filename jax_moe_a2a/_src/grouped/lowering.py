@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import math
 import sys
 import types
@@ -23,6 +22,7 @@ from jax import lax
 
 from .. import compat
 from ..group import native
+from ..paths import Choice
 from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
@@ -38,8 +38,6 @@ NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
@@ -106,23 +104,25 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
 
-def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``grouped_dot_p``."""
+def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
+    """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
-    return _lower(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
+    return _choose(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
-def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``grouped_outer_p``."""
+def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
+    """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
     paths = _outer_kernel, reference.outer, mosaic_outer
     weights = x.shape[-1], y.shape[-1]
-    return _lower(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
+    return _choose(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
 
-def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower ``add_outer_p``.
+def add_outer_cuda(
+    by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
+) -> Choice:
+    """Choose the path of ``add_outer_p``.
 
     Args:
       by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
@@ -130,12 +130,12 @@ def add_outer_cuda(by_product: Callable[..., Any], ctx: Any, *operands: Any, **p
     """
     total, x, _, sizes = ctx.avals_in
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
-    if total.shape[:-3] != lead_of(x) or why:
-        return compat.lower_fun(ctx, by_product, operands, params)
-    return native.lower_kernel(ctx, operands, params, _add_outer_kernel)
+    if total.shape[:-3] != lead_of(x):
+        why = why or "the batch shares the total"
+    return native.choose_kernel(ctx, operands, params, _add_outer_kernel, why, by_product)
 
 
-def _lower(
+def _choose(
     ctx: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
@@ -143,14 +143,15 @@ def _lower(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
     by_mosaic: Callable[..., jax.Array],
-) -> Any:
+) -> Choice:
     rows = ctx.avals_in[0]
     why = why_no_kernel(rows.dtype, *sizes)
     has_elements = 0 not in sizes
     if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
-        logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
-        return compat.lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
-    return native.lower_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
+        others = dict(params, by=by_mosaic)
+        lower = functools.partial(compat.lower_fun, ctx, reference, operands, others)
+        return Choice("JAX's Mosaic GPU kernel", why, lower)
+    return native.choose_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
 
 
 def by_kernel(
@@ -158,15 +159,15 @@ def by_kernel(
     kernel: Callable[..., Any],
     composition: Callable[..., Any],
     what: str = "not fused",
-) -> Callable[..., Any]:
-    """Return a lowering by ``native.lower_kernel``. ``why_not`` returns the reason for the types of
+) -> Callable[..., Choice]:
+    """Return a chooser by ``native.choose_kernel``. ``why_not`` returns the reason for the types of
     the operands and the parameters."""
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def choose(ctx: Any, *operands: Any, **params: Any) -> Choice:
         why = why_not(*ctx.avals_in, **params)
-        return native.lower_kernel(ctx, operands, params, kernel, why, composition, what)
+        return native.choose_kernel(ctx, operands, params, kernel, why, composition, what)
 
-    return lower
+    return choose
 
 
 def _dot_kernel(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from .. import compat
+from .. import compat, paths
 from ..ad import aval_of, is_zero, zero_tangent
 from ..checks import check_tail
 from . import lowering as lowered
@@ -93,7 +93,7 @@ def register(
       passed: a function of the parameters that returns the places of the operands that the
         primitive returns, which are its last results.
       batch: a rule in place of that of ``is_full`` and ``passed``.
-      cuda: its lowering on NVIDIA GPUs, or None for that of the composition.
+      cuda: chooses its path on NVIDIA GPUs. None is the composition.
     """
 
     def checked(*avals: Any, **params: Any) -> Any:
@@ -109,8 +109,10 @@ def register(
     mlir.register_lowering(primitive, lower)
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
-    if cuda is not None:
-        mlir.register_lowering(primitive, cuda, platform="cuda")
+    if cuda is None:
+        paths.compositions[primitive] = composition
+    else:
+        mlir.register_lowering(primitive, paths.lowering(primitive, cuda), platform="cuda")
 
 
 def _check_unsharded(avals: Sequence[Any]) -> None:

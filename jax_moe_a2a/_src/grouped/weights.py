@@ -24,6 +24,7 @@ from ..ad import zero_tangent
 from ..checks import as_array, check_bool, is_known, short
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
+from ..paths import Choice
 from . import lowering as lowered
 from .primitives import bind, register
 
@@ -300,9 +301,9 @@ def _why_no_kernel(ctx: Any, w: Any, k_axis: int) -> str:
     return lowered.why_no_call(*w.shape)
 
 
-def _cuda(ctx: Any, w: Any, **params: Any) -> Any:
+def _cuda(ctx: Any, w: Any, **params: Any) -> Choice:
     why = _why_no_kernel(ctx, ctx.avals_in[0], params["k_axis"])
-    return native.lower_kernel(ctx, (w,), params, _kernel, why, _composition)
+    return native.choose_kernel(ctx, (w,), params, _kernel, why, _composition)
 
 
 register(

@@ -137,5 +137,6 @@ register(
     transpose=_transpose,
     batch=_batch,
     composition=_dot,
-    cuda=mlir.lower_fun(_dot_on_gpu, multiple_results=False),
 )
+on_gpu = mlir.lower_fun(_dot_on_gpu, multiple_results=False)
+mlir.register_lowering(router_dot_p, on_gpu, platform="cuda")

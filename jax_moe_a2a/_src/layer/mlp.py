@@ -19,27 +19,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import mlir
 from jax.typing import ArrayLike
 
-from .. import scopes
-from ..ad import accumulation_dtype, fixed
+from .. import compat, paths, scopes
+from ..ad import accumulation_dtype, register_fixed
 from ..checks import as_array, check_static, merge_axes, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.recv import Recv
 from ..experts.activations import FusedActivation, recognize
-from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
-from ..grouped.act_encode import why_no_act_encode
-from ..grouped.api import check_arrays, grouped_dot
-from ..grouped.lowering import why_no_kernel
+from ..grouped.api import grouped_dot
 from ..grouped.primitives import unspecified_dot
 from ..grouped.quantized import without_gradient
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
+from ..paths import Choice
 from ..placement.types import Placement
 from ..plan.capacity import shared_tokens
 from ..plan.options import Exchange, check_exchange
@@ -102,7 +101,7 @@ def moe_mlp(
     transformations work as for ``dispatch``, with derivatives of any order.
 
     For the backward pass, the call keeps the rows [C, H] and the first products [C, I'], and the
-    weighted activations [C, I] if the activation is not recognized (``why_not_fused``). The
+    weighted activations [C, I] if the activation is not recognized (``explain`` says why). The
     backward pass computes the activation again, and never needs the second products. Under
     ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
@@ -345,11 +344,21 @@ def mlp_and_routing(
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
     is_fused = experts_format is None and arguments.options.tail == "unspecified"
     fused = known if is_fused else None
+    if known is None:
+        why = (
+            "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
+            "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
+            f"arrays of the enclosing function; got {getattr(activation, '__name__', activation)!r}"
+        )
+    elif experts_format is not None:
+        why = "no activation is fused with experts_format"
+    else:
+        why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
     weights = Weights(weights_in, bias_in, weights_out, bias_out)
     multiply = _product
     if experts_format is not None:
         multiply = partial(_product, quantized=quantized or {})
-    activate = partial(_activate, known or activation, intermediate)
+    activate = partial(_activate, known or activation, intermediate, why)
     apply: Callable[..., tuple[jax.Array, Totals]]
     if in_fp8:
         steps = steps_in_fp8(activate, fused, dtype=tokens.dtype, tail=arguments.options.tail)
@@ -474,73 +483,25 @@ def experts_of(
     return y, totals
 
 
-def why_not_fused(
-    activation: Activation,
-    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    w_in: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
-    w_out: jax.Array | np.ndarray | jax.ShapeDtypeStruct | QuantizedExperts,
-) -> str:
-    """Return why ``moe_mlp`` makes more passes over the rows for an activation, or "".
+unfused_p = compat.Primitive("moe_a2a_unfused_activation")
+"""The identity, which marks separate passes of an activation. Its parameter says why the kernels do
+not apply the activation."""
 
-    On Hopper GPUs (compute capability 9.0), with bfloat16 or float16, the kernel of the first
-    product applies bias, activation and router weight, that of the second product adds its bias,
-    and a product of the backward pass applies the derivative. No other pass over the rows is then
-    necessary. With ``QuantizedExperts``, for x of bfloat16 or float32, one kernel between the
-    products applies activation and router weight, and quantizes the result.
+register_fixed(unfused_p)
 
-    An activation is recognized by what it computes, however it is written: ``jax.nn.silu``,
-    ``jax.nn.gelu`` (both forms), ``jax.nn.relu`` and its square; each of them in ``gated``, or in a
-    function of [C, 2I] that computes the same; and ``clamped_swiglu``. With
-    ``experts_format``, no activation is fused.
 
-    The logger ``jax_moe_a2a`` logs the choice and the reason at level INFO when a program is
-    lowered for GPUs.
+def _choose_passes(ctx: Any, x: Any, *, why: str) -> Choice:
+    return Choice("passes over the rows", why, lambda: [x])
 
-    Args:
-      activation: as in ``moe_mlp``.
-      rows: [C, H], an array or a ``jax.ShapeDtypeStruct``. C is the capacity.
-      w_in: [L, H, I'], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
-      w_out: [L, I, H], an array or a ``jax.ShapeDtypeStruct``; or ``QuantizedExperts``.
 
-    Returns:
-      A reason in words, or "" if the kernels apply the activation.
-
-    Raises:
-      TypeError: if the arrays do not have the same floating dtype.
-      ValueError: if their shapes do not fit.
-    """
-    in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
-    if in_fp8:
-        w_in, w_out = (jax.ShapeDtypeStruct(w.shape, rows.dtype) for w in (w_in, w_out))
-    check_arrays(rows, w_in, "w_in")
-    num_rows, (num_groups, hidden, width) = rows.shape[0], w_in.shape
-    dtype, intermediate = jnp.dtype(rows.dtype), w_out.shape[1]
-    check_arrays(jax.ShapeDtypeStruct((num_rows, intermediate), dtype), w_out, "w_out")
-    products = jax.ShapeDtypeStruct((num_rows, width), dtype)
-    fused = recognize(activation, products)
-    if fused is None:
-        return (
-            "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
-            "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
-            f"arrays of the enclosing function; got {activation!r}"
-        )
-    if fused.width(intermediate) != width:
-        raise ValueError(
-            f"w_in must have I'={fused.width(intermediate)} columns for this activation and w_out "
-            f"{short(w_out)}; got {short(w_in)}"
-        )
-    sizes = num_rows, num_groups
-    if in_fp8:
-        return why_no_act_encode(*sizes, width)
-    return why_not_dot_act(fused, dtype, *sizes, hidden, width) or why_no_kernel(
-        dtype, *sizes, intermediate, w_out.shape[2]
-    )
+mlir.register_lowering(unfused_p, paths.lowering(unfused_p, _choose_passes), platform="cuda")
 
 
 @scopes.activation
 def _activate(
     activation: Activation,
     intermediate: int,
+    why: str,
     product: jax.Array,
     row_weights: jax.Array,
     is_row: jax.Array,
@@ -555,7 +516,7 @@ def _activate(
     """
     has_token = is_row[:, None]
     # The first row holds a token if any row does. Otherwise 0.5 is in the domain of most functions.
-    first = jnp.where(has_token[:1], fixed(product[:1]), 0.5)
+    first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)
     if getattr(act, "shape", None) != expected or not jnp.issubdtype(act.dtype, jnp.floating):

@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.interpreters import batching, mlir
 
-from .. import compat
+from .. import compat, paths
 from ..compat import align_varying, varying_axes
 from ..group import native
+from ..paths import Choice
 from .types import map_leading
 
 INT32_MAX = int(np.iinfo(np.int32).max)
@@ -156,10 +157,10 @@ def _kernel(
     return [lax.optimization_barrier(x).reshape(*lead, *x.shape[1:]) for x in found]
 
 
-def _cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+def _cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
     num_ranks, num_local = ctx.avals_in[1].shape[-2:]
     why = why_no_kernel(num_ranks, num_ranks * num_local)
-    return native.lower_kernel(ctx, operands, params, _kernel, why, _loops, "a loop")
+    return native.choose_kernel(ctx, operands, params, _kernel, why, _loops, "a loop")
 
 
 fill_slots_p.def_impl(lambda *args, **params: compat.apply_primitive(fill_slots_p, *args, **params))
@@ -168,4 +169,4 @@ batching.primitive_batchers[fill_slots_p] = _batch
 mlir.register_lowering(
     fill_slots_p, lambda ctx, *operands, **params: compat.lower_fun(ctx, _loops, operands, params)
 )
-mlir.register_lowering(fill_slots_p, _cuda, platform="cuda")
+mlir.register_lowering(fill_slots_p, paths.lowering(fill_slots_p, _cuda), platform="cuda")

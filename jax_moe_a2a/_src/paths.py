@@ -1,0 +1,89 @@
+"""Choose the path of each primitive: one function decides for the lowering and for ``explain``.
+
+A *chooser* of a primitive receives what a lowering rule receives, with types in place of values if
+``explain`` asks. It returns a ``Choice``, and changes nothing until the choice is lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from . import compat
+
+NOT_FOR_GPUS = "the program is not for NVIDIA GPUs"
+KERNEL = "CUDA kernel"
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+class Choice(NamedTuple):
+    """A path of a call."""
+
+    path: str
+    """The path in words; '' if the call is nothing but the primitives of ``within``."""
+    why: str
+    """Why the kernel does not run, or ''."""
+    lower: Callable[[], Any]
+    within: Callable[..., Any] | None = None
+    """A function of the operands, which may bind primitives that choose their own paths."""
+
+
+class NamedGpu(NamedTuple):
+    """A GPU that ``explain`` assumes. It need not exist."""
+
+    compute_capability: str
+    platform: str = "gpu"
+
+    def __str__(self) -> str:
+        return f"a GPU of compute capability {self.compute_capability}"
+
+
+class Unknown(Exception):
+    """The reason why this process cannot tell ``explain`` the path of a call."""
+
+
+choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
+"""The choosers of the package's primitives on NVIDIA GPUs."""
+
+compositions: dict[compat.Primitive, Callable[..., Any]] = {}
+"""What primitives without a path of their own are composed of, on all devices."""
+
+_explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
+
+
+def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Callable[..., Any]:
+    """Keep the chooser of a primitive on NVIDIA GPUs, and return its lowering rule."""
+    choosers[primitive] = choose
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        choice = choose(ctx, *operands, **params)
+        if choice.why:
+            logger.info("%s: %s, because %s", primitive, choice.path, choice.why)
+        return choice.lower()
+
+    return lower
+
+
+@contextlib.contextmanager
+def explaining(gpu: NamedGpu | None) -> Iterator[None]:
+    """Return a context in which choosers neither wait for other processes nor announce this one.
+    With ``gpu``, they assume that all devices are such GPUs, and reach each other's memory."""
+    token = _explained.set(gpu or True)
+    try:
+        yield
+    finally:
+        _explained.reset(token)
+
+
+def is_explaining() -> bool:
+    return bool(_explained.get())
+
+
+def named_gpu() -> NamedGpu | None:
+    """Return the GPU that ``explain`` assumes, or None."""
+    found = _explained.get()
+    return found if isinstance(found, NamedGpu) else None
