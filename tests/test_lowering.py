@@ -17,8 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
-from jax_moe_a2a._src.exchange.lowering import budgets
-from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange import lowering as lowered
+from jax_moe_a2a._src.exchange.lowering import DEFAULT_CUDA_GRAPHS
 from jax_moe_a2a._src.exchange.record import Options
 from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
 from jax_moe_a2a._src.group import native
@@ -461,7 +461,7 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     for line in halves(text):
         assert "has_side_effect = true" in line and "workspace_kind = 1 : i64" in line, line
         assert {*re.findall(r"%\d+", line.split("(")[1].split(")")[0])} <= {*barriers}, line
-        assert f"num_sms = {budgets.SPLIT_NUM_SMS} : i64" in line, line
+        assert f"num_sms = {lowered.SPLIT_NUM_SMS} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("half_bytes", "num_sms", "num_choice_arrays"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
@@ -522,7 +522,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     group = group_of(num_sms={"combine": 20})
     text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert attribute(text, "combine_start", "num_sms") == "20 : i64"
-    assert attribute(text, "dispatch_start", "num_sms") == f"{budgets.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "dispatch_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
@@ -753,7 +753,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     for text in (alone, lower(weighted, y, weights, IDS)):
         assert calls(text) == {"route": 1, "combine": 1}
         assert attribute(text, "combine", "wire") == f'"{type(fmt).__name__}"'
-        assert attribute(text, "combine", "num_sms") == f"{budgets.FORMAT_NUM_SMS} : i64"
+        assert attribute(text, "combine", "num_sms") == f"{lowered.FORMAT_NUM_SMS} : i64"
         given = float(attribute(text, "combine", "global_scale").split(" ")[0])
         assert given == getattr(fmt, "global_scale", 1)
         values, scales = (
@@ -791,7 +791,7 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     text = lower(combine, aval(rows, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
-    assert attribute(text, "combine_start", "num_sms") == f"{budgets.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "combine_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
 
 
 def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
@@ -980,7 +980,7 @@ def test_the_budget_of_sms_may_differ_by_operation():
     text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     assert attribute(text, "dispatch", "num_sms") == "5 : i64"
     assert attribute(text, "combine", "num_sms") == "9 : i64"
-    default = budgets.default_num_sms(TOKENS)
+    default = lowered.default_num_sms(TOKENS)
     assert attribute(text, "route", "num_sms") == f"{default} : i64"
 
 

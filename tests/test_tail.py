@@ -246,8 +246,8 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
             compiler_options=harness.QUICKLY,
         )
         found[name] = program(*layer_inputs())
-    # The products add in different orders.
-    same = functools.partial(assert_finite_and_same, atol=1e-3 if harness.ON_GPU else 1e-4)
+    # The products add in different orders, and on GPUs multiply in TF32.
+    same = functools.partial(assert_finite_and_same, atol=1e-2 if harness.ON_GPU else 1e-4)
     same(found["groups"], found["ours"])
     same(found["masked"], found["ours"])
     y, (ct_x, ct_weights, ct_w) = found["multiplies"]
