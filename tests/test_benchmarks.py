@@ -379,24 +379,6 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
         assert found["bound_us"] == max(found["wire_us"], found["memory_us"])
 
 
-@on_cpu
-def test_a_sweep_of_formats_is_recorded_with_a_table_and_a_plot(tmp_path):
-    out = tmp_path / "formats.json"
-    found = run_on_cpu(standard, "--sweep formats --quick", out)
-    rows = found["rows"]
-    assert [(row["format"], row["formatted"], row["op"]) for row in rows] == [
-        *(("", "", op) for op in ("dispatch", "dispatch", "combine")),
-        *(("BlockwiseFp8", f, "dispatch") for f in ("rows", "rows", "decoded", "decoded")),
-        ("BlockwiseFp8", "sums", "combine"),
-    ]
-    hidden, wire_bytes = 128, 132
-    bare, *formatted = (row["busiest_bytes"] for row in rows if row["op"] == "dispatch")
-    assert all(row * 2 * hidden == bare * wire_bytes for row in formatted[1:])
-    (table,) = report.tables(rows)
-    assert "| BlockwiseFp8 | decoded | dispatch without route |" in table
-    assert out.with_suffix(".png").stat().st_size > 0
-
-
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")
 def test_the_program_of_the_link_limit_compiles(tmp_path):
     assert os.access(wire.build(str(tmp_path)), os.X_OK)

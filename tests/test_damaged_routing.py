@@ -133,18 +133,6 @@ def test_an_array_of_a_level_is_refused_by_its_name(name):
     assert_all_damages_are_refused(name, (dispatch, combine), two_level_group())
 
 
-@pytest.mark.parametrize("group", (flat_group(), two_level_group()), ids=("flat", "two_level"))
-def test_a_cast_of_the_whole_pytree_is_refused(group):
-    def layer(routing, x, y):
-        for use in USES:
-            for dtype in (jnp.bfloat16, jnp.float32, jnp.int16):
-                with pytest.raises(TypeError, match="route returned"):
-                    use(jax.tree.map(lambda a, d=dtype: a.astype(d), routing), x, y)
-        return x
-
-    trace_with_routing(layer, group)
-
-
 def test_a_recv_with_a_damaged_routing_is_refused():
     group = flat_group()
 

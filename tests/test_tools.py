@@ -114,6 +114,9 @@ def test_a_build_without_kernels_asks_for_nothing_of_them(monkeypatch):
     assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "ON"})
     monkeypatch.setenv("MOE_A2A_CUDA", "OFF")
     assert requirements(monkeypatch) == []
+    import backend
+
+    assert backend.get_requires_for_build_wheel() == []  # not even a C++ compiler
     monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
     assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch)
 
@@ -145,15 +148,6 @@ def test_the_build_says_what_nvcc_compiles(tmp_path, monkeypatch):
     said = nvcc.announcement(named, "90;100-real")
     assert f"nvcc 13.0 ({named}) compiles the CUDA kernels for compute capability 9.0, 10.0" in said
     assert "about 3 min on 4 CPU cores (MOE_A2A_CUDA=OFF skips it)" in said
-
-
-def test_a_build_without_kernels_needs_no_compiler(monkeypatch):
-    pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
-    import backend
-
-    monkeypatch.setenv("MOE_A2A_CUDA", "OFF")
-    assert backend.get_requires_for_build_wheel() == []
-    assert backend.get_requires_for_build_editable() == []
 
 
 def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):

@@ -6,9 +6,9 @@
     python -m tests.faults --sum 1.json 2.json                  # the table of several records
     python -m tests.faults --list
 
-A run ends as "error" (it names the cause), "NaN" (with an error that stays until the group is
-closed), "right", or FAILURE: a wrong result, a hang, a process, descriptor or byte that is left, or
-an error that does not name the cause. The exit status is 1 if there is a FAILURE.
+A run ends as "error" (it names the cause), "right", or FAILURE: a wrong result, a hang, a process,
+descriptor or byte that is left, or an error that does not name the cause. The exit status is 1 if
+there is a FAILURE. Faults while the kernels run are sequences of the emulator (`tests/emulation`).
 
 With MOE_A2A_TEST_LOGS=FOLDER the output of the processes of a FAILURE is kept.
 MOE_A2A_TEST_GPU=1 lets programs run on GPUs; MOE_A2A_TEST_RANKS_ON_ONE_GPU lets them share one.

@@ -12,19 +12,18 @@ import random
 import tempfile
 import time
 
-from . import kernels, leaks, memory, programs
+from . import leaks, memory, programs
 from .workers import Run, Wrong, forks
 
 # A kind has a place: what runs while the fault comes.
 KINDS = {
     **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
-    **{f"kernels: {name}": kind for name, kind in kernels.KINDS.items()},
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
 }
 SLACK = 12.0  # seconds that a busy machine may take beyond a bound
 # "undetected": gloo has given rows of another call without an error. Only kinds in which the
 # processes make other calls on the portable path may end so.
-OUTCOMES = "right", "error", "NaN", "undetected", "FAILURE"
+OUTCOMES = "right", "error", "undetected", "FAILURE"
 
 
 @dataclasses.dataclass

@@ -31,6 +31,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "calls/encoded_payload.h"
@@ -585,29 +586,19 @@ int main(int argc, char** argv) {
   for (auto& room : fake_driver::room) room = int64_t{1} << 60;
   const std::string name = argc > 1 ? argv[1] : "";
   const int seconds = argc > 2 ? std::atoi(argv[2]) : 5;
-  if (name == "threads") {
-    check_threads(seconds);
-  } else if (name == "processes") {
-    check_processes(seconds);
-  } else if (name == "requests") {
-    check_requests(seconds);
-  } else if (name == "memory") {
-    check_memory(seconds);
-  } else if (name == "descriptors") {
-    check_descriptors(seconds);
-  } else if (name == "failures") {
-    check_failures(seconds);
-  } else if (name == "per_device") {
-    check_per_device(seconds);
-  } else if (name == "alignment") {
-    check_alignment(seconds);
-  } else {
-    std::fprintf(
-        stderr,
-        "checks threads|processes|requests|memory|failures|descriptors|per_device|alignment "
-        "[SECONDS]\n");
+  const std::pair<const char*, void (*)(int)> checks[] = {
+      {"threads", check_threads},       {"processes", check_processes},
+      {"requests", check_requests},     {"memory", check_memory},
+      {"failures", check_failures},     {"descriptors", check_descriptors},
+      {"per_device", check_per_device}, {"alignment", check_alignment},
+  };
+  const auto check = std::find_if(std::begin(checks), std::end(checks),
+                                  [&](const auto& each) { return each.first == name; });
+  if (check == std::end(checks)) {
+    std::fprintf(stderr, "checks NAME [SECONDS]; the names are at the top of this file\n");
     return 2;
   }
+  check->second(seconds);
   std::fflush(stdout);
   _exit(0);  // the thread that answers requests never ends
 }
