@@ -132,7 +132,10 @@ class MoE(linen.Module):
           the load, which counts drops, and ``outputs``.
         """
         given = vars(self)
-        specs, draw = specs_of(x.shape[-1], given), partial(init_moe, hidden=x.shape[-1], given=given)
+        specs, draw = (
+            specs_of(x.shape[-1], given),
+            partial(init_moe, hidden=x.shape[-1], given=given),
+        )
         shapes = jax.eval_shape(draw, jax.random.key(0))
         drawn = draw(self.make_rng("params")) if self.is_initializing() else {}
 

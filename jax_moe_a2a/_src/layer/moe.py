@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -226,11 +226,13 @@ def moe(
     given = dict(locals())
     scope = _check_scope(as_axes(axes))
     tensor_axis = scope.axes.tensor
-    x, num_experts, params, activation = _check_arrays(scope, given, num_outputs(router))
+    x = _check_tokens(x)
+    read = x if router_input is None else _check_router_input(router_input, x)
+    num_experts, params, activation = _check_arrays(scope, x, given, num_outputs(router, read))
+    router = check_router(router, read, num_experts)
     of_tokens = _check_of_tokens(x, mask, shared_weights, has_shared="shared_down" in params)
     if router_input is not None:
-        of_tokens["router_input"] = _check_router_input(router_input, x)
-    router = check_router(router, of_tokens.get("router_input", x), num_experts)
+        of_tokens["router_input"] = read
     _check_outputs(outputs, router)
     params |= _check_quantized(given)
     if num_chunks is not None:
@@ -637,27 +639,32 @@ def _check_scope(axes: Axes) -> _Scope:
 
 def _no_devices(found: str, group: Any) -> ValueError:
     return ValueError(
-        f"moe needs a mesh with devices; got {found} and axes of experts {group!r}. Call it in `with "
+        f"moe needs a mesh with devices; got {found} and experts over {group!r}. Call it in `with "
         "jax.set_mesh(mesh):`, where the program is traced"
     )
 
 
-def _check_arrays(
-    scope: _Scope, given: Mapping[str, Any], num_outputs: int | None
-) -> tuple[jax.Array, int, dict[str, tuple[jax.Array, ...]], Activation]:
-    """Return tokens, the number of experts, the experts' parameters (each a tuple of one or two
-    arrays) and their activation, from the arguments of ``moe`` by name, or raise an error.
-
-    Args:
-      num_outputs: the number of experts that the router demands, or None.
-    """
-    x, placement, activation = as_array(given["x"]), given["placement"], given["activation"]
+def _check_tokens(value: Any) -> jax.Array:
+    """Return tokens as an array [..., H], or raise an error."""
+    x = as_array(value)
     is_shape = x.ndim > 0 and x.shape[-1] > 0
     if not is_shape or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise (TypeError if is_shape else ValueError)(
             f"x must be an array [..., H] of floats of 16 bits or more, with H > 0; got {short(x)}"
         )
-    x, hidden = jnp.asarray(x), x.shape[-1]
+    return jnp.asarray(x)
+
+
+def _check_arrays(
+    scope: _Scope, x: jax.Array, given: Mapping[str, Any], num_outputs: int | None
+) -> tuple[int, dict[str, tuple[jax.Array, ...]], Activation]:
+    """Return the number of experts, their parameters (each a tuple of one or two arrays) and their
+    activation, from the arguments of ``moe`` by name, or raise an error.
+
+    Args:
+      num_outputs: the number of experts that the router demands, or None.
+    """
+    placement, activation, hidden = given["placement"], given["activation"], x.shape[-1]
     first = _one_or_two(given["w_gate_up"])
     experts = num_outputs
     if experts is None and isinstance(placement, Placement):
@@ -745,7 +752,7 @@ def _check_arrays(
                 )
     found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
     params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
-    return x, num_experts, params, activation
+    return num_experts, params, activation
 
 
 def _check_of_tokens(

@@ -106,8 +106,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
             if array.ndim not in allowed:
                 raise ValueError(
                     f"params must be those of one layer of moe by name; got {name}="
-                    f"{short(array)}. For layers on a first axis, pass the parameters of one layer, "
-                    "and put None in front of each placement"
+                    f"{short(array)}. For layers on a first axis, pass the parameters of one layer,"
+                    " and put None in front of each placement"
                 )
 
         def spec(array: Any) -> P:
@@ -164,9 +164,10 @@ def init_moe(
         ``jax.nn.initializers.lecun_normal()``.
 
     Returns:
-      A dict with ``router``, a ``Router`` with a kernel [H, E], ``w_gate_up`` [E, H, 2, I] or a tuple of [E, H, I], ``w_down``
-      [E, I, H], with ``bias`` the biases, and with ``shared_hidden`` the weights ``shared_gate_up``
-      [H, 2, J] and ``shared_down`` [J, H].
+      A dict with ``router``, which is a ``Router`` with a kernel [H, E], with ``w_gate_up``
+      [E, H, 2, I] or a tuple of [E, H, I], and with ``w_down`` [E, I, H]; with ``bias`` the biases;
+      and with ``shared_hidden`` the weights ``shared_gate_up`` [H, 2, J] and ``shared_down``
+      [J, H].
 
     Raises:
       TypeError: if a size is not an int.

@@ -121,9 +121,9 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
     return others.replace(per_token=jax.tree.map(per_token, router.per_token))
 
 
-def num_outputs(router: Any) -> int | None:
+def num_outputs(router: Any, tokens: Any) -> int | None:
     """Return the number of experts that a ``RouterLike`` demands, or None if it demands none; or
-    raise an error if it is something else."""
+    raise an error if it is something else, or cannot read the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None
@@ -133,15 +133,20 @@ def num_outputs(router: Any) -> int | None:
             f"router must be a Router, router.replay(ids), or RouterChoices; got {got}. Pass "
             "ma.Router(kernel, choose=ma.TopK(k))"
         )
-    shape = as_array(own.kernel).shape
-    return shape[1] if isinstance(own.choose, TopK) and len(shape) == 2 else None
+    kernel = as_array(own.kernel)
+    if kernel.ndim != 2 or kernel.shape[0] != tokens.shape[-1]:
+        raise ValueError(
+            f"kernel of the router must be an array [H={tokens.shape[-1]}, E], because the router "
+            f"reads {short(tokens)}; got {short(kernel)}"
+        )
+    return kernel.shape[1] if isinstance(own.choose, TopK) else None
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
     """Check what chooses experts, and return it with JAX arrays.
 
     Args:
-      router: as ``num_outputs`` accepts it.
+      router: a router that ``num_outputs`` accepts for these tokens.
       tokens: the array that the router reads, [..., H].
       num_experts: E.
     """
@@ -150,11 +155,6 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
         return check_choices("router", router, leading, num_experts)
     own = router.router if isinstance(router, Replay) else router
     kernel = as_array(own.kernel)
-    if kernel.ndim != 2 or kernel.shape[0] != tokens.shape[-1]:
-        raise ValueError(
-            f"kernel of the router must be an array [H={tokens.shape[-1]}, E], because the router "
-            f"reads {short(tokens)}; got {short(kernel)}"
-        )
     check_floats("kernel of the router", kernel, "Cast it")
     bias = own.bias
     if bias is not None:

@@ -95,7 +95,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         own: dict[str, Any] = dict(k=check_int("k", self.k, least=1))
-        check_top_k(own["k"])
+        check_top_k(own["k"], name="k")
         if self.score not in get_args(Score):
             raise ValueError(f'score must be "softmax" or "sigmoid"; got {self.score!r}')
         groups = dict(num_groups=self.num_groups, top_groups=self.top_groups)
