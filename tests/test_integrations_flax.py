@@ -133,7 +133,7 @@ def test_a_module_with_all_parameters_is_moe(make):
             y, stats = quick_jit(lambda v, x: module.apply(v, x, **call))(variables, X)
             names = plain(variables)
             names = names["params"] | names["router_state"]
-        own = (names.pop(name) for name in ("router", "router_bias", "select_bias"))
+        own = [names.pop(name) for name in ("router", "router_bias", "select_bias")]
         params = {name: a.astype("bfloat16") for name, a in names.items()}
         params["router"] = ma.Router(*own, choose=ma.TopK(TOP_K))
         layer = lambda x: ma.moe(x, **params, **call, axes=axes, outputs=("logits",))

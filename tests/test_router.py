@@ -457,3 +457,36 @@ def assert_refuses(call, naming):
         jax.eval_shape(call)
     for pattern in naming:
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+@all_routers
+def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
+    """Ids that choose nothing have the weight 0, and no share of the others' sum."""
+    options = dict(options)
+    select_bias = options.pop("select_bias", None)
+    topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0
+    logits = np.where(mask[:, None], logits_of(8), np.nan)
+
+    def results(logits, ids=None):
+        choices = topk(logits, select_bias=select_bias, mask=mask)
+        if ids is not None:
+            choices = topk.replay(logits, ids, mask=mask)
+        return (choices.weights**2).sum() + (choices.scores**2).sum(), choices
+
+    @jax.jit
+    def both(logits):
+        of = functools.partial(jax.value_and_grad, has_aux=True)
+        expected = of(results)(logits)
+        return expected, of(results)(logits, expected[0][1].ids)
+
+    expected, found = both(logits)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, expected)
+    ids = np.asarray(expected[0][1].ids).copy()
+    ids[:, 1:], ids[1] = -1, EXPERTS
+    (_, few), gradient = jax.jit(jax.value_and_grad(results, has_aux=True))(logits, ids)
+    assert np.isfinite(gradient).all()
+    weights = np.asarray(few.weights)
+    assert (weights[:, 1:] == 0).all() and (weights[1] == 0).all()
+    if options.get("renormalize", True):
+        np.testing.assert_allclose(weights[mask][1:, 0], options.get("scale", 1.0), rtol=1e-6)
