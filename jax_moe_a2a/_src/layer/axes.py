@@ -21,8 +21,7 @@ class Axes:
     of names; or a ``Group`` for options such as ``num_sms`` or ``timeout``."""
     _: dataclasses.KW_ONLY
     data: str | tuple[str, ...] = ()
-    """Name or names of further axes over which tokens are divided. A layer holds them as a
-    tuple."""
+    """Name or names of further axes over which tokens are divided."""
     tensor: str | None = None
     """Name of the axis over which the I columns of each expert are divided, or None."""
     fsdp: str | tuple[str, ...] | None = None
@@ -32,14 +31,10 @@ class Axes:
 
     def __post_init__(self) -> None:
         axes_of(self.experts, "axes")
-        for name in ("data", "fsdp"):
-            value = getattr(self, name)
-            if value is None and name == "fsdp":
-                continue
+        for name, value in (("data", self.data), ("fsdp", self.fsdp or ())):
             names = (value,) if isinstance(value, str) else value
             if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
                 raise TypeError(f"{name} of Axes must be a str or a tuple of str; got {value!r}")
-            object.__setattr__(self, name, names)
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise TypeError(f"tensor of Axes must be a str or None; got {self.tensor!r}")
 

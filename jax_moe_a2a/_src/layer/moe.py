@@ -440,7 +440,7 @@ def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     )
     if repeating:
         each = " and ".join(f"{axis!r} of size {scope.size((axis,))}" for axis in repeating)
-        data = (*scope.axes.data, *repeating)
+        data = (*scope.data, *repeating)
         warnings.warn(
             f"the axes of moe do not have {each}, so their devices repeat its work. If "
             f"they divide the tokens, pass ma.Axes(..., data={data})",
@@ -474,10 +474,10 @@ class _Tokens(NamedTuple):
 def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tokens:
     """Choose how tokens are divided over the ranks."""
     sizes = x.shape[:-1]
-    num_tokens, num_domains = math.prod(sizes), scope.size(scope.axes.data)
+    num_tokens, num_domains = math.prod(sizes), scope.size(scope.data)
     if replicated is None:
         replicated = num_tokens < num_domains * scope.group.size
-    axes = scope.axes.data if num_tokens >= num_domains else ()
+    axes = scope.data if num_tokens >= num_domains else ()
     axes += () if replicated else scope.group.axes
     home = scope.spec_of(x)
     if home is not None and num_tokens and scope.divides(home, axes):
@@ -533,9 +533,14 @@ class _Scope:
     """True if the mesh is in scope, and not only the mesh of the group."""
 
     @property
+    def data(self) -> tuple[str, ...]:
+        """The further axes over which tokens are divided."""
+        return names_of(self.axes.data)
+
+    @property
     def of_tokens(self) -> tuple[str, ...]:
         """The axes over which tokens are divided."""
-        return (*self.axes.data, *self.group.axes)
+        return (*self.data, *self.group.axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of indices of some axes together."""
@@ -593,7 +598,7 @@ def _check_scope(axes: Axes) -> _Scope:
         raise _no_devices(found, group)
     tensor = () if axes.tensor is None else (axes.tensor,)
     experts = axes_of(group)
-    given = {"experts": experts, "data": axes.data, "tensor": tensor}
+    given = {"experts": experts, "data": names_of(axes.data), "tensor": tensor}
     seen: set[str] = set()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for argument, names in given.items():
@@ -622,9 +627,9 @@ def _check_scope(axes: Axes) -> _Scope:
         two_level = Group(compat.mesh_in_context(), group).two_level
         group = Group(here, group, two_level=two_level)
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
-    found = group.divided_by_hosts(of_devices)
-    if found is not None and set(mesh.axis_types) == {AxisType.Auto}:
-        divided, group = found
+    levels = group.divided_by_hosts(of_devices)
+    if levels is not None and set(mesh.axis_types) == {AxisType.Auto}:
+        divided, group = levels
         return _Scope(divided, group, axes, in_context=False)
     scope = _Scope(mesh, group, axes, not here.empty)
     explicit = scope.axes_of_type(AxisType.Explicit)

@@ -92,7 +92,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
       ```
     """
     axes = as_axes(axes)
-    experts, fsdp = _only(axes_of(axes.experts)), _only(axes.fsdp or ())
+    experts, fsdp = _only(axes_of(axes.experts)), _only(names_of(axes.fsdp))
 
     def placed(name: str, value: Any) -> Any:
         if name == "router" and isinstance(value, Router):
@@ -122,11 +122,9 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     return {name: placed(name, value) for name, value in params.items()}
 
 
-def _only(names: tuple[str, ...] | str) -> Names:
+def _only(names: tuple[str, ...]) -> Names:
     """Return the entry of a ``PartitionSpec`` for names, in the form of XLA's results."""
-    if isinstance(names, str) or len(names) > 1:
-        return names
-    return names[0] if names else None
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def init_moe(
@@ -192,7 +190,8 @@ def init_moe(
     if shared_hidden is not None:
         shared_hidden = check_int("shared_hidden", shared_hidden, least=1)
     dtypes = jnp.dtype(dtype), jnp.dtype(router_dtype)
-    drawing, compiled = _drawing, _compiled
+    drawing: Callable[..., Any] = _drawing
+    compiled: Callable[..., Any] = _compiled
     if not all(isinstance(fn, Hashable) for fn in (initializer, choose)):  # such as a dataclass
         drawing, compiled = _drawing.__wrapped__, _compiled.__wrapped__
     sizes = hidden, width, experts
