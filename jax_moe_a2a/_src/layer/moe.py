@@ -279,24 +279,22 @@ def moe(
         """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
         flat = lambda array: array.reshape(-1, *array.shape[len(leading) :])
-        own, of_own = flat(x), {name: flat(array) for name, array in of_tokens.items()}
-        mask, read = of_own.get("mask"), of_own.get("router_input")
+        flat_x, per_token = flat(x), {name: flat(array) for name, array in of_tokens.items()}
+        mask, read = per_token.get("mask"), per_token.get("router_input")
         # Masked tokens may hold any value, which must not reach a gradient.
         if has_mask and mask is not None:
-            own = jnp.where(mask[:, None], own, 0)
+            flat_x = jnp.where(mask[:, None], flat_x, 0)
             read = None if read is None else jnp.where(mask[:, None], read, 0)
         only = {name: arrays[0] for name, arrays in params.items()}
+        flat_router = map_arrays(router, flat, lambda array: array)
         choices, logits = choose_experts(
-            map_arrays(router, flat, lambda array: array),
-            own if read is None else read,
-            num_experts,
-            mask,
+            flat_router, flat_x if read is None else read, num_experts, mask
         )
         b_down = only.get("b_down")
         if b_down is not None and tensor_axis is not None:
             # Partial sums are added over this axis, but biases count once.
             b_down = jnp.where(lax.axis_index(tensor_axis) == 0, b_down, 0)
-        of_experts = dict(x=own, topk_ids=choices.ids, topk_weights=choices.weights)
+        of_experts = dict(x=flat_x, topk_ids=choices.ids, topk_weights=choices.weights)
         merged = _quantized if in_fp8 else _side_by_side
         weights = dict(
             w_in=merged(params["w_gate_up"]),
@@ -308,7 +306,7 @@ def moe(
             if QUANTIZED + name in params:
                 weights[QUANTIZED + of_mlp] = _quantized(params[QUANTIZED + name])
         if "shared_down" in only:
-            kept = of_own["shared_weights"]
+            kept = per_token["shared_weights"]
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
