@@ -232,7 +232,7 @@ class Bench:
                 activation=ma.gated(jax.nn.silu),
                 group=self.group,
                 num_experts=workload.setting.experts,
-                capacity=workload.capacity,
+                exchange=ma.Exchange(capacity=workload.capacity),
                 **OF_MOE_MLP[method],
             )
             return lambda ids, x, weights, *rest: one_call(x, ma.RouterChoices(ids, weights), *rest)

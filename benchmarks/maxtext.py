@@ -13,6 +13,7 @@ and see the same batch in each step. The record has the options of MaxText behin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -42,6 +43,7 @@ SETTINGS: dict[str, tuple[bool, str | None, dict[str, Any]]] = {
     "enable": (True, "", SPARSE),
     "enable_fp8": (True, "fp8", SPARSE),
     "fsdp_tokamax": (False, None, TOKAMAX),
+    "fsdp_tokamax_tuned": (False, None, TOKAMAX),
     "dense_capacity_1.25": (
         True,
         None,
@@ -198,6 +200,16 @@ def measure_one(args: argparse.Namespace) -> int:
     os._exit(0)  # threads of libraries may outlive the program
 
 
+def tuning_of_tokamax(setting: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which tokamax times its products to choose their options, if the setting
+    is a tuned one."""
+    if not setting.endswith("_tuned"):
+        return contextlib.nullcontext()
+    import tokamax
+
+    return tokamax.config.autotuning_cache_miss_fallback("autotune")
+
+
 def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a setting."""
     enable = SETTINGS[setting][1]
@@ -205,7 +217,8 @@ def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> di
     if enable is not None:
         maxtext.enable(experts_format=ma.BlockwiseFp8() if enable == "fp8" else None)
     start = time.monotonic()
-    program = maxtext_program.Program(options)
+    with tuning_of_tokamax(setting):
+        program = maxtext_program.Program(options)
     compile_seconds = time.monotonic() - start
     losses, seconds = [], []
     for _ in range(WARMUP + args.steps):

@@ -55,30 +55,25 @@ class Method(NamedTuple):
 def ours(workload: Workload, group: ma.Group) -> Method:
     """Make the method of this package."""
     setting = workload.setting
-    options: dict[str, Any] = dict(
-        group=group, num_experts=setting.experts, capacity=workload.capacity
-    )
-    travels: dict[str, Any] = dict(format=token_format(setting))
+    fmt, wire_dtype = token_format(setting), None
     if setting.formatted == "sums":
-        travels = dict(wire_dtype=token_format(setting))
+        fmt, wire_dtype = None, fmt
+    exchange = ma.Exchange(capacity=workload.capacity, token_format=fmt, wire_dtype=wire_dtype)
+    options: dict[str, Any] = dict(group=group, num_experts=setting.experts, exchange=exchange)
     decode = setting.formatted == "decoded"
 
     def dispatch(x: Any, ids: Any, weights: jax.Array) -> Dispatched:
-        if isinstance(ids, ma.Routing):
-            recv = ma.dispatch(x, ids, weights, decode=decode, **travels)
-        else:
-            recv = ma.dispatch(x, ids, weights, decode=decode, **travels, **options)
+        recv = ma.dispatch(x, ids, weights, decode=decode, **options)
         return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
         routing, weights = state
-        wire_dtype = travels.get("wire_dtype")
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
     method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
     if setting.formatted != "rows":
         return method
-    fmt = travels["format"]
+    assert fmt is not None
     return method._replace(decode=lambda rows: fmt.decode(rows, jnp.dtype(DTYPE)))
 
 

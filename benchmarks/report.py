@@ -145,25 +145,32 @@ def of_method(rows: Rows) -> dict[str, list[Row]]:
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return the table of whole steps and their plot, for README."""
-    found = records.newest(STEPS)
-    if found is None:
+    """Return a table of whole steps on the most GPUs, a column for each model, and the plot of the
+    first ones, for README."""
+    found = records.all_of(STEPS)
+    most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
+    if not most:
         return NO_STEPS
-    rows = main_steps(found.record["rows"])
-    titles, figures = list(grouped(rows, lambda row: row["title"])), ("ms", "tokens/s/GPU", "MFU")
-    header = ["MoE layer", *(f"{title}: {name}" for title in titles for name in figures)]
-    lines = []
-    for method, here in of_method(rows).items():
-        of_title = {row["title"]: row for row in here}
-        cells = [
-            STEP_COLUMNS[name](of_title[title]) if title in of_title else "-"
-            for title in titles
-            for name in figures
+    columns = {
+        f"{title}, {machine(f.record).split(',')[0]}": {row["method"]: row for row in rows}
+        for f in most
+        for title, rows in grouped(main_steps(f.record["rows"]), lambda row: row["title"]).items()
+    }
+    cell = lambda row: f"{row['tokens_per_s']:,} ({row['mfu']:.1%})".replace("%", " %")
+    lines = [
+        [words, *(cell(rows[method]) if method in rows else "-" for rows in columns.values())]
+        for method, words in STEP_METHODS.items()
+        if any(method in rows for rows in columns.values())
+    ]
+    links = (f"{machine(f.record)} ([record]({os.path.relpath(f.path, folder)}))" for f in most)
+    image = os.path.relpath(plot_of(most[0].path, STEPS), folder)
+    return "\n\n".join(
+        [
+            table(["MoE layer", *columns], lines),
+            f"{'; '.join(links)}.",
+            f"![Tokens per second of whole steps.]({image})",
         ]
-        lines.append([STEP_METHODS[method], *cells])
-    image = os.path.relpath(plot_of(found.path, STEPS), folder)
-    source = f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."
-    return f"{table(header, lines)}\n\n{source}\n\n![Tokens per second of whole steps.]({image})"
+    )
 
 
 def steps_in_full(folder: pathlib.Path) -> str:

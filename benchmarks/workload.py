@@ -158,7 +158,8 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
     if setting.capacity != "tight":
         factor = ranks if setting.capacity == "worst" else float(setting.capacity)
         sizes = dict(num_tokens=setting.tokens, top_k=setting.top_k, num_experts=setting.experts)
-        rows = ma.capacity(factor, group_size=ranks, **sizes)
+        exchange = ma.Exchange(capacity_factor=factor)
+        rows = exchange.rows_per_rank(**sizes, group_size=ranks)
     capacity = round_up(rows, CAPACITY_MULTIPLE) if setting.capacity == "tight" else rows
     traffic = _traffic(setting, goes_to, capacity)
     return Workload(setting, ids, weights, capacity, **traffic)

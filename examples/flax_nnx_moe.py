@@ -22,7 +22,8 @@ import jax_moe_a2a as ma
 from jax_moe_a2a.integrations.nnx import MoE
 
 VOCAB, HIDDEN, HEADS, LENGTH, BATCH = 64, 32, 4, 16, 16
-EXPERTS = dict(expert_hidden=48, num_experts=8, choose=ma.TopK(2), capacity_factor=2.0)
+EXCHANGE = ma.Exchange(capacity_factor=2.0)
+EXPERTS = dict(expert_hidden=48, num_experts=8, choose=ma.TopK(2), exchange=EXCHANGE)
 AXES = ma.Axes("ep", data="data")
 
 

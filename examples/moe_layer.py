@@ -27,7 +27,7 @@ def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
 
     Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
     """
-    y, stats = ma.moe(x, **params, axes="ep", capacity_factor=2.0)
+    y, stats = ma.moe(x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=2.0))
     return y, stats.load
 
 

@@ -199,7 +199,7 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
         tokens,
         **moe,
         axes=ma.Axes(o.group, data="data"),
-        capacity_factor=o.capacity_factor,
+        exchange=ma.Exchange(capacity_factor=o.capacity_factor),
         experts_format=ma.BlockwiseFp8() if o.experts == "fp8" else None,
     )
     load = stats.load

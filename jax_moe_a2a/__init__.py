@@ -56,11 +56,10 @@ from ._src.placement.choice import choose_slots as choose_slots
 from ._src.placement.choice import gather_counts as gather_counts
 from ._src.placement.planner import plan_placement as plan_placement
 from ._src.placement.types import Placement as Placement
-from ._src.plan.capacity import capacity as capacity
-from ._src.plan.capacity import default_capacity as default_capacity
 from ._src.plan.memory import DeviceMemory as DeviceMemory
 from ._src.plan.memory import MemoryEstimate as MemoryEstimate
 from ._src.plan.memory import memory_estimate as memory_estimate
+from ._src.plan.options import Exchange as Exchange
 from ._src.routing.choices import RouterChoices as RouterChoices
 from ._src.routing.from_map import choices_from_map as choices_from_map
 from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting

@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import oracle
 
+import jax_moe_a2a as ma
+
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
@@ -45,8 +47,7 @@ class Layout:
         return dict(
             group=group,
             num_experts=self.num_experts(group.size),
-            capacity=self.capacity,
-            alignment=self.alignment,
+            exchange=ma.Exchange(capacity=self.capacity, alignment=self.alignment),
         )
 
     def has_rows(self, ranks):

@@ -223,7 +223,7 @@ def moved(inputs, params):
 
 def num_arrays(params, num_payload):
     """Return how many arrays land. An encoded leaf is two arrays: values and scales."""
-    return num_payload + (params["num_leaves"] if params["options"].format is not None else 0)
+    return num_payload + (params["num_leaves"] if params["options"].token_format is not None else 0)
 
 
 def of_routed_dispatch(params, avals, inputs):
@@ -232,7 +232,7 @@ def of_routed_dispatch(params, avals, inputs):
     ranks = params["group"].size
     *_, num_tokens, top_k = ids.shape
     fits = num_tokens <= MAX_FUSED_TOKENS and ranks * num_tokens * top_k <= MAX_FUSED_CHOICES
-    is_encoded_alone = ranks == 1 and params["options"].format is not None
+    is_encoded_alone = ranks == 1 and params["options"].token_format is not None
     lands = num_arrays(params, len(payload)) <= MAX_ARRAYS
     route = of_route(params, avals, inputs)
     if fits and lands and not is_encoded_alone:

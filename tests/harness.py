@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import os
 import pickle
@@ -41,6 +42,31 @@ RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
+
+
+OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
+
+
+def exchanging(*dictionaries, **options):
+    """Return keyword arguments, given as dictionaries and by name, with all options of an exchange
+    in one `Exchange`. A later one replaces an earlier one."""
+    merged, own = {}, None
+    for each in (*dictionaries, options):
+        for name, value in each.items():
+            if name in OF_EXCHANGE:
+                own = (own or {}) | {name: value}
+            elif name == "exchange":
+                given = {n: v for n, v in vars(value).items() if v is not None} if value else {}
+                own = (own or {}) | given
+            else:
+                merged[name] = value
+    return merged if own is None else dict(merged, exchange=ma.Exchange(**own))
+
+
+def worst_case(num_tokens, top_k, ranks, num_experts, **options):
+    """Return the rows with which a rank drops nothing, with other options of an `Exchange`."""
+    exchange = ma.Exchange(**options)
+    return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
 
 def devices(count):

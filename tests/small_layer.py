@@ -32,15 +32,19 @@ def route_args(group, layout=LAYOUT):
 
 
 def by_ids(x, ids, weights, group, layout, **options):
-    return ma.dispatch(x, ids, weights, **route_args(group, layout), **options)
+    return ma.dispatch(x, ids, weights, **harness.exchanging(route_args(group, layout), options))
 
 
 def by_routing(x, ids, weights, group, layout, **options):
-    return ma.dispatch(x, ma.route(ids, **route_args(group, layout)), weights, **options)
+    return ma.dispatch(
+        x, ma.route(ids, **route_args(group, layout)), weights, **harness.exchanging(options)
+    )
 
 
 def by_halves(x, ids, weights, group, layout, **options):
-    started = ma.dispatch_start(x, ids, weights, **route_args(group, layout), **options)
+    started = ma.dispatch_start(
+        x, ids, weights, **harness.exchanging(route_args(group, layout), options)
+    )
     return ma.dispatch_done(started)
 
 

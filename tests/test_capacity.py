@@ -19,23 +19,31 @@ RANKS = harness.SEVERAL
 SIZES = dict(num_tokens=1024, top_k=8, group_size=4, num_experts=32)
 
 
+def rows_of(sizes=SIZES, **options):
+    return ma.Exchange(**options).rows_per_rank(**sizes)
+
+
 def test_without_alignment_a_factor_multiplies_the_rows_of_a_balanced_rank():
-    assert ma.capacity(1, **SIZES) == 8192
-    assert ma.capacity(1.25, **SIZES) == 10240
-    assert ma.capacity(0.5, **SIZES, replicated=True) == 1024
-    assert ma.capacity(2.0, **dict(SIZES, num_tokens=5), shared_expert=True) == 85
+    assert rows_of(capacity_factor=1) == 8192
+    assert rows_of(capacity_factor=1.25) == 10240
+    assert rows_of(capacity_factor=0.5, replicated=True) == 1024
+    assert rows_of(dict(SIZES, num_tokens=5), capacity_factor=2.0, shared_expert=True) == 85
 
 
 def test_a_factor_is_the_number_that_was_written():
     """In floats 1.1 * 10 is more than 11."""
-    assert ma.capacity(1.1, **dict(SIZES, num_tokens=10, top_k=1)) == 11
+    assert rows_of(dict(SIZES, num_tokens=10, top_k=1), capacity_factor=1.1) == 11
 
 
 def test_a_factor_of_the_number_of_ranks_is_the_worst_case():
     for alignment in (1, 128):
-        sizes = dict(SIZES, alignment=alignment)
-        assert ma.capacity(4, **sizes) == ma.default_capacity(**sizes)
-        assert ma.capacity(1e9, **sizes) == ma.default_capacity(**sizes)
+        worst = rows_of(alignment=alignment)
+        assert rows_of(capacity_factor=4, alignment=alignment) == worst
+        assert rows_of(capacity_factor=1e9, alignment=alignment) == worst
+
+
+def test_a_capacity_is_the_number_of_rows_whatever_the_sizes():
+    assert rows_of(capacity=7) == rows_of(capacity=7, alignment=128, replicated=True) == 7
 
 
 @pytest.mark.parametrize("alignment", (1, 3, 8, 128))
@@ -47,7 +55,8 @@ def test_a_factor_of_the_busiest_rank_drops_nothing_with_any_alignment(routing, 
     load = oracle.route(ids, experts, layout.rows(RANKS)).num_rows
     sizes = dict(num_tokens=13, top_k=3, group_size=RANKS, num_experts=experts)
     factor = Fraction(int(load.max()), 13 * 3)
-    capacity = ma.capacity(float(factor) * (1 + 1e-15), **sizes, alignment=alignment)
+    factor = float(factor) * (1 + 1e-15)
+    capacity = rows_of(sizes, capacity_factor=factor, alignment=alignment)
     assert capacity % alignment == 0
     assert oracle.route(ids, experts, capacity, alignment).num_dropped.sum() == 0
     if alignment == 1:  # one row less is too little
@@ -67,18 +76,18 @@ MODES = [
 def test_every_function_makes_rows_of_the_factor(modes):
     group = harness.group_of(RANKS)
     tokens, top_k, experts = 6, 2, 3 * RANKS
-    route_args = dict(num_experts=experts, **modes)
-    rows = ma.capacity(1.5, num_tokens=tokens, top_k=top_k, group_size=RANKS, **route_args)
+    exchange = ma.Exchange(capacity_factor=1.5, **modes)
+    rows = exchange.rows_per_rank(tokens, top_k, group_size=RANKS, num_experts=experts)
 
     def on_rank(ids, x):
-        other_args = dict(route_args, group=group, capacity_factor=1.5)
-        routing = ma.route(ids, **other_args)
-        recv = ma.dispatch(x, ids, **other_args)
-        again = ma.dispatch(x, routing, capacity_factor=1.5)
+        route_args = dict(group=group, num_experts=experts, exchange=exchange)
+        routing = ma.route(ids, **route_args)
+        recv = ma.dispatch(x, ids, **route_args)
+        again = ma.dispatch(x, routing, exchange=ma.Exchange(capacity_factor=1.5))
         assert routing.capacity == recv.routing.capacity == again.routing.capacity == rows
         assert recv.rows.shape[0] == rows
         if not modes.get("replicated"):
-            started = ma.dispatch_done(ma.dispatch_start(x, ids, **other_args))
+            started = ma.dispatch_done(ma.dispatch_start(x, ids, **route_args))
             assert started.routing.capacity == rows
         return recv.num_rows
 
@@ -88,14 +97,13 @@ def test_every_function_makes_rows_of_the_factor(modes):
     )
 
 
-def trace(**route_args):
-    """Trace a route and a dispatch by its Routing with these arguments."""
+def trace(by_routing=False, **options):
+    """Trace a route, or a dispatch by a Routing, with these options of an exchange."""
 
     def on_rank(ids):
-        routing = ma.route(ids, group=group, num_experts=4)
-        ma.dispatch(ids, routing, **route_args) if route_args.pop(
-            "by_routing", False
-        ) else ma.route(ids, group=group, num_experts=4, **route_args)
+        exchange = ma.Exchange(**options)
+        route = functools.partial(ma.route, ids, group=group, num_experts=4)
+        ma.dispatch(ids, route(), exchange=exchange) if by_routing else route(exchange=exchange)
         return ids
 
     group = ma.Group(axis_name="ep", size=2, implementation="portable")
@@ -103,7 +111,7 @@ def trace(**route_args):
 
 
 @pytest.mark.parametrize(
-    "route_args, error, says",
+    "options, error, says",
     [
         (dict(capacity=20.0), TypeError, r"capacity must be an int; got 20.0: use int\(...\)"),
         (dict(capacity="20"), TypeError, r"capacity must be an int; got '20': use int\(...\)"),
@@ -122,15 +130,15 @@ def trace(**route_args):
         (
             dict(by_routing=True, capacity_factor=1),
             ValueError,
-            "lead to the Routing's capacity, 20; got 1, which leads to 10. Omit it",
+            "lead to the Routing's capacity, 20; got 1.0, which leads to 10. Omit it",
         ),
         (dict(by_routing=True, capacity=20, capacity_factor=2), ValueError, "Pass one of them"),
     ],
     ids=str,
 )
-def test_an_error_says_what_to_do(route_args, error, says):
+def test_an_error_says_what_to_do(options, error, says):
     with pytest.raises(error, match=says):
-        trace(**route_args)
+        trace(**options)
 
 
 @pytest.mark.parametrize("name", ("capacity", "capacity_factor"))
@@ -140,17 +148,15 @@ def test_a_traced_number_is_an_error_that_names_static_argnums(name):
 
 
 def test_an_estimate_with_a_factor_is_that_of_its_capacity():
-    sizes = dict(SIZES, alignment=16)
-    by_factor = ma.memory_estimate(hidden=64, capacity_factor=1.25, **sizes)
-    by_rows = ma.memory_estimate(hidden=64, capacity=ma.capacity(1.25, **sizes), **sizes)
-    assert by_factor == by_rows and by_factor.capacity == ma.capacity(1.25, **sizes)
-    with pytest.raises(ValueError, match="Pass one of them"):
-        ma.memory_estimate(hidden=64, capacity=4, capacity_factor=1.0, **sizes)
-    with pytest.raises(TypeError, match="use int"):
-        ma.memory_estimate(hidden=64, capacity=4.0, **sizes)
+    sizes = dict(SIZES, hidden=64)
+    by_factor = ma.Exchange(capacity_factor=1.25, alignment=16)
+    by_rows = ma.Exchange(capacity=by_factor.rows_per_rank(**SIZES), alignment=16)
+    estimate = ma.memory_estimate(**sizes, exchange=by_factor)
+    assert estimate == ma.memory_estimate(**sizes, exchange=by_rows)
+    assert estimate.capacity == by_rows.capacity
 
 
-@pytest.mark.parametrize("rows_of", (ma.default_capacity, functools.partial(ma.capacity, 1.25)))
+@pytest.mark.parametrize("options", (dict(), dict(capacity_factor=1.25), dict(capacity=4)), ids=str)
 @pytest.mark.parametrize(
     "changed, error, says",
     [
@@ -158,10 +164,9 @@ def test_an_estimate_with_a_factor_is_that_of_its_capacity():
         (dict(top_k=2.0), TypeError, "top_k must be an int; got 2.0"),
         (dict(group_size=0), ValueError, "group_size must be at least 1; got 0"),
         (dict(num_experts=0), ValueError, "num_experts must be at least 1; got 0"),
-        (dict(alignment=0), ValueError, "alignment must be at least 1; got 0"),
     ],
     ids=str,
 )
-def test_a_size_that_is_out_of_range_is_named(rows_of, changed, error, says):
+def test_a_size_that_is_out_of_range_is_named(options, changed, error, says):
     with pytest.raises(error, match=says):
-        rows_of(**dict(SIZES, **changed))
+        rows_of(dict(SIZES, **changed), **options)

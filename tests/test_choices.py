@@ -101,7 +101,7 @@ def sum_of(fn):
 def options_of(options):
     table = options.get("placement")
     placement = table and ma.Placement.from_slots(table, EXPERTS, num_ranks=2)
-    return options | dict(placement=placement)
+    return harness.exchanging(options, placement=placement)
 
 
 REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks

@@ -45,6 +45,7 @@ def layer(ids, floats, *, group=None, num_experts=RANKS * LOCAL, **options):
     options |= dict(zip(("b_in", "b_out"), biases))
     group = group or harness.emulated_group(RANKS)
     choices = ma.RouterChoices(ids, topk_weights)
+    options = harness.exchanging(options)
     return ma.moe_mlp(x, choices, w_in, w_out, group=group, num_experts=num_experts, **options)
 
 

@@ -258,7 +258,10 @@ def test_a_tree_of_rows_is_summed_leaf_by_leaf_in_one_combine():
 
     def combine(y, ids):
         routing = ma.route(
-            ids, group=harness.emulated_group(ranks), num_experts=3 * ranks, capacity=19
+            ids,
+            group=harness.emulated_group(ranks),
+            num_experts=3 * ranks,
+            exchange=ma.Exchange(capacity=19),
         )
         return ma.combine(y, routing, weights=None)
 
@@ -274,7 +277,9 @@ def test_tokens_without_choices_have_sums_and_gradients_of_zeros(weighted):
 
     def on_rank(x):
         ids = jnp.zeros((tokens, 0), jnp.int32)
-        recv = ma.dispatch(x, ids, group=group, num_experts=2 * ranks, capacity=8)
+        recv = ma.dispatch(
+            x, ids, group=group, num_experts=2 * ranks, exchange=ma.Exchange(capacity=8)
+        )
 
         def sums(y):
             weights = jnp.ones(y.shape[:1]) if weighted else None

@@ -159,7 +159,10 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
         def with_capacity(capacity):
             def layer(x):
                 recv = ma.dispatch(
-                    x, ids, topk_weights, **dict(route_args(group), capacity=capacity)
+                    x,
+                    ids,
+                    topk_weights,
+                    **harness.exchanging(dict(route_args(group), capacity=capacity)),
                 )
                 return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 

@@ -100,7 +100,9 @@ def trace_with_routing(fn, group, **options):
     """Trace fn(routing, x, y)."""
 
     def layer(ids, x, y):
-        routing = ma.route(ids, group=group, num_experts=EXPERTS, capacity=CAPACITY, **options)
+        routing = ma.route(
+            ids, group=group, num_experts=EXPERTS, **harness.exchanging(options, capacity=CAPACITY)
+        )
         return fn(routing, x, y)
 
     return trace(layer, group, IDS, X, Y)
@@ -147,7 +149,9 @@ def test_a_recv_with_a_damaged_routing_is_refused():
     group = flat_group()
 
     def layer(ids, x, y):
-        recv = ma.dispatch(x, ids, group=group, num_experts=EXPERTS, capacity=CAPACITY)
+        recv = ma.dispatch(
+            x, ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)
+        )
         routing = replaced(recv.routing, "slot_rows", DAMAGES["float32"])
         return ma.combine(y, dataclasses.replace(recv, routing=routing))
 
@@ -176,7 +180,9 @@ def test_a_routing_as_route_returned_it_is_accepted(group, options):
 def test_a_routing_of_numpy_arrays_is_accepted():
     """A checkpoint returns such a routing."""
     group = flat_group()
-    route = lambda ids: ma.route(ids, group=group, num_experts=EXPERTS, capacity=CAPACITY)
+    route = lambda ids: ma.route(
+        ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)
+    )
     routing = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), trace(route, group, IDS))
     rows = trace(lambda x: ma.dispatch(x, routing).rows, group, X)
     assert rows.shape == (RANKS, CAPACITY, HIDDEN)

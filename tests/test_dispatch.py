@@ -121,7 +121,7 @@ def test_a_replicated_payload_is_accepted_with_varying_ids():
             ids,
             group=group,
             num_experts=layout.num_experts(ranks),
-            capacity=layout.capacity,
+            exchange=ma.Exchange(capacity=layout.capacity),
         )
         return recv.rows
 
@@ -138,7 +138,12 @@ def test_a_routing_may_come_with_its_own_numbers_again():
     route_args = layout.route_args(group)
 
     def dispatch(ids, x, weights):
-        return ma.dispatch(x, ma.route(ids, **route_args), weights, **route_args)
+        return ma.dispatch(
+            x,
+            ma.route(ids, **harness.exchanging(route_args)),
+            weights,
+            **harness.exchanging(route_args),
+        )
 
     program = harness.on_each_rank(dispatch, harness.mesh_of(ranks), exchanges=2)
     assert_recv_is(program(ids, x, weights), x, weights, expected)

@@ -25,7 +25,9 @@ def program(capacity, alignment, shared_expert):
 
     def kept(ids):
         route_args = dict(num_experts=EXPERTS, capacity=capacity, alignment=alignment)
-        recv = ma.dispatch(ids, ids, group=group, shared_expert=shared_expert, **route_args)
+        recv = ma.dispatch(
+            ids, ids, group=group, **harness.exchanging(route_args, shared_expert=shared_expert)
+        )
         one_hot = jax.nn.one_hot(recv.src_info.k, ids.shape[1] + shared_expert)
         return ma.combine(one_hot, recv, weights=None) > 0
 

@@ -18,9 +18,9 @@ KINDS = {
     "bfloat16": dict(dtype=jnp.bfloat16),
     "no biases": dict(biases=False),
     "any activation": dict(activation=lambda x: SWIGLU(jnp.tanh(x))),
-    "shared expert": dict(shared_expert=True),
-    "chunks": dict(num_chunks=TOKENS),
-    "replicated": dict(replicated=True),
+    "shared expert": dict(exchange=ma.Exchange(shared_expert=True)),
+    "chunks": dict(exchange=ma.Exchange(num_chunks=TOKENS)),
+    "replicated": dict(exchange=ma.Exchange(replicated=True)),
     "replicas": dict(placement=[0, 1, 2, -1, 3, 4, 5, 0]),
     "slots": dict(placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
     "experts_format": dict(experts_format=ma.BlockwiseFp8(), size=128),
@@ -41,8 +41,8 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
         options["placement"] = table
     # In "slots", the empty slots have this place, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
-    empty = EMPTY + options.get("shared_expert", False)
-    matrices = slots + options.get("shared_expert", False)
+    has_shared = bool(options.get("exchange", ma.Exchange()).shared_expert)
+    empty, matrices = EMPTY + has_shared, slots + has_shared
     rng = np.random.default_rng(0)
     ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))
     ids[:, :TOP_K] = np.resize(with_rows, (RANKS, TOP_K, TOP_K))

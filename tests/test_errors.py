@@ -47,7 +47,7 @@ def route_args(**changed):
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
-    return {k: v for k, v in {**right, **changed}.items() if v is not LEFT_OUT}
+    return harness.exchanging({k: v for k, v in (right | changed).items() if v is not LEFT_OUT})
 
 
 LEFT_OUT = object()
@@ -183,7 +183,7 @@ def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
 def test_a_wire_dtype_is_a_float(wire_dtype):
     naming = ("wire_dtype", wire_dtype)
     assert_refuses(
-        lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **route_args()),
+        lambda x, ids: ma.dispatch(x, ids, **route_args(wire_dtype=wire_dtype)),
         X,
         IDS,
         naming=naming,
@@ -225,7 +225,9 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
     (name,) = changed
 
     def call(x, ids):
-        return dispatch(x, ma.route(ids, shared_expert=True, **route_args()), **changed)
+        return dispatch(
+            x, ma.route(ids, **route_args(shared_expert=True)), **harness.exchanging(changed)
+        )
 
     with pytest.raises(TypeError, match=rf"{name} must be an? \w+; got {changed[name]}"):
         trace(call, X, IDS)
@@ -542,7 +544,7 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
             "experts of this rank only: split it with in_specs",
         ),
         (
-            lambda x, ids: ma.dispatch(x, ids, **route_args(), wire_dtype="bf16"),
+            lambda x, ids: ma.dispatch(x, ids, **route_args(wire_dtype="bf16")),
             (X, IDS),
             "jnp.bfloat16 or 'bfloat16'.*got 'bf16'",
         ),
@@ -557,7 +559,7 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
             "4 or 6 experts, or 1 rank",
         ),
         (
-            lambda ids: ma.route(ids, **route_args(capacity=LEFT_OUT), capacity_factor=-1),
+            lambda ids: ma.route(ids, **route_args(capacity=LEFT_OUT, capacity_factor=-1)),
             (IDS,),
             "capacity_factor must be .* above 0; got -1. Omit capacity_factor to drop no row",
         ),

@@ -17,7 +17,7 @@ GROUP = ma.Group(axis_name=harness.AXIS, size=RANKS)
 
 
 def there_and_back(x, ids, group=GROUP, **options):
-    recv = ma.dispatch(x, ids, **route_args(group), **options)
+    recv = ma.dispatch(x, ids, **harness.exchanging(route_args(group), options))
     return ma.combine(recv.rows, recv)
 
 

@@ -44,9 +44,7 @@ def load_of(ids, layout, group, **options):
         ids.astype(jnp.float32),
         ids,
         group=group,
-        alignment=layout.alignment,
-        **route_args,
-        **options,
+        **harness.exchanging(route_args, options, alignment=layout.alignment),
     )
     return ma.expert_load(recv)
 

@@ -25,7 +25,6 @@ from small_layer import routing_of
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
-from jax_moe_a2a._src.exchange.payload_checks import check_format
 from jax_moe_a2a._src.formats import formats
 
 pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
@@ -49,10 +48,10 @@ def test_every_format_stands_wherever_formats_are_listed():
     names = formats_of(formats)
     assert names == formats_of(ma) == {type(fmt).__name__ for fmt in FORMATS.values()}
     with pytest.raises(TypeError) as error:
-        check_format("fp8", False, [])
+        ma.Exchange(token_format="fp8")
     files = ("docs/formats.md", "docs/api/formats.md", "cuda/token_format.h")
     texts = {file: pathlib.Path(__file__).parents[1].joinpath(file).read_text() for file in files}
-    texts |= {fn.__name__: fn.__doc__ for fn in (ma.dispatch, ma.combine)}
+    texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
     # Payloads, estimates and attributes of calls know the parameter of NvFp4 alone.
@@ -352,9 +351,13 @@ def dispatch_program(name, layout, ranks):
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
-        by_ids = functools.partial(ma.dispatch, x, ids, topk_weights, format=fmt, **static)
+        by_ids = functools.partial(
+            ma.dispatch, x, ids, topk_weights, **harness.exchanging(static, token_format=fmt)
+        )
         recv, decoded = by_ids(), by_ids(decode=True)
-        given = functools.partial(ma.dispatch, x, recv.routing, topk_weights, format=fmt)
+        given = functools.partial(
+            ma.dispatch, x, recv.routing, topk_weights, exchange=ma.Exchange(token_format=fmt)
+        )
         both = [recv, given()], [decoded, given(decode=True)]
         return *both, ma.combine(decoded.rows, decoded)
 
@@ -419,12 +422,16 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
     def dispatch(ids, x, topk_weights, scale):
         used = ma.NvFp4(global_scale=scale) if has_traced_scale else fmt
         static = dict(group=group, num_experts=ranks, capacity=capacity)
-        routing = ma.route(ids, **static)
+        routing = ma.route(ids, **harness.exchanging(static))
         by_ids = (x, ids, topk_weights)
         recvs = []
         for args, options in ((by_ids, static), ((x, routing, topk_weights), {})):
             for decodes in (False, True):
-                recvs.append(ma.dispatch(*args, format=used, decode=decodes, **options))
+                recvs.append(
+                    ma.dispatch(
+                        *args, **harness.exchanging(options, token_format=used), decode=decodes
+                    )
+                )
         return [(recv.rows, recv.weights) for recv in recvs]
 
     scales = np.full(ranks, getattr(fmt, "global_scale", 1), np.float32)
@@ -488,7 +495,8 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
 
     def dispatch(ids, x):
         rows, plain_rows = (
-            ma.dispatch(x, ids, format=f, **layout.route_args(group)).rows for f in (fmt, plain)
+            ma.dispatch(x, ids, **harness.exchanging(layout.route_args(group), token_format=f)).rows
+            for f in (fmt, plain)
         )
         tokens, plain_tokens = (f.decode(f.encode(x), "float32") for f in (fmt, plain))
         pairs = (rows, fmt.laid_out(plain_rows)), (tokens, plain_tokens)
@@ -602,7 +610,9 @@ def test_the_gradient_of_a_dispatch_may_be_quantized_while_it_travels():
 
     def run(ids, x, direction):
         def rows(x):
-            return ma.dispatch(x, ids, wire_dtype=fmt, **SMALL.route_args(group)).rows
+            return ma.dispatch(
+                x, ids, **harness.exchanging(SMALL.route_args(group), wire_dtype=fmt)
+            ).rows
 
         routing = ma.route(ids, **SMALL.route_args(group))
         ct = jnp.concatenate([x, direction])[: SMALL.rows(VMAPPED)]
@@ -620,7 +630,11 @@ def there_and_back(group, fmt, ids, topk_weights=None):
 
     def of(x):
         recv = ma.dispatch(
-            x, ids, topk_weights, format=fmt, decode=fmt is not None, **SMALL.route_args(group)
+            x,
+            ids,
+            topk_weights,
+            **harness.exchanging(SMALL.route_args(group), token_format=fmt),
+            decode=fmt is not None,
         )
         return ma.combine(recv.rows, recv)
 
@@ -763,7 +777,12 @@ def test_unused_results_of_a_format_are_not_made(tokens):
     def payload_of(pick):
         def of(ids, x, weights, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            recv = ma.dispatch((x, x[:, :64]), ids, weights, format=fmt, **layout.route_args(group))
+            recv = ma.dispatch(
+                (x, x[:, :64]),
+                ids,
+                weights,
+                **harness.exchanging(layout.route_args(group), token_format=fmt),
+            )
             return pick(recv)
 
         closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, weights, scales)
@@ -772,7 +791,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
         (eqn,) = small_layer.equations(jaxpr, name)
         shapes = small_layer.shapes_of_one_rank(eqn)
         payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
-        return payload, eqn.params["options"].format is not None
+        return payload, eqn.params["options"].token_format is not None
 
     a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
     assert payload_of(lambda recv: recv) == ([a, b, choices, choices, scale], True)
@@ -826,7 +845,11 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
     def of_rank(ids, x):
         def rows(x, **options):
             return ma.dispatch(
-                x, ids, format=ma.BlockwiseFp8(), **layout.route_args(group), **options
+                x,
+                ids,
+                **harness.exchanging(
+                    layout.route_args(group), options, token_format=ma.BlockwiseFp8()
+                ),
             ).rows
 
         return rows(x), jax.grad(lambda x: lax.psum(rows(x, decode=True).sum(), harness.AXIS))(x)
@@ -847,8 +870,8 @@ def test_tokens_are_dispatched_once_as_they_are_and_gradients_once_each_way():
     group = harness.group_of(harness.SEVERAL)
 
     def rows(ids, x, decode):
-        options = dict(format=ma.MxFp8(), decode=decode, **SMALL.route_args(group))
-        return ma.dispatch(x, ids, **options).rows
+        options = dict(token_format=ma.MxFp8(), decode=decode, **SMALL.route_args(group))
+        return ma.dispatch(x, ids, **harness.exchanging(options)).rows
 
     def gradient(ids, x, decode):
         def total(x):
@@ -879,9 +902,13 @@ def test_payloads_of_several_arrays():
     def run(ids, x, direction, position):
         static = SMALL.route_args(group)
         both = {"a": x, "b": (direction.astype(jnp.bfloat16)[:, None],)}
-        together = ma.dispatch(both, ids, format=fmt, **static).rows
-        decoded = ma.dispatch(both, ids, format=fmt, decode=True, **static).rows
-        by_hand, places = ma.dispatch((fmt.encode(x), position), ids, **static).rows
+        together = ma.dispatch(both, ids, **harness.exchanging(static, token_format=fmt)).rows
+        decoded = ma.dispatch(
+            both, ids, **harness.exchanging(static, token_format=fmt), decode=True
+        ).rows
+        by_hand, places = ma.dispatch(
+            (fmt.encode(x), position), ids, **harness.exchanging(static)
+        ).rows
         return together, decoded, by_hand, places
 
     together, decoded, by_hand, places = emulated(run)(ids, x, direction, position)
@@ -903,7 +930,7 @@ def dispatch(*x, **options):
     """Dispatch zeros of this shape on each of two ranks."""
     route_args = dict(group=harness.emulated_group(2), num_experts=2)
     ids = jnp.zeros((2, 1), jnp.int32)
-    on_rank = lambda x: ma.dispatch(x, ids, **route_args, **options).rows
+    on_rank = lambda x: ma.dispatch(x, ids, **harness.exchanging(route_args, options)).rows
     return jax.eval_shape(jax.vmap(on_rank, axis_name=harness.AXIS), jnp.zeros((2, *x)))
 
 
@@ -947,12 +974,20 @@ REFUSALS = dict(
         TypeError,
         "global_scale .*bfloat16",
     ),
-    format=(lambda: dispatch(2, 128, format="fp8"), TypeError, "format .*BlockwiseFp8.*'fp8'"),
-    format_class=(lambda: dispatch(2, 128, format=ma.MxFp8), TypeError, "format .*MxFp8'"),
+    format=(
+        lambda: dispatch(2, 128, token_format="fp8"),
+        TypeError,
+        "token_format .*BlockwiseFp8.*'fp8'",
+    ),
+    format_class=(
+        lambda: dispatch(2, 128, token_format=ma.MxFp8),
+        TypeError,
+        "token_format .*MxFp8'",
+    ),
     decode=(lambda: dispatch(2, 128, decode=True), ValueError, "decode.*format"),
-    decode_type=(lambda: dispatch(2, 128, format=FP8, decode=1), TypeError, "decode .*1"),
-    no_hidden=(lambda: dispatch(2, format=MX), ValueError, r"x .*hidden.*\[2\]"),
-    dispatch_hidden=(lambda: dispatch(2, 64, format=FP8), ValueError, r"x .*128.*\[2,64\]"),
+    decode_type=(lambda: dispatch(2, 128, token_format=FP8, decode=1), TypeError, "decode .*1"),
+    no_hidden=(lambda: dispatch(2, token_format=MX), ValueError, r"x .*hidden.*\[2\]"),
+    dispatch_hidden=(lambda: dispatch(2, 64, token_format=FP8), ValueError, r"x .*128.*\[2,64\]"),
     scale_layout=(
         lambda: ma.MxFp8(scale_layout="columns"),
         ValueError,
@@ -1001,8 +1036,10 @@ def test_elements_of_a_batch_with_global_scales_of_their_own_have_the_rows_and_g
     group, scales = harness.group_of(harness.SEVERAL), jnp.asarray([0.25, 0.5])
 
     def rows(x, ids, scale):
-        options = dict(format=ma.NvFp4(global_scale=scale), decode=True, **SMALL.route_args(group))
-        return ma.dispatch(x, ids, **options).rows
+        options = dict(
+            token_format=ma.NvFp4(global_scale=scale), decode=True, **SMALL.route_args(group)
+        )
+        return ma.dispatch(x, ids, **harness.exchanging(options)).rows
 
     def rows_and_gradient(x, ids, scale):
         out, vjp = jax.vjp(lambda x: rows(x, ids, scale), x)

@@ -53,8 +53,9 @@ def layer(*args, **options):
     """Call `ma.moe_mlp` with one rank's arrays."""
     x, topk_weights, w_in, w_out, b_in, b_out, ids = args
     given = dict(small_layer.route_args(harness.group_of(RANKS), LAYOUT), activation=SWIGLU)
+    given = harness.exchanging(dict(given, **options))
     choices = ma.RouterChoices(ids, topk_weights)
-    return ma.moe_mlp(x, choices, w_in, w_out, b_in=b_in, b_out=b_out, **dict(given, **options))
+    return ma.moe_mlp(x, choices, w_in, w_out, b_in=b_in, b_out=b_out, **given)
 
 
 def explicit(*args):
@@ -62,7 +63,7 @@ def explicit(*args):
     x, topk_weights, w_in, w_out, b_in, b_out, ids = args
     fmt = ma.BlockwiseFp8()
     route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
-    recv = ma.dispatch(x, ids, topk_weights, **route_args, format=fmt)
+    recv = ma.dispatch(x, ids, topk_weights, **harness.exchanging(route_args, token_format=fmt))
     experts, has_token = jnp.clip(recv.row_experts, 0), recv.row_experts[:, None] >= 0
     dot = functools.partial(
         ma.grouped_dot, group_sizes=recv.group_sizes, preferred_element_type=x.dtype
@@ -96,7 +97,7 @@ def test_the_layer_is_that_of_the_explicit_calls(dtype):
     is_exact = dtype == "float32" and not harness.ON_GPU
     assert relative_error(found, expected) < (1e-6 if is_exact else 0.02)
     # The format of the tokens is the default. Chunks have the same results, because none drops.
-    chunked = of_all_ranks(format=ma.BlockwiseFp8(), num_chunks=2)
+    chunked = of_all_ranks(token_format=ma.BlockwiseFp8(), num_chunks=2)
     assert relative_error(compiled(chunked, exchanges=4)(*args), found) < 0.02
 
 
@@ -158,7 +159,7 @@ def test_gradients_are_refused(argument):
 @pytest.mark.parametrize(
     "changed, error, message",
     [
-        (dict(format=ma.MxFp8()), ValueError, "format must be BlockwiseFp8"),
+        (dict(token_format=ma.MxFp8()), ValueError, "token_format must be BlockwiseFp8"),
         (dict(x="float16"), TypeError, "x must be bfloat16 or float32"),
         (dict(w_out="bfloat16"), TypeError, "w_out must be a QuantizedExperts.*bfloat16"),
         (dict(num_experts=2 * RANKS + RANKS), ValueError, r"w_in must have the shape \[L, I', H\]"),
@@ -307,7 +308,7 @@ def test_chunks_quantize_weights_once_and_train_as_one():
 FP8 = ma.BlockwiseFp8()
 ROWS = {  # of the table in docs/fp8.md
     "bfloat16": dict(),
-    "tokens in FP8": dict(format=FP8),
+    "tokens in FP8": dict(token_format=FP8),
     "quantized weights": dict(quantized=True),
     "`experts_format`": dict(experts_format=FP8),
 }
@@ -367,7 +368,7 @@ def test_modules_hold_weights_in_fp8(make):
 @pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 def test_modules_read_weights_that_were_quantized_once(make):
     sizes = dict(expert_hidden=128, num_experts=4, choose=ma.TopK(2), axes="ep")
-    sizes |= dict(experts_format=FP8, num_chunks=2)
+    sizes |= dict(experts_format=FP8, exchange=ma.Exchange(num_chunks=2))
     x = jax.random.normal(jax.random.key(1), (6, 128))
     with jax.set_mesh(mesh_of(ep=2)):
         if make is NnxMoE:
@@ -398,14 +399,14 @@ def test_moe_over_expert_and_tensor_axes():
     options, specs = dict(axes=axes, num_chunks=2), ma.moe_partition_specs(in_fp8, axes)
     with jax.set_mesh(mesh):
         placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), in_fp8, specs)
-        run = quick_jit(lambda x, params: ma.moe(x, **params, **options)[0])
+        run = quick_jit(lambda x, params: ma.moe(x, **params, **harness.exchanging(options))[0])
         found = run(x, placed)
         close = run(x, params)
         with pytest.raises(ValueError, match="multiple of 128 times the size 2"):
             halves = jax.tree.map(np.asarray, (*experts.values(),))
             narrow = ma.QuantizedExperts(halves[0].values[:, :, :128], halves[0].scales[:, :, :1])
             short = ma.QuantizedExperts(halves[1].values[..., :128], halves[1].scales[..., :1])
-            ma.moe(x, params["router"], narrow, short, **options)
+            ma.moe(x, params["router"], narrow, short, **harness.exchanging(options))
     assert 0 < relative_error(found, close) < 0.08
     assert placed["w_down"].scales.sharding.spec == P("ep", None, "tensor")
 

@@ -19,7 +19,10 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
         def dispatch(x, topk_weights):
             recv = ma.dispatch(
-                x, ids, topk_weights, **layout.route_args(group), wire_dtype=wire_dtype
+                x,
+                ids,
+                topk_weights,
+                **harness.exchanging(layout.route_args(group), wire_dtype=wire_dtype),
             )
             return recv.rows, recv.weights
 
@@ -119,7 +122,9 @@ def payload_gradient(x, ids, floats, ranks):
 
     def gradient(x, ids):
         def loss(x):
-            recv = ma.dispatch(x, ids, group=group, num_experts=3 * ranks, capacity=20)
+            recv = ma.dispatch(
+                x, ids, group=group, num_experts=3 * ranks, exchange=ma.Exchange(capacity=20)
+            )
             return sum(jnp.sum(recv.rows[name].astype(jnp.float32)) for name in floats)
 
         grads = jax.grad(loss, allow_int=True)(x)

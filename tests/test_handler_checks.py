@@ -56,7 +56,9 @@ def arguments():
 
 def damaged(use, name, damage):
     def layer(ids, x, y):
-        routing = ma.route(ids, group=group_of(), num_experts=EXPERTS, capacity=CAPACITY)
+        routing = ma.route(
+            ids, group=group_of(), num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)
+        )
         return use(replaced(routing, name, damage), x, y)
 
     return on_one_gpu(layer)(*arguments())
@@ -65,7 +67,9 @@ def damaged(use, name, damage):
 USES = dict(
     dispatch=lambda routing, x, y: ma.dispatch(x, routing).rows,
     split=lambda routing, x, y: ma.dispatch_done(ma.dispatch_start(x, routing)).rows,
-    format=lambda routing, x, y: ma.dispatch(x, routing, format=ma.BlockwiseFp8()).rows,
+    format=lambda routing, x, y: (
+        ma.dispatch(x, routing, exchange=ma.Exchange(token_format=ma.BlockwiseFp8())).rows
+    ),
     combine=lambda routing, x, y: ma.combine(y, routing),
     weighted=lambda routing, x, y: ma.combine(y, routing, weights=jnp.ones(CAPACITY)),
 )
@@ -96,7 +100,9 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
     assert ma.available()
     group = group_of()
     native.register_targets()
-    route = lambda ids: ma.route(ids, group=group, num_experts=EXPERTS, capacity=CAPACITY)
+    route = lambda ids: ma.route(
+        ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)
+    )
     routing = on_one_gpu(route)(arguments()[0])
     attributes = dict(
         devices=np.array([], np.int64),

@@ -65,8 +65,7 @@ def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
         w_in,
         w_out,
         activation=activation,
-        **dict(zip(("b_in", "b_out"), biases)),
-        **dict(route_args, **options),
+        **harness.exchanging(dict(zip(("b_in", "b_out"), biases)), dict(route_args, **options)),
     )
 
 
@@ -515,7 +514,11 @@ def test_a_format_is_that_of_the_explicit_calls():
         x, topk_weights, w_in, w_out, b_in, b_out, ids = args
         route_args = small_layer.route_args(harness.group_of(RANKS), layout)
         recv = ma.dispatch(
-            x, ids, topk_weights, **route_args, format=fmt, decode=True, wire_dtype=fmt
+            x,
+            ids,
+            topk_weights,
+            **harness.exchanging(route_args, token_format=fmt, wire_dtype=fmt),
+            decode=True,
         )
         experts = jnp.clip(recv.row_experts, 0)
         h = SWIGLU(ma.grouped_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
@@ -523,7 +526,7 @@ def test_a_format_is_that_of_the_explicit_calls():
         y += recv.weights[:, None] * b_out[experts]
         return ma.combine(y, recv, weights=None, wire_dtype=fmt)
 
-    layers = functools.partial(layer, format=fmt, wire_dtype=fmt), explicit
+    layers = functools.partial(layer, token_format=fmt, wire_dtype=fmt), explicit
     exchanges = 4 if layout.is_summed_in_formats(RANKS) else 2  # no kernel makes the two combines
     both = [
         small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges)(
@@ -554,7 +557,7 @@ def refused(naming, error, **changed):
 
     def fn(arrays):
         choices = ma.RouterChoices(arrays.pop("topk_ids"), arrays.pop("topk_weights"))
-        return ma.moe_mlp(**arrays, choices=choices, **options)
+        return ma.moe_mlp(**harness.exchanging(arrays, options), choices=choices)
 
     with pytest.raises(error) as caught:
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
@@ -691,7 +694,9 @@ def test_a_routing_is_not_divided():
     def fn(x, weights, w_in, w_out, ids):
         routing = ma.route(ids, group=group, num_experts=2 * RANKS)
         choices = ma.RouterChoices(routing, weights)
-        return ma.moe_mlp(x, choices, w_in, w_out, activation=SWIGLU, num_chunks=2)
+        return ma.moe_mlp(
+            x, choices, w_in, w_out, activation=SWIGLU, exchange=ma.Exchange(num_chunks=2)
+        )
 
     with pytest.raises(TypeError, match="topk_ids must be integers .* num_chunks.*got a Routing"):
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), x, weights, w_in, w_out, ids)

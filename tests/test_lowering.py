@@ -115,7 +115,12 @@ def exchange_by_routing(x, ids, weights, group=None):
 
 
 def route(ids, group=None, num_experts=EXPERTS, capacity=None):
-    return ma.route(ids, group=group or group_of(), num_experts=num_experts, capacity=capacity)
+    return ma.route(
+        ids,
+        group=group or group_of(),
+        num_experts=num_experts,
+        exchange=ma.Exchange(capacity=capacity),
+    )
 
 
 # One call for each primitive
@@ -130,7 +135,7 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     """The launch returns every array of the routing, because the combine reads them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     operands, results = signature(text, "routed_dispatch")
     payload = [f"{TOKENS}x{HIDDEN}xbf16", f"{TOKENS}x{TOP_K}xf32"]
     assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *payload]
@@ -155,7 +160,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 
     def fn(x, ids, weights):
         options = dict(group=group, num_experts=EXPERTS, capacity=capacity, alignment=2)
-        recv = ma.dispatch(x, ids, weights, **options)
+        recv = ma.dispatch(x, ids, weights, **harness.exchanging(options))
         return ma.combine(recv.rows, recv)
 
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -193,12 +198,12 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
         fmt = ma.NvFp4(global_scale=scale_of_rank[0]) if scale == "traced" else static
         if scale == "of_tokens":
             fmt = ma.NvFp4(global_scale=jnp.broadcast_to(scale_of_rank, (len(weights),)))
-        options = dict(format=fmt, decode=decode)
+        options = dict(token_format=fmt, decode=decode)
         if given == "ids":
             options |= dict(group=group_of(), num_experts=EXPERTS)
         else:
             ids = route(ids)
-        recv = ma.dispatch(x, ids, weights, **options)
+        recv = ma.dispatch(x, ids, weights, **harness.exchanging(options))
         return recv.rows, recv.weights, recv.global_scales
 
     x = {"a": aval(TOKENS, 32, dtype=dtype), "b": aval(TOKENS, 3, 64, dtype=dtype)}
@@ -213,7 +218,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
         results = results[NUM_RESULTS:]
     else:
         assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     if decode:
         expected = [f"{rows}x32x{mlir}", f"{rows}x3x64x{mlir}"]
     elif scale:
@@ -253,7 +258,9 @@ def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_excha
         static = dict(group=group_of(), num_experts=EXPERTS)
         if given == "routing":
             ids, static = route(ids), {}
-        return ma.dispatch(x, ids, format=ma.MxFp8(), decode=True, **static).rows
+        return ma.dispatch(
+            x, ids, **harness.exchanging(static, token_format=ma.MxFp8()), decode=True
+        ).rows
 
     encoding = {"routed_dispatch"} if given == "ids" else {"route", "format_dispatch"}
     leaves = [aval(TOKENS, 32)] * (most + 1)
@@ -265,7 +272,9 @@ def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_excha
 def test_a_batch_is_encoded_by_the_call(in_axes):
     def dispatch(x, ids, scale):
         fmt = ma.NvFp4(global_scale=scale[0])
-        return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, format=fmt).rows
+        return ma.dispatch(
+            x, ids, group=group_of(), num_experts=EXPERTS, exchange=ma.Exchange(token_format=fmt)
+        ).rows
 
     def of_batch(*args):
         args = (a if axis is None else jnp.stack([a, a + 1]) for a, axis in zip(args, in_axes))
@@ -283,7 +292,9 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
 
     def rows(x, ids, scale):
         fmt = ma.NvFp4(global_scale=scale)
-        return ma.dispatch(x, ids, group=group, num_experts=EXPERTS, format=fmt).rows.values
+        return ma.dispatch(
+            x, ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(token_format=fmt)
+        ).rows.values
 
     in_specs = (spec, spec, PartitionSpec())
     mapped = jax.shard_map(rows, mesh=mesh, in_specs=in_specs, out_specs=spec)
@@ -299,7 +310,12 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
 def test_leaves_of_several_types_are_encoded_around_the_custom_call():
     def dispatch(x, ids):
         return ma.dispatch(
-            x, ids, group=group_of(), num_experts=EXPERTS, format=ma.MxFp8(), decode=True
+            x,
+            ids,
+            group=group_of(),
+            num_experts=EXPERTS,
+            exchange=ma.Exchange(token_format=ma.MxFp8()),
+            decode=True,
         ).rows
 
     x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32")}
@@ -313,7 +329,7 @@ def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
 @pytest.mark.parametrize("wire_dtype", (None, "float32", ma.MxFp8()))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_an_addend_is_the_last_operand_before_the_routing(weighted, wire_dtype):
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     args = [aval(rows, 32), IDS, aval(TOKENS, 32)]
     args += [aval(rows, dtype="float32")] * weighted
     text = lower(functools.partial(combine_adding, wire_dtype=wire_dtype), *args)
@@ -327,7 +343,7 @@ def test_an_addend_is_the_last_operand_before_the_routing(weighted, wire_dtype):
 
 
 def test_each_call_of_a_combine_has_the_addends_of_its_dtype():
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     shapes = [(HIDDEN, "bfloat16"), (4, "float32"), (3, "bfloat16")]
     y = [aval(rows, n, dtype=dtype) for n, dtype in shapes]
     add = [aval(TOKENS, n, dtype=dtype) for n, dtype in shapes]
@@ -350,7 +366,7 @@ def test_weights_return_with_the_sums_of_the_first_dtype_only():
 
         return jax.vjp(rows_of, x, weights)[1](ct)
 
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     x, ct = ([aval(n, HIDDEN), aval(n, 4, dtype="float32")] for n in (TOKENS, rows))
     text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(rows, dtype="float32")))
     lines = [line for line in text.splitlines() if "@moe_a2a_combine" in line]
@@ -376,7 +392,9 @@ def test_gradients_are_the_transposed_calls():
 
 def gradients_of_mode(x, ids, weights, ct, **modes):
     def there_and_back(x, weights):
-        recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS, **modes)
+        recv = ma.dispatch(
+            x, ids, weights, group=group_of(), num_experts=EXPERTS, **harness.exchanging(modes)
+        )
         return ma.combine(recv.rows, recv)
 
     out, vjp = jax.vjp(there_and_back, x, weights)
@@ -415,8 +433,8 @@ def test_xla_quantizes_the_tokens_of_a_single_rank():
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
-        options = dict(group=group_of(), num_experts=EXPERTS, format=ma.MxFp8(), decode=True)
-        return ma.dispatch(x, ids, **options, **modes).rows
+        options = dict(group=group_of(), num_experts=EXPERTS, token_format=ma.MxFp8(), decode=True)
+        return ma.dispatch(x, ids, **harness.exchanging(options, modes)).rows
 
     assert calls(lower(rows, x, ids)) == {"routed_dispatch": 1}
     alone = calls(lower(functools.partial(rows, replicated=True), x, ids))
@@ -528,7 +546,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 def test_halves_whose_whole_is_portable_are_portable_too():
     """Either both halves run kernels or none does. Here the dtype is float64, which the kernels do
     not sum."""
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids)))
@@ -555,7 +573,7 @@ def cotangents(y, weights, ct, ids, of=("rows", "weights")):
 
 
 def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     y, ct = aval(rows, hidden, dtype=dtype), aval(TOKENS, hidden, dtype=dtype)
     return y, aval(rows, dtype=weights), ct, IDS
 
@@ -566,7 +584,7 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     row, number, token = f"{rows}x{HIDDEN}xbf16", f"{rows}xf32", f"{TOKENS}x{HIDDEN}xbf16"
     operands, results = signature(text, "weighted_dispatch")
     read = [f"{TOKENS}x{RANKS}xi32", f"{RANKS}x{TOKENS}xi32", f"{TOKENS}x{TOP_K}xi32"]
@@ -686,7 +704,7 @@ def refused(*avals, of=None, **wire):
 
 
 def rows_of(top_k=TOP_K, columns=32, dtype="bfloat16"):
-    rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, top_k, RANKS, EXPERTS)
     return aval(rows, columns, dtype=dtype), aval(TOKENS, top_k, dtype="int32")
 
 
@@ -743,7 +761,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     y, weights = aval(rows, hidden, dtype=dtype), aval(rows, dtype="float32")
 
     def weighted(y, weights, ids):
@@ -771,12 +789,12 @@ def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
 
     def gradient(x, ids, weights, ct):
         def rows(x, weights):
-            recv = ma.dispatch(x, route(ids), weights, wire_dtype=ma.MxFp8())
+            recv = ma.dispatch(x, route(ids), weights, exchange=ma.Exchange(wire_dtype=ma.MxFp8()))
             return recv.rows, recv.weights
 
         return jax.vjp(rows, x, weights)[1](ct)
 
-    capacity = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    capacity = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     ct = {name: aval(capacity, *leaf.shape[1:], dtype=leaf.dtype) for name, leaf in x.items()}
     text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(capacity, dtype="float32")))
     assert calls(text) == {"route": 1, "combine": 2}
@@ -787,7 +805,7 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     def combine(y, ids):
         return ma.combine_done(ma.combine_start(y, route(ids), wire_dtype=ma.BlockwiseFp8()))
 
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     text = lower(combine, aval(rows, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
@@ -799,7 +817,7 @@ def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path()
     weights."""
     fmt = ma.MxFp8()
     for top_k, portable in ((32 - RANKS, False), (33 - RANKS, True)):
-        rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)
+        rows = harness.worst_case(TOKENS, top_k, RANKS, EXPERTS)
         ids = aval(TOKENS, top_k, dtype="int32")
         combine = functools.partial(combine_alone, wire_dtype=fmt)
         text = lower(combine, aval(rows, 32), ids)
@@ -811,7 +829,7 @@ def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path()
         of = lambda y, weights: combine(y, weights=weights)  # noqa: E731
         return jax.jvp(of, (y, weights), (y, weights))[1]
 
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     text = lower(tangent, aval(rows, 32), aval(rows, dtype="float32"), IDS)
     assert is_portable(text, "combine")
 
@@ -821,7 +839,7 @@ def combine_alone(y, ids, wire_dtype=None):
 
 
 def combine_avals(dtype="bfloat16"):
-    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     return aval(rows, HIDDEN, dtype=dtype), IDS
 
 
@@ -850,7 +868,7 @@ def test_as_many_arrays_as_a_kernel_takes_are_one_custom_call_and_more_are_none(
     def combine(y, ids):
         return ma.combine(y, route(ids), weights=None)
 
-    rows = [aval(ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * (most + 1)
+    rows = [aval(harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * (most + 1)
     assert calls(lower(combine, rows[:most], IDS)) == {"route": 1, "combine": 1}
     assert is_portable(lower(combine, rows, IDS), "combine")
 
@@ -871,7 +889,7 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
         )
         return out
 
-    capacity = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    capacity = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
     rows = [aval(capacity, HIDDEN)] * (most + 1)
     weights = [aval(capacity, dtype="float32")] * (most + 1)
     text = lower(combine_pairs, rows[:most], weights[:most], IDS)
@@ -904,7 +922,9 @@ def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
 @pytest.mark.parametrize("tokens, capacity", ((0, 4), (TOKENS, 0)))
 def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
     def exchange_nothing(x, ids):
-        recv = ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, capacity=capacity)
+        recv = ma.dispatch(
+            x, ids, group=group_of(), num_experts=EXPERTS, exchange=ma.Exchange(capacity=capacity)
+        )
         return ma.combine(recv.rows, recv)
 
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
@@ -935,7 +955,9 @@ def test_as_many_experts_as_a_kernel_routes_to_at_once_are_one_custom_call_and_m
     def to_experts(local):
         def dispatch(x, ids):
             experts = RANKS * local
-            return ma.dispatch(x, ids, group=group_of(), num_experts=experts, capacity=8).rows
+            return ma.dispatch(
+                x, ids, group=group_of(), num_experts=experts, exchange=ma.Exchange(capacity=8)
+            ).rows
 
         return dispatch
 

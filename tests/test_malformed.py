@@ -7,6 +7,7 @@ call itself in every other way."""
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ TOKENS = 6  # not the number of ranks: token_slot [T, R] and slot_token [R, T] h
 IDS = aval(TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
-CAPACITY = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+CAPACITY = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
 ANOTHER_DTYPE = jnp.dtype("complex64")  # of no array of a call
 
@@ -154,11 +155,13 @@ def routing_of(ids):
 
 
 def dispatched(x, ids, **options):
-    return ma.dispatch(x, routing_of(ids), **options).rows
+    return ma.dispatch(x, routing_of(ids), **harness.exchanging(options)).rows
 
 
 def routed(x, ids, **options):
-    return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, **options).rows
+    return ma.dispatch(
+        x, ids, group=group_of(), num_experts=EXPERTS, **harness.exchanging(options)
+    ).rows
 
 
 def split(x, ids):
@@ -177,7 +180,7 @@ def weighted_gradient(y, weights, ids, ct):
     return jax.vjp(lambda *pair: weighted(*pair, ids), y, weights)[1](ct)
 
 
-FP8 = dict(format=ma.BlockwiseFp8())
+FP8 = dict(token_format=ma.BlockwiseFp8())
 EXCHANGES = {  # the target, the program and its operands
     "exchange": ("dispatch", dispatched, X, IDS),
     "exchange to tokens": ("combine", summed, ROWS, IDS),
@@ -231,7 +234,7 @@ def test_routing_arrays_in_another_order_raise(monkeypatch):
 
 def test_numbers_that_float32_rounds_are_attributes():
     fmt = ma.NvFp4(global_scale=0.3)
-    text = lower(lambda x, ids: dispatched(x, ids, format=fmt).values, X, IDS)
+    text = lower(lambda x, ids: dispatched(x, ids, token_format=fmt).values, X, IDS)
     assert calls(text) == {"route": 1, "format_dispatch": 1}
 
 

@@ -290,3 +290,13 @@ def test_another_implementation_of_the_layer_is_refused(install):
     layer.config.sparse_matmul, layer.config.attention = True, "vllm_rpa"
     with pytest.raises(ValueError, match="attention must not be that of vLLM.* call disable"):
         layer()
+
+
+def test_an_exchange_sets_only_what_the_config_leaves_open(install):
+    of_class = install()
+    maxtext.enable(exchange=ma.Exchange(wire_dtype=jnp.float32, alignment=8))
+    assert of_class.sparse_matmul.__wrapped__
+    with pytest.raises(ValueError, match="capacity must be omitted .* got 8. Set it in the config"):
+        maxtext.enable(exchange=ma.Exchange(capacity=8))
+    with pytest.raises(TypeError, match="exchange must be an Exchange or None"):
+        maxtext.enable(exchange=ma.MxFp8())

@@ -26,9 +26,7 @@ def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
         num_experts=layout.num_experts(ranks),
         group_size=ranks,
         dtype=dtype,
-        capacity=layout.capacity,
-        alignment=layout.alignment,
-        **modes,
+        **harness.exchanging(modes, capacity=layout.capacity, alignment=layout.alignment),
     )
 
 
@@ -40,8 +38,7 @@ def traced_recv(layout, ranks, dtype, **modes):
             x,
             ids,
             topk_weights,
-            **layout.route_args(harness.emulated_group(ranks)),
-            **modes,
+            **harness.exchanging(layout.route_args(harness.emulated_group(ranks)), modes),
         )
 
     return jax.eval_shape(
@@ -76,8 +73,8 @@ def test_the_estimate_is_what_the_arrays_take(layout):
         dict(shared_expert=True),
         dict(replicated=True),
         dict(shared_expert=True, replicated=True),
-        dict(format=ma.MxFp8()),
-        dict(format=ma.NvFp4(global_scale=1.0), shared_expert=True),
+        dict(token_format=ma.MxFp8()),
+        dict(token_format=ma.NvFp4(global_scale=1.0), shared_expert=True),
     ),
     ids=lambda modes: "-".join(modes),
 )
@@ -90,17 +87,17 @@ SIZES = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
 
 
 def test_replicated_tokens_land_nowhere():
-    said = ma.memory_estimate(**SIZES, replicated=True)
+    said = ma.memory_estimate(**harness.exchanging(SIZES, replicated=True))
     assert said.workspace_bytes == said.wire_bytes == 0
-    assert ma.memory_estimate(**SIZES | dict(group_size=1)).workspace_bytes == 0
+    assert ma.memory_estimate(**harness.exchanging(SIZES | dict(group_size=1))).workspace_bytes == 0
 
 
 def test_a_zone_holds_the_wider_of_rows_and_sums():
     """Quantized tokens come back unquantized, and sums in float32 need twice the room."""
     sizes = SIZES | dict(hidden=1024)
-    plain = ma.memory_estimate(**sizes)
-    quantized = ma.memory_estimate(**sizes, format=ma.MxFp8())
-    wide = ma.memory_estimate(**sizes, wire_dtype=jnp.float32)
+    plain = ma.memory_estimate(**harness.exchanging(sizes))
+    quantized = ma.memory_estimate(**harness.exchanging(sizes, token_format=ma.MxFp8()))
+    wide = ma.memory_estimate(**harness.exchanging(sizes, wire_dtype=jnp.float32))
     assert plain.workspace_bytes == quantized.workspace_bytes == 2 * plain.half_bytes
     assert quantized.wire_bytes == pytest.approx(plain.wire_bytes * (1 + 1 / 32) / 2, abs=1)
     weights = 2 * 4 * 128 * 4 * 4
@@ -112,7 +109,9 @@ def test_a_zone_holds_the_wider_of_rows_and_sums():
 def test_a_group_without_kernels_estimates_and_reserves_nothing():
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="portable")
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16)
-    assert group.reserve(**sizes) == ma.memory_estimate(**sizes, group_size=harness.FEW)
+    assert group.reserve(**harness.exchanging(sizes)) == ma.memory_estimate(
+        **harness.exchanging(sizes), group_size=harness.FEW
+    )
     assert group.memory() == runtime.counters(group) == ()
     assert harness.emulated_group(4).memory() == ()
 
@@ -122,14 +121,14 @@ def test_a_group_reserves_no_nonsense(changed):
     group = harness.emulated_group(4)
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16) | changed
     with pytest.raises((TypeError, ValueError), match=next(iter(changed))):
-        group.reserve(**sizes)
+        group.reserve(**harness.exchanging(sizes))
 
 
 @pytest.mark.parametrize("alignment", (1, 8, 128))
 def test_the_default_capacity_is_the_stated_bound(alignment):
     sizes = itertools.product((0, 1, 5, 4096), (1, 8), (1, 4), (1, 3, 64))
     for tokens, top_k, ranks, local_experts in sizes:
-        said = ma.default_capacity(tokens, top_k, ranks, ranks * local_experts, alignment)
+        said = harness.worst_case(tokens, top_k, ranks, ranks * local_experts, alignment=alignment)
         assert said == oracle.default_capacity(ranks, tokens, top_k, local_experts, alignment)
         assert said % alignment == 0
         layout = cases.Layout("any", tokens, top_k, local_experts, alignment=alignment)
@@ -147,7 +146,9 @@ def test_no_routing_needs_more_than_the_default_capacity():
         (1, 4, 1, 8, 16),
     ):
         layout = cases.Layout("worst", tokens, top_k, local_experts, alignment=alignment)
-        capacity = ma.default_capacity(tokens, top_k, ranks, ranks * local_experts, alignment)
+        capacity = harness.worst_case(
+            tokens, top_k, ranks, ranks * local_experts, alignment=alignment
+        )
         for _ in range(20):
             ids = cases.last_rank_only(rng, ranks, layout)
             routing = oracle.route(ids, ranks * local_experts, capacity, alignment)
@@ -156,8 +157,8 @@ def test_no_routing_needs_more_than_the_default_capacity():
 
 
 def test_a_smaller_capacity_takes_less_and_the_worst_case_is_still_told():
-    default = ma.memory_estimate(**SIZES)
-    small = ma.memory_estimate(**SIZES, capacity=600)
+    default = ma.memory_estimate(**harness.exchanging(SIZES))
+    small = ma.memory_estimate(**harness.exchanging(SIZES, capacity=600))
     assert small.capacity == 600
     assert small.rows_bytes == 600 * (64 * 2 + 4)  # a row and its weight
     assert small.worst_case_capacity == default.worst_case_capacity == default.capacity
@@ -170,20 +171,22 @@ def test_the_workspace_holds_two_landing_zones_of_every_rank():
     tokens.
     """
     sizes = dict(hidden=7168, top_k=8, num_experts=256, group_size=4)
-    once = ma.memory_estimate(num_tokens=1024, **sizes)
-    twice = ma.memory_estimate(num_tokens=2048, **sizes)
+    once = ma.memory_estimate(num_tokens=1024, **harness.exchanging(sizes))
+    twice = ma.memory_estimate(num_tokens=2048, **harness.exchanging(sizes))
     zone = 4 * 1024 * 7168 * 2
     assert 2 * zone <= once.workspace_bytes <= 3 * zone
     assert 1.8 <= twice.workspace_bytes / once.workspace_bytes <= 2.2
-    capped = ma.memory_estimate(num_tokens=1024, capacity=100, **sizes)
+    capped = ma.memory_estimate(num_tokens=1024, **harness.exchanging(sizes, capacity=100))
     assert capped.workspace_bytes == once.workspace_bytes
 
 
 def test_wire_bytes_count_a_token_once_for_each_other_rank():
     """4096 tokens x 7168 bfloat16, top-8 of 256 on 4 ranks: 158.5 MB leave a rank each way."""
     sizes = dict(num_tokens=4096, hidden=7168, top_k=8, num_experts=256)
-    assert ma.memory_estimate(**sizes, group_size=4).wire_bytes == pytest.approx(158.5e6, rel=0.01)
-    assert ma.memory_estimate(**sizes, group_size=1).wire_bytes == 0
+    assert ma.memory_estimate(
+        **harness.exchanging(sizes), group_size=4
+    ).wire_bytes == pytest.approx(158.5e6, rel=0.01)
+    assert ma.memory_estimate(**harness.exchanging(sizes), group_size=1).wire_bytes == 0
 
 
 @pytest.mark.parametrize("ranks, top_k, local_experts", ((4, 2, 8), (8, 8, 32), (2, 4, 4)))
@@ -198,7 +201,7 @@ def test_numbers_read_well():
     """Every number is named, and large numbers have readable units."""
     memory = ma.DeviceMemory(jax.devices()[0], 6 << 20, 235 << 20, 2, 476 << 20)
     assert "476.0 MiB = header 6.0 MiB + 2 x landing zones 235.0 MiB" in str(memory)
-    text = str(ma.memory_estimate(**SIZES | dict(num_tokens=4096, hidden=7168)))
+    text = str(ma.memory_estimate(**harness.exchanging(SIZES | dict(num_tokens=4096, hidden=7168))))
     for word in ("capacity", "rows", "routing", "workspace", "wire", "MiB"):
         assert word in text
 
@@ -218,12 +221,17 @@ def test_numbers_read_well():
 )
 def test_an_estimate_of_nonsense_is_refused(changed):
     with pytest.raises((ValueError, TypeError), match=next(iter(changed))):
-        ma.memory_estimate(**SIZES | changed)
+        ma.memory_estimate(**harness.exchanging(SIZES | changed))
 
 
 def test_a_layout_of_scales_takes_no_room_and_a_format_as_wire_dtype_is_counted():
     sizes = dict(num_tokens=64, hidden=7168, top_k=8, num_experts=256, group_size=4)
-    rows = ma.memory_estimate(**sizes, format=ma.MxFp8())
-    assert ma.memory_estimate(**sizes, format=ma.MxFp8(scale_layout="tiles")) == rows
-    narrow = ma.memory_estimate(**sizes, format=ma.MxFp8(), wire_dtype=ma.MxFp8())
+    rows = ma.memory_estimate(**harness.exchanging(sizes, token_format=ma.MxFp8()))
+    assert (
+        ma.memory_estimate(**harness.exchanging(sizes, token_format=ma.MxFp8(scale_layout="tiles")))
+        == rows
+    )
+    narrow = ma.memory_estimate(
+        **harness.exchanging(sizes, token_format=ma.MxFp8(), wire_dtype=ma.MxFp8())
+    )
     assert narrow.workspace_bytes < rows.workspace_bytes

@@ -146,7 +146,8 @@ PLACED = {
     "moe_mlp": mlp,
     "moe_mlp in chunks": lambda plan: ma.moe_mlp(
         *(X, unweighted(IDS), W_IN, W_OUT),
-        **dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS, num_chunks=2, placement=plan),
+        **dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS, placement=plan),
+        exchange=ma.Exchange(num_chunks=2),
     ),
     "moe_mlp of a Routing": routed,
     "expert_load": lambda plan: ma.expert_load(zeros(OF_SLOTS), placement=plan),

@@ -78,7 +78,8 @@ def joined(trees):
 
 
 def route_args(group, layout, shared, replicated):
-    return dict(small_layer.route_args(group, layout), shared_expert=shared, replicated=replicated)
+    given = small_layer.route_args(group, layout)
+    return harness.exchanging(given, shared_expert=shared, replicated=replicated)
 
 
 @functools.cache
@@ -158,7 +159,9 @@ def routed(ids, layout, **modes):
     """Return the routing of all ranks."""
     group = harness.group_of(RANKS)
     return harness.on_each_rank(
-        lambda ids: ma.route(ids, **small_layer.route_args(group, layout), **modes),
+        lambda ids: ma.route(
+            ids, **harness.exchanging(small_layer.route_args(group, layout), modes)
+        ),
         group.mesh,
         exchanges=1,
     )(ids)
@@ -407,11 +410,11 @@ def test_a_routing_keeps_its_mode():
     def exchange(ids, x, topk_weights):
         given = ma.route(ids, **route_args(group, layout, True, False))
         assert (given.top_k, given.num_experts) == (layout.top_k, layout.num_experts(RANKS))
-        recv = ma.dispatch(x, given, topk_weights, shared_expert=True)
+        recv = ma.dispatch(x, given, topk_weights, exchange=ma.Exchange(shared_expert=True))
         again = ma.dispatch(2 * x, recv.routing, num_experts=layout.num_experts(RANKS))
         for modes in (dict(shared_expert=False), dict(replicated=True)):
             with pytest.raises(ValueError, match=next(iter(modes))):
-                ma.dispatch(x, given, topk_weights, **modes)
+                ma.dispatch(x, given, topk_weights, **harness.exchanging(modes))
         return recv.weights, again.rows, ma.combine(again.rows, given)
 
     weights, rows, sums = harness.on_each_rank(exchange, group.mesh)(ids, x, topk_weights)
@@ -431,8 +434,10 @@ def test_shared_rows_are_quantized_like_the_others():
 
     def rows(ids, x):
         options = route_args(group, layout, True, False)
-        quantized = ma.dispatch(x, ids, format=format, **options).rows
-        decoded = ma.dispatch(x, ids, format=format, decode=True, **options).rows
+        quantized = ma.dispatch(x, ids, **harness.exchanging(options, token_format=format)).rows
+        decoded = ma.dispatch(
+            x, ids, **harness.exchanging(options, token_format=format), decode=True
+        ).rows
         return quantized, decoded
 
     quantized, decoded = harness.on_each_rank(rows, group.mesh)(ids, x)
@@ -451,12 +456,12 @@ def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_
     ids = np.full((RANKS, layout.tokens, layout.top_k), 0, np.int32)
     ids[..., 1:] = 1  # all at rank 0
     for shared, replicated in MODES:
-        capacity = ma.default_capacity(
+        capacity = harness.worst_case(
             layout.tokens,
             layout.top_k,
             RANKS,
             layout.num_experts(RANKS),
-            alignment,
+            alignment=alignment,
             shared_expert=shared,
             replicated=replicated,
         )
@@ -505,14 +510,20 @@ WEIGHTS = jax.ShapeDtypeStruct((6, 2), jnp.float32)
 def test_modes_that_make_no_sense_are_refused(changed, error, naming):
     options = dict(group=harness.emulated_group(2), num_experts=4) | changed
     with pytest.raises(error, match=naming):
-        trace(lambda x, ids, w: ma.dispatch(x, ids, w, **options), X, IDS, WEIGHTS)
+        trace(
+            lambda x, ids, w: ma.dispatch(x, ids, w, **harness.exchanging(options)), X, IDS, WEIGHTS
+        )
 
 
 @pytest.mark.exchanges(0)
 def test_shared_weights_need_router_weights():
     options = dict(group=harness.emulated_group(2), num_experts=4, shared_expert=True)
     with pytest.raises(ValueError, match="shared_weights must be None without topk_weights"):
-        trace(lambda x, ids: ma.dispatch(x, ids, shared_weights=0.5, **options), X, IDS)
+        trace(
+            lambda x, ids: ma.dispatch(x, ids, shared_weights=0.5, **harness.exchanging(options)),
+            X,
+            IDS,
+        )
 
 
 @pytest.mark.exchanges(0)
@@ -520,10 +531,10 @@ def test_a_shared_expert_takes_a_choice():
     options = dict(group=harness.emulated_group(2), num_experts=4, capacity=1)
     for top_k in (31, 32):
         ids = jax.ShapeDtypeStruct((6, top_k), jnp.int32)
-        trace(lambda ids: ma.route(ids, **options), ids)
+        trace(lambda ids: ma.route(ids, **harness.exchanging(options)), ids)
         if top_k == 31:
-            trace(lambda ids: ma.route(ids, shared_expert=True, **options), ids)
+            trace(lambda ids: ma.route(ids, **harness.exchanging(options, shared_expert=True)), ids)
     with pytest.raises(
         ValueError, match="top_k must be at most 31 with a shared expert; got 32 in topk_ids"
     ):
-        trace(lambda ids: ma.route(ids, shared_expert=True, **options), ids)
+        trace(lambda ids: ma.route(ids, **harness.exchanging(options, shared_expert=True)), ids)

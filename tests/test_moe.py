@@ -110,7 +110,7 @@ def value_and_grads(layer, params, x):
 
 def layer_of(**options):
     def layer(params, x):
-        y, stats = ma.moe(x, **params, **dict(axes="ep") | options)
+        y, stats = ma.moe(x, **params, **harness.exchanging(dict(axes="ep") | options))
         return y, (stats.balance_loss, stats.z_loss), stats
 
     return layer
@@ -230,7 +230,7 @@ def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
     options = dict(axes=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
 
     def layer(params, x):
-        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **options))(x)
+        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **harness.exchanging(options)))(x)
         return y, (stats.balance_loss.sum(), stats.z_loss.sum()), stats
 
     def expected(params, x):
@@ -278,7 +278,7 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
             axes=ma.Axes("ep", tensor="tensor"),
             mask=mask,
             outputs=("logits",),
-            **more,
+            **harness.exchanging(more),
         )
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
@@ -355,7 +355,7 @@ def traced(change=None, mesh=None, **options):
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
-        return jax.eval_shape(lambda: ma.moe(**arguments))
+        return jax.eval_shape(lambda: ma.moe(**harness.exchanging(arguments)))
 
 
 X, PARAMS = draw(2, 3)
@@ -500,7 +500,7 @@ def test_the_name_of_an_axis_is_a_group():
 
     def on_rank(x, ids, w_in, w_out, group, **more):
         choices = ma.RouterChoices(ids, jnp.full(ids.shape, 0.5))
-        y = ma.moe_mlp(x, choices, w_in, w_out, group=group, **options, **more)
+        y = ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options, more))
         routing = ma.route(ids, group=group, num_experts=EXPERTS)
         recv = ma.dispatch(x, routing, group=group)
         return y + ma.combine(recv.rows, recv)
@@ -578,7 +578,7 @@ def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
 
     def program(group):
         def loss(params, x):
-            y, stats = ma.moe(x, **params, axes=group, capacity_factor=1.0)
+            y, stats = ma.moe(x, **params, axes=group, exchange=ma.Exchange(capacity_factor=1.0))
             return jnp.sum(y**2), (y, stats.num_dropped)
 
         return jax.checkpoint(loss)

@@ -35,7 +35,7 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 def warnings_of(mesh, x, known=False, **options):
     """Trace a layer twice, and return the messages that a user would see."""
-    layer = lambda x: ma.moe(x, **PARAMS, **dict(axes="ep") | options)[0]
+    layer = lambda x: ma.moe(x, **PARAMS, **harness.exchanging(dict(axes="ep") | options))[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(2):  # a new function, which JAX traces again
@@ -98,7 +98,8 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
     def on_rank(x, ids, w_in, w_out):
         options = dict(activation=jax.nn.silu, group=group, num_experts=2, shared_expert=True)
         return ma.moe_mlp(
-            x, ma.RouterChoices(ids, None), w_in, w_out, **options, capacity=TOKENS + 3
+            *(x, ma.RouterChoices(ids, None), w_in, w_out),
+            **harness.exchanging(options, capacity=TOKENS + 3),
         )
 
     arrays = (2, TOKENS, HIDDEN), (2, 2, HIDDEN, 4), (2, 2, 4, HIDDEN)
@@ -135,7 +136,7 @@ def test_statistics_count_ids_that_are_no_experts(num_tokens, options, expected)
     if "mask" in options:
         options = dict(mask=np.array(options["mask"]))
     params = PARAMS | dict(router=ma.Router(PARAMS["router"].kernel, choose=choose))
-    layer = lambda x: ma.moe(x, **params, axes="ep", **options)
+    layer = lambda x: ma.moe(x, **params, axes="ep", **harness.exchanging(options))
     with jax.set_mesh(mesh_of(ep=2)):
         y, statistics = jax.jit(layer)(jnp.ones((num_tokens, HIDDEN)))
     assert statistics.num_invalid == expected

@@ -28,7 +28,7 @@ pytestmark = [
 
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 4, 8, 2, 128, 128, 2
 EXPERTS = RANKS * LOCAL
-MEANT = ("wire_dtype", "format", "decode", "tail", "has_token_scales", "num_addends")
+MEANT = ("wire_dtype", "token_format", "decode", "tail", "has_token_scales", "num_addends")
 WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 
@@ -61,27 +61,29 @@ def group_of(two_level):
 
 
 def whole(x, ids, weights, *_, **options):
-    return ma.dispatch(x, ids, weights, tail="unspecified", **options).rows
+    return ma.dispatch(x, ids, weights, tail="unspecified", **harness.exchanging(options)).rows
 
 
 def by_routing(x, ids, weights, *_, group, num_experts, **options):
     routing = ma.route(ids, group=group, num_experts=num_experts)
-    return ma.dispatch(x, routing, weights, tail="unspecified", **options).rows
+    return ma.dispatch(x, routing, weights, tail="unspecified", **harness.exchanging(options)).rows
 
 
 def split(x, ids, weights, *_, **options):
-    return ma.dispatch_done(ma.dispatch_start(x, ids, weights, tail="unspecified", **options)).rows
+    return ma.dispatch_done(
+        ma.dispatch_start(x, ids, weights, tail="unspecified", **harness.exchanging(options))
+    ).rows
 
 
 def layer(x, ids, weights, w_in, w_out, **options):
     options.pop("decode", None)
     activation = ma.gated(jax.nn.silu)
     choices = ma.RouterChoices(ids, weights)
-    return ma.moe_mlp(x, choices, w_in, w_out, activation=activation, **options)
+    return ma.moe_mlp(x, choices, w_in, w_out, activation=activation, **harness.exchanging(options))
 
 
 DISPATCHES = dict(whole=whole, by_routing=by_routing, split=split)
-QUANTIZED = dict(format=FORMAT, decode=True)
+QUANTIZED = dict(token_format=FORMAT, decode=True)
 FORMS = {
     f"{name}{', two levels' * two_level}{', format' * bool(options)}": (fn, two_level, options)
     for name, fn in (DISPATCHES | dict(layer=layer)).items()
@@ -141,7 +143,7 @@ def test_every_option_reaches_every_exchange(form, sentinels):
     wires = [eqn.params["options"].wire_dtype for eqn in inward if eqn.params["num_leaves"]]
     assert set(wires) == {WIRE}
     # The format is an option of the exchange only if the exchange quantizes.
-    formats = [eqn.params["options"].format for eqn in outward]
+    formats = [eqn.params["options"].token_format for eqn in outward]
     if "format" in form or "FP8" in form:
         by_exchange = "two levels" not in form and "split" not in form
         assert (FORMAT in formats) == by_exchange
@@ -154,5 +156,5 @@ def test_every_option_reaches_every_exchange(form, sentinels):
 def test_derived_options_keep_what_they_do_not_name(sentinels):
     options = record.Options(WIRE, FORMAT, True, "unspecified", True, **sentinels)
     kept = options.unencoded
-    quantizing = dict(format=None, decode=False, has_token_scales=False)
+    quantizing = dict(token_format=None, decode=False, has_token_scales=False)
     assert kept == options._replace(**quantizing)

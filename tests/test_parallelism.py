@@ -91,7 +91,11 @@ def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
 
     def on_rank(x, logits):
         recv = ma.dispatch(
-            x, *choose(logits)[::-1], group=group, num_experts=4, capacity_factor=1.0
+            x,
+            *choose(logits)[::-1],
+            group=group,
+            num_experts=4,
+            exchange=ma.Exchange(capacity_factor=1.0),
         )
         return ma.combine(recv.rows, recv)
 
@@ -109,7 +113,7 @@ def expert_layer(x, logits, w_in, w_out, group="expert", **options):
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     options |= dict(activation=swiglu, group=group, num_experts=EXPERTS)
-    choices = ma.RouterChoices(ids, weights)
+    choices, options = ma.RouterChoices(ids, weights), harness.exchanging(options)
     return ma.moe_mlp(tokens, choices, w_in, w_out, **options).reshape(*x.shape[:-1], HIDDEN)
 
 

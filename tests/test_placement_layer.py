@@ -3,6 +3,7 @@
 import functools
 import re
 
+import harness
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def layer(ids, floats, placement, *, group, activation=SWIGLU, **options):
         group=group,
         num_experts=experts,
         placement=placement,
-        **options,
+        **harness.exchanging(options),
     )
 
 

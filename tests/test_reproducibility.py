@@ -40,7 +40,7 @@ def test_the_sum_of_a_token_does_not_depend_on_the_capacity_or_on_other_tokens()
     def sums(capacity, *args):
         def of_rank(x, ids, weights):
             options = dict(group=harness.group_of(RANKS), num_experts=EXPERTS, capacity=capacity)
-            recv = ma.dispatch(x, ids, weights, **options)
+            recv = ma.dispatch(x, ids, weights, **harness.exchanging(options))
             return ma.combine(recv.rows, recv)
 
         return harness.jit(harness.over_ranks(of_rank, harness.mesh_of(RANKS)))(*args)
@@ -64,7 +64,9 @@ def test_two_runs_of_a_training_step_return_the_same_bytes(dtype):
         @jax.jit
         def step(params, x):
             def loss(params, x):
-                y, stats = ma.moe(x, **params, axes="ep", capacity_factor=1.25)
+                y, stats = ma.moe(
+                    x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=1.25)
+                )
                 return (y.astype(jnp.float32) ** 2).sum() + stats.balance_loss + stats.z_loss
 
             return jax.value_and_grad(loss, (0, 1))(params, x)

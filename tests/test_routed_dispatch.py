@@ -24,11 +24,11 @@ RANKS = harness.SEVERAL
 
 
 def at_once(x, ids, topk_weights=None, **options):
-    return ma.dispatch(x, ids, topk_weights, **options)
+    return ma.dispatch(x, ids, topk_weights, **harness.exchanging(options))
 
 
 def in_two_calls(x, ids, topk_weights=None, **options):
-    return ma.dispatch(x, ma.route(ids, **options), topk_weights)
+    return ma.dispatch(x, ma.route(ids, **harness.exchanging(options)), topk_weights)
 
 
 @functools.cache
@@ -68,13 +68,18 @@ def format_program(dispatch, name, layout, decode):
 
     def exchange(ids, x, topk_weights, scale):
         fmt = ma.NvFp4(global_scale=scale) if name == "nv" else FORMATS[name]
-        options = dict(format=fmt, decode=decode)
+        options = dict(token_format=fmt, decode=decode)
         payload = {"a": x, "b": x[:, :128] * 3}
         if dispatch is in_two_calls:
             return ma.dispatch(
-                payload, ma.route(ids, **route_args(group, layout)), topk_weights, **options
+                payload,
+                ma.route(ids, **route_args(group, layout)),
+                topk_weights,
+                **harness.exchanging(options),
             )
-        return ma.dispatch(payload, ids, topk_weights, **route_args(group, layout), **options)
+        return ma.dispatch(
+            payload, ids, topk_weights, **harness.exchanging(route_args(group, layout), options)
+        )
 
     exchanges = layout.exchanges_of_dispatch(RANKS) if dispatch is at_once else 2
     return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)

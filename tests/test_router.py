@@ -334,7 +334,9 @@ def test_bias_follows_the_choices_before_drops():
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 
     def load(ids):
-        return ma.expert_load(ma.route(ids, group=group, num_experts=4, capacity=1))
+        return ma.expert_load(
+            ma.route(ids, group=group, num_experts=4, exchange=ma.Exchange(capacity=1))
+        )
 
     load = jax.jit(jax.vmap(load, axis_name=harness.AXIS, out_axes=None))(ids)
     assert load.rows_per_expert.tolist() == [1, 0, 1, 0]

@@ -206,7 +206,7 @@ def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_numb
         def first(probs):
             choices, _ = ma.choices_from_map(routing_map, probs, top_k=top_k)
             route_args = dict(num_experts=num_experts, capacity=num_rows, alignment=pad_multiple)
-            recv = ma.dispatch(x, *choices[:2], group=group, **route_args)
+            recv = ma.dispatch(x, *choices[:2], group=group, **harness.exchanging(route_args))
             return jnp.sum(recv.weights * cotangent), recv
 
         gradient, recv = jax.grad(first, has_aux=True)(probs)

@@ -27,7 +27,9 @@ def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
 
     def loss(params, x):
         with jax.named_scope("my_layer"):
-            y, found = ma.moe(x, **params, axes=group, placement=placement, **options)
+            y, found = ma.moe(
+                x, **params, axes=group, placement=placement, **harness.exchanging(options)
+            )
         return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
     make = functools.partial(ma.init_moe, choose=ma.TopK(2), shared_hidden=width)

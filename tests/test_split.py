@@ -98,11 +98,11 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
 @pytest.mark.exchanges(2, split=1)
 def test_tokens_that_stay_quantized_are_those_of_the_whole_dispatch():
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
-    options = dict(route_args(GROUP, FORMATTED), format=ma.MxFp8())
+    options = dict(route_args(GROUP, FORMATTED), token_format=ma.MxFp8())
 
     def both(*args):
-        split = ma.dispatch_done(ma.dispatch_start(*args, **options))
-        return split.rows, ma.dispatch(*args, **options).rows
+        split = ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
+        return split.rows, ma.dispatch(*args, **harness.exchanging(options)).rows
 
     program = small_layer.compiled(small_layer.on_all_ranks(both))
     small_layer.assert_same(*program(x, ids, topk_weights))
@@ -113,7 +113,7 @@ def test_tokens_that_stay_quantized_are_those_of_the_whole_dispatch():
     ("of_dispatch", "of_combine", "exchanges"),
     (
         (dict(shared_expert=True, shared_weights=0.5), {}, (5, 4)),
-        (dict(shared_expert=True, format=ma.MxFp8(), decode=True), {}, (6, 4)),
+        (dict(shared_expert=True, token_format=ma.MxFp8(), decode=True), {}, (6, 4)),
         ({}, dict(wire_dtype=ma.MxFp8()), (4 + IS_SUMMED_IN_FORMATS, 3 + IS_SUMMED_IN_FORMATS)),
     ),
     ids=("shared_expert", "shared_expert_and_format", "format_on_the_wire_of_combine"),
@@ -124,11 +124,11 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
     options = dict(route_args(GROUP, layout), capacity=None, **of_dispatch)
 
     def of_split(*args):
-        recv = ma.dispatch_done(ma.dispatch_start(*args, **options))
+        recv = ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
         return ma.combine_done(ma.combine_start(jnp.tanh(recv.rows), recv, **of_combine))
 
     def of_whole(*args):
-        recv = ma.dispatch(*args, **options)
+        recv = ma.dispatch(*args, **harness.exchanging(options))
         return ma.combine(jnp.tanh(recv.rows), recv, **of_combine)
 
     def value_and_gradients(layer):
@@ -151,8 +151,9 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(route_args(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
-    options["wire_dtype"] = ma.BlockwiseFp8()
+    fmt = ma.BlockwiseFp8()
+    options = dict(wire_dtype=fmt, token_format=fmt, decode=True)
+    options = harness.exchanging(route_args(GROUP, layout), options)
 
     def derivatives(dispatch):
         def of_one_rank(x, topk_weights, ids):
@@ -167,7 +168,7 @@ def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dis
         return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
 
     def of_split(*args, **options):
-        return ma.dispatch_done(ma.dispatch_start(*args, **options))
+        return ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
 
     actual, expected = (derivatives(fn)(x, topk_weights, ids) for fn in (of_split, ma.dispatch))
     small_layer.assert_same(actual, expected)
@@ -189,7 +190,10 @@ def test_replicated_tokens_are_refused_for_they_do_not_travel():
     (x, *_), ids, _ = small_layer.arguments(RANKS, layout=layout)
 
     def start(x, ids):
-        routing = ma.route(ids, **dict(route_args(GROUP, layout), capacity=None), replicated=True)
+        routing = ma.route(
+            ids,
+            **harness.exchanging(dict(route_args(GROUP, layout), capacity=None), replicated=True),
+        )
         return ma.dispatch_done(ma.dispatch_start(x, routing)).rows
 
     with pytest.raises(ValueError, match="without replicated tokens.*got replicated=True"):

@@ -174,7 +174,7 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
     written = ~expected.is_tail | (tail == "zero")
 
     def rows(x, other, ids, weights, scales):
-        options = dict(format=ma.NvFp4(global_scale=scales), tail=tail)
+        options = dict(token_format=ma.NvFp4(global_scale=scales), tail=tail)
         run = functools.partial(
             DISPATCHES[form], (x, [other]), ids, weights, group, layout, **options
         )
@@ -208,9 +208,13 @@ def test_dispatch_of_no_token_and_of_one(tokens):
     x = np.ones((ranks, tokens, 64), np.float32)
 
     def rows(x, ids, scales):
-        options = dict(layout.route_args(group), format=ma.NvFp4(global_scale=scales))
-        recv = ma.dispatch(x, ids, **options)
-        return recv.rows, recv.global_scales, ma.dispatch(x, ids, decode=True, **options).rows
+        options = dict(layout.route_args(group), token_format=ma.NvFp4(global_scale=scales))
+        recv = ma.dispatch(x, ids, **harness.exchanging(options))
+        return (
+            recv.rows,
+            recv.global_scales,
+            ma.dispatch(x, ids, decode=True, **harness.exchanging(options)).rows,
+        )
 
     *quantized, decoded = harness.jit(jax.vmap(rows, axis_name=harness.AXIS))(x, ids, scales)
     expected = routing_of(ids, layout)
@@ -236,11 +240,15 @@ def test_shared_experts_and_replicated_tokens(replicated):
             dataclasses.replace(LAYOUT, capacity=None).route_args(group),
             shared_expert=True,
             replicated=replicated,
-            format=ma.NvFp4(global_scale=scales),
+            token_format=ma.NvFp4(global_scale=scales),
         )
-        recv = ma.dispatch(x, ids, **options)
+        recv = ma.dispatch(x, ids, **harness.exchanging(options))
         rows = (*recv.rows, recv.global_scales)
-        return rows, recv.src_info, ma.dispatch(x, ids, decode=True, **options).rows
+        return (
+            rows,
+            recv.src_info,
+            ma.dispatch(x, ids, decode=True, **harness.exchanging(options)).rows,
+        )
 
     quantized, source, decoded = harness.on_each_rank(rows, group.mesh)(x, ids, scales)
     is_row = source.rank >= 0
@@ -270,8 +278,11 @@ def test_two_levels_return_what_one_level_returns():
     expected = routing_of(ids, LAYOUT)
 
     def rows(x, ids, weights, scales):
-        options = dict(LAYOUT.route_args(group), format=ma.NvFp4(global_scale=scales))
-        recvs = [ma.dispatch(x, ids, weights, decode=d, **options) for d in (False, True)]
+        options = dict(LAYOUT.route_args(group), token_format=ma.NvFp4(global_scale=scales))
+        recvs = [
+            ma.dispatch(x, ids, weights, decode=d, **harness.exchanging(options))
+            for d in (False, True)
+        ]
         return [(recv.rows, recv.global_scales, recv.weights) for recv in recvs]
 
     program = harness.on_each_rank(rows, mesh, compiler_options=harness.QUICKLY)
@@ -309,7 +320,7 @@ def by_form(form, group, ids, **options):
     def rows(x, scales):
         given = dict(options)
         if scales is not None:
-            given |= dict(format=ma.NvFp4(global_scale=scales), decode=True)
+            given |= dict(token_format=ma.NvFp4(global_scale=scales), decode=True)
         return DISPATCHES[form](x, ids, None, group, LAYOUT, **given).rows
 
     return rows
@@ -380,7 +391,7 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     def gradients(ids, x, scales):
         def total(x, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            recv = DISPATCHES[form](x, ids, None, group, LAYOUT, format=fmt)
+            recv = DISPATCHES[form](x, ids, None, group, LAYOUT, token_format=fmt)
             decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
             return jnp.sum(decoded) + jnp.sum(recv.global_scales)
 
@@ -413,7 +424,7 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
     def compare(ids, x, scales):
         def rows(ids, x, scales):
             fmt = ma.NvFp4(global_scale=scales)
-            run = functools.partial(DISPATCHES[form], x, ids, None, group, LAYOUT, format=fmt)
+            run = functools.partial(DISPATCHES[form], x, ids, None, group, LAYOUT, token_format=fmt)
             recv = run()
             return recv.rows, recv.global_scales, run(decode=True).rows
 
@@ -443,8 +454,10 @@ def test_a_layer_has_the_results_of_one_with_quantized_tokens():
         fmt = ma.NvFp4(global_scale=scales)
 
         def layer(x, fmt):
-            options = dict(activation=jax.nn.silu, format=fmt, **LAYOUT.route_args(group))
-            return ma.moe_mlp(x, ma.RouterChoices(ids, weights), w_in, w_out, **options)
+            options = dict(activation=jax.nn.silu, token_format=fmt, **LAYOUT.route_args(group))
+            return ma.moe_mlp(
+                x, ma.RouterChoices(ids, weights), w_in, w_out, **harness.exchanging(options)
+            )
 
         quantized = fmt.decode(fmt.encode(x), x.dtype)
         return [
@@ -475,8 +488,10 @@ def test_choices_may_travel_with_the_scale_of_their_expert():
         options = layout.route_args(group)
         fmt = ma.NvFp4(global_scale=jnp.asarray(expert_scales)[own[:, 0]])
         tokens, own_weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
-        recv = ma.dispatch(tokens, own, own_weights, format=fmt, **options)
-        usual = ma.dispatch(x, ids, weights, **options)
+        recv = ma.dispatch(
+            tokens, own, own_weights, **harness.exchanging(options, token_format=fmt)
+        )
+        usual = ma.dispatch(x, ids, weights, **harness.exchanging(options))
         decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
         sums = ma.combine(decoded, recv).reshape(num_tokens, top_k, -1).sum(axis=1)
         places = (usual.src_info.rank, usual.src_info.token, usual.src_info.k)
@@ -513,26 +528,28 @@ def test_choices_may_travel_with_the_scale_of_their_expert():
 
 
 SCALES = ma.NvFp4(global_scale=jnp.ones(2, jnp.float32))
-OPTIONS = dict(num_experts=2, format=SCALES)
+OPTIONS = dict(num_experts=2, token_format=SCALES)
 
 
 def decode_with_scales_of_tokens(x, ids, **options):
-    return SCALES.decode(ma.dispatch(x, ids, **options).rows, "float32")
+    return SCALES.decode(ma.dispatch(x, ids, **harness.exchanging(options)).rows, "float32")
 
 
 def layer_in_chunks(x, ids, **options):
     weights = jnp.ones((1, 32, 4)), jnp.ones((1, 4, 32))
-    options |= dict(activation=jax.nn.silu, num_chunks=2)
-    return ma.moe_mlp(x, ma.RouterChoices(ids, None), *weights, **options)
+    options |= dict(activation=jax.nn.silu)
+    return ma.moe_mlp(
+        x, ma.RouterChoices(ids, None), *weights, **harness.exchanging(options, num_chunks=2)
+    )
 
 
 def fewer_scales_than_tokens(x, ids, **options):
-    return ma.dispatch(jnp.ones((3, 32)), jnp.zeros((3, 1), int), **options)
+    return ma.dispatch(jnp.ones((3, 32)), jnp.zeros((3, 1), int), **harness.exchanging(options))
 
 
 def scales_of_two_axes(x, ids, **options):
-    options["format"] = ma.NvFp4(global_scale=jnp.ones((2, 2)))
-    return ma.dispatch(x.reshape(2, 2, 16), ids, **options)
+    options["token_format"] = ma.NvFp4(global_scale=jnp.ones((2, 2)))
+    return ma.dispatch(x.reshape(2, 2, 16), ids, **harness.exchanging(options))
 
 
 REFUSALS = dict(
@@ -566,17 +583,20 @@ def test_a_layer_of_global_arrays_refuses_scales_of_tokens():
     message = r"format .*global_scale.*moe divides.*float32\[2\].*moe_mlp"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         params = ma.init_moe(jax.random.key(0), 32, 8, 2, choose=ma.TopK(1), axes="ep")
-        ma.moe(jnp.ones((2, 32)), **params, axes="ep", format=SCALES)
+        ma.moe(jnp.ones((2, 32)), **params, axes="ep", exchange=ma.Exchange(token_format=SCALES))
 
 
 def test_the_estimate_counts_the_scales():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
-    plain = ma.memory_estimate(**sizes, format=ma.NvFp4())
+    plain = ma.memory_estimate(**harness.exchanging(sizes, token_format=ma.NvFp4()))
     fmt = ma.NvFp4(global_scale=jnp.ones(128, jnp.float32))
-    scaled = ma.memory_estimate(**sizes, format=fmt)
+    scaled = ma.memory_estimate(**harness.exchanging(sizes, token_format=fmt))
     assert scaled.rows_bytes - plain.rows_bytes == 4 * plain.capacity
     assert scaled.wire_bytes > plain.wire_bytes
     # A choice array of 16 bytes for each token.
     wide = dict(sizes, wire_dtype=ma.NvFp4())
-    added = [ma.memory_estimate(**wide, format=f).workspace_bytes for f in (ma.NvFp4(), fmt)]
+    added = [
+        ma.memory_estimate(**harness.exchanging(wide, token_format=f)).workspace_bytes
+        for f in (ma.NvFp4(), fmt)
+    ]
     assert added[1] - added[0] == 2 * 4 * 128 * 16

@@ -115,7 +115,9 @@ def linear_layer(num_tokens, **options):
     topk_weights = integers(layout.tokens, layout.top_k, seed=3)
 
     def of_one_rank(x, topk_weights, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout), **options)
+        recv = ma.dispatch(
+            x, ids, topk_weights, **harness.exchanging(route_args(group, layout), options)
+        )
         return ma.combine(3 * recv.rows, recv)
 
     def layer(x, topk_weights):

@@ -280,7 +280,7 @@ def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weight
         routing = ma.route(ids, **route_args(group, layout))
 
         def dispatch(x, topk_weights):
-            recv = ma.dispatch(x, routing, topk_weights, wire_dtype=wire)
+            recv = ma.dispatch(x, routing, topk_weights, exchange=ma.Exchange(wire_dtype=wire))
             return recv.rows, recv.weights
 
         transposed = jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
@@ -295,19 +295,23 @@ def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weight
 
 
 EXCHANGES = {
-    "dispatch": lambda x, ids, route, **options: ma.dispatch(x, ids, **route, **options),
-    "dispatch_start": lambda x, ids, route, **options: ma.dispatch_start(
-        x, ids, **route, **options
+    "dispatch": lambda x, ids, route, **options: ma.dispatch(
+        x, ids, **harness.exchanging(route, options)
     ),
-    "routed": lambda x, ids, route, **options: ma.dispatch(x, ma.route(ids, **route), **options),
+    "dispatch_start": lambda x, ids, route, **options: ma.dispatch_start(
+        x, ids, **harness.exchanging(route, options)
+    ),
+    "routed": lambda x, ids, route, **options: ma.dispatch(
+        x, ma.route(ids, **harness.exchanging(route)), **harness.exchanging(options)
+    ),
     "decoded": lambda x, ids, route, **options: ma.dispatch(
-        x, ids, format=ma.MxFp8(), decode=True, **route, **options
+        x, ids, **harness.exchanging(route, options, token_format=ma.MxFp8()), decode=True
     ),
     "combine": lambda x, ids, route, **options: ma.combine(
-        rows_like(x), ma.route(ids, **route), **options
+        rows_like(x), ma.route(ids, **harness.exchanging(route)), **options
     ),
     "combine_start": lambda x, ids, route, **options: ma.combine_start(
-        rows_like(x), ma.route(ids, **route), **options
+        rows_like(x), ma.route(ids, **harness.exchanging(route)), **options
     ),
 }
 
@@ -388,7 +392,9 @@ def test_shared_experts_and_replicated_tokens_are_as_without_levels(replicated):
     def exchange(group):
         def of_one_rank(ids, x, topk_weights):
             modes = dict(shared_expert=True, shared_weights=0.5, replicated=replicated)
-            recv = ma.dispatch(x, ids, topk_weights, **route_args(group, layout), **modes)
+            recv = ma.dispatch(
+                x, ids, topk_weights, **harness.exchanging(route_args(group, layout), modes)
+            )
             assert isinstance(recv.routing, ma.Routing) == (replicated or not group.two_level)
             return recv, ma.combine(jnp.tanh(recv.rows), recv)
 
@@ -399,8 +405,8 @@ def test_shared_experts_and_replicated_tokens_are_as_without_levels(replicated):
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 FORMATS = {
-    "tiles": dict(format=ma.MxFp8(scale_layout="tiles")),
-    "own_scale": dict(format=ma.NvFp4(global_scale=2.0), decode=True),
+    "tiles": dict(token_format=ma.MxFp8(scale_layout="tiles")),
+    "own_scale": dict(token_format=ma.NvFp4(global_scale=2.0), decode=True),
 }
 
 
@@ -411,7 +417,7 @@ def test_formats_quantize_once_and_rows_are_as_without_levels(name):
     def exchange(group):
         def of_one_rank(ids, x, topk_weights):
             options = dict(route_args(group, FORMATTED), **FORMATS[name])
-            return (ma.dispatch(x, ids, topk_weights, **options),)
+            return (ma.dispatch(x, ids, topk_weights, **harness.exchanging(options)),)
 
         return of_one_rank
 
@@ -643,8 +649,8 @@ def test_the_devices_here_are_of_one_host():
 @of_devices
 def test_memory_is_that_of_both_levels():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
-    said = ma.memory_estimate(**sizes, group_size=(2, 4))
-    flat = ma.memory_estimate(**sizes, group_size=8)
+    said = ma.memory_estimate(**harness.exchanging(sizes), group_size=(2, 4))
+    flat = ma.memory_estimate(**harness.exchanging(sizes), group_size=8)
     between, within = said.levels
     assert (said.capacity, said.rows_bytes) == (flat.capacity, flat.rows_bytes)
     assert between.capacity == 2 * 128  # the relayed tokens
@@ -653,12 +659,15 @@ def test_memory_is_that_of_both_levels():
     assert between.wire_bytes == 128 * 128  # XLA sends every token to the other host
     assert said.wire_bytes == between.wire_bytes + within.wire_bytes
     assert "between hosts" in str(said) and "between hosts" not in str(flat)
-    assert ma.memory_estimate(**sizes, group_size=(2, 4), replicated=True).levels == ()
+    assert (
+        ma.memory_estimate(**harness.exchanging(sizes, replicated=True), group_size=(2, 4)).levels
+        == ()
+    )
 
     group = group_of(HOSTS)
     sizes["num_experts"] = 4 * RANKS
-    reserved = group.reserve(**sizes)
-    estimate = ma.memory_estimate(**sizes, group_size=(HOSTS, RANKS // HOSTS))
+    reserved = group.reserve(**harness.exchanging(sizes))
+    estimate = ma.memory_estimate(**harness.exchanging(sizes), group_size=(HOSTS, RANKS // HOSTS))
     if group.path == "cuda":  # the hosts of this test share memory
         workspace = sum(level.workspace_bytes for level in estimate.levels)
         replaced = dict(workspace_bytes=workspace, collective_bytes=0)
@@ -726,6 +735,6 @@ def test_routing_bytes_are_those_of_a_routing():
         top_k=layout.top_k,
         num_experts=layout.num_experts(8),
         group_size=(2, 4),
-        alignment=layout.alignment,
+        exchange=ma.Exchange(alignment=layout.alignment),
     ).routing_bytes
     assert found <= said <= 1.2 * found

@@ -132,14 +132,13 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
     x = cases.normal(rng, (ranks, batch, tokens, hidden), "bfloat16")
 
     def exchange(ids, x):
-        options = dict(format=fmt, decode=fmt is not None)
+        options = dict(token_format=fmt, decode=fmt is not None)
         recv = ma.dispatch(
             x,
             ids,
             group=harness.group_of(ranks),
             num_experts=num_experts,
-            capacity=capacity,
-            **options,
+            **harness.exchanging(options, capacity=capacity),
         )
         return ma.combine(recv.rows, recv), recv.rows
 

@@ -6,21 +6,21 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from .checks import PyTree, Tail, taken_from
+from .checks import PyTree, Tail
 from .exchange.arguments import DispatchArguments, check_combine, check_dispatch
 from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
 from .exchange.dispatch_combine import COMBINE, DISPATCH
 from .exchange.inflight import InFlight, check_start, finish_exchange
-from .exchange.record import Options
 from .exchange.recv import Recv
 from .exchange.weighted import WEIGHTED_COMBINE
 from .formats.formats import TokenFormat
+from .plan.options import Exchange, check_exchange
 from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
@@ -34,11 +34,7 @@ def route(
     *,
     group: GroupOrAxes,
     num_experts: int,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int = 1,
-    shared_expert: bool = False,
-    replicated: bool = False,
+    exchange: Exchange | None = None,
 ) -> AnyRouting:
     """Compute where every token of this rank goes and where every row of this rank comes from.
 
@@ -54,18 +50,8 @@ def route(
         or a tuple of names stands for ``Group(axis_name=name, size=...)`` with the default options.
       num_experts: number of experts of all ranks together, without shared experts. It must be a
         multiple of ``group.size``, and at most 2**20 for each rank.
-      capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
-        that do not fit are dropped and counted. The last choices of all tokens are dropped first.
-      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
-        of ``capacity``.
-      alignment: the rows of each local expert start at a multiple of this number.
-      shared_expert: True if each rank has one more expert, which receives all tokens of its own
-        rank. The shared expert is the first local expert. Its rows come first, in token order, and
-        use part of the capacity. It counts as choice K of each token, so K must be at most 31.
-      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
-        Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
-        result of ``combine`` completes the sum. A shared expert receives ceil(T / group.size)
-        consecutive tokens on each rank.
+      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment, shared expert and
+        replication belong to the routing.
 
     Returns:
       A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
@@ -94,12 +80,8 @@ def route(
       [3 3] 8
       ```
     """
-    return route_ids(
-        *check_route(
-            topk_ids,
-            taken_from(locals(), RouteArguments),
-        )
-    )
+    given = RouteArguments(group, num_experts, check_exchange(exchange))
+    return route_ids(*check_route(topk_ids, given))
 
 
 def dispatch(
@@ -109,14 +91,8 @@ def dispatch(
     *,
     group: GroupOrAxes | None = None,
     num_experts: int | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int | None = None,
-    shared_expert: bool | None = None,
+    exchange: Exchange | None = None,
     shared_weights: ArrayLike | None = None,
-    replicated: bool | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    format: TokenFormat | None = None,
     decode: bool = False,
     tail: Tail = "zero",
 ) -> Recv:
@@ -127,10 +103,10 @@ def dispatch(
     choice. The gradient of a token is the sum of the gradients of its rows, computed as in
     ``combine``, with one rounding to ``wire_dtype``.
 
-    With a ``format``, each token is quantized once before it travels. Rows arrive as ``Quantized``
-    (values and scales), which have no gradient. With ``decode=True``, rows arrive in the dtype of
-    ``x``, and the gradient is straight-through: it equals the gradient of a dispatch without a
-    format.
+    With a ``token_format``, each token is quantized once before it travels. Rows arrive as
+    ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
+    the dtype of ``x``, and the gradient is straight-through: it equals the gradient of a dispatch
+    without a format.
 
     Args:
       x: array [T, ...], or a pytree of arrays with the same first axis; any dtype. Integers, and
@@ -140,19 +116,11 @@ def dispatch(
       topk_weights: router weights, floats [T, K], or None. They travel with the rows.
       group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
-      capacity: number of rows of each rank, or None for the worst case, as in ``route``.
-      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
-      alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
+      exchange: how tokens travel, an ``Exchange``. With a ``token_format``, all arrays of ``x``
+        must be quantizable.
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
         Needs ``topk_weights``.
-      replicated: True if all ranks hold the same tokens, as in ``route``.
-      wire_dtype: dtype of the gradient's partial sums while they travel, or a token format, as in
-        ``combine``. None means the dtype of each array.
-      format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, or None to send ``x`` unchanged.
-        With a format, all arrays of ``x`` must be bfloat16, float16 or float32 [T, ..., H], and H
-        must be a multiple of the format's group size.
-      decode: True to decode rows to the dtype of ``x``. Needs a ``format``.
+      decode: True to decode rows to the dtype of ``x``. Needs a ``token_format``.
       tail: the content of ``rows`` and ``weights`` after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, and saves the time to write zeros. Use
         it if the experts read only the rows that ``group_sizes`` counts, as ``grouped_dot`` does.
@@ -181,7 +149,8 @@ def dispatch(
       ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
 
       def on_rank(x, ids):
-          recv = ma.dispatch(x, ids, group=group, num_experts=2, capacity=4)
+          exchange = ma.Exchange(capacity=4)
+          recv = ma.dispatch(x, ids, group=group, num_experts=2, exchange=exchange)
           return recv.rows[:, 0], recv.src_info.rank
 
       rows, source_ranks = jax.vmap(on_rank, axis_name="ep")(x, ids)
@@ -192,13 +161,9 @@ def dispatch(
       [[10.0, 30.0, 40.0, 0.0], [10.0, 20.0, 40.0, 0.0]] [[0, 1, 1, -1], [0, 0, 1, -1]]
       ```
     """
-    return bind_dispatch(_checked(locals()))
-
-
-def _checked(given: Mapping[str, Any]) -> DispatchArguments:
-    """Return the checked arguments of ``dispatch`` or ``dispatch_start``, given by name."""
-    arrays = given["x"], given["topk_ids"], given["topk_weights"], given["shared_weights"]
-    return check_dispatch(*arrays, taken_from(given, RouteArguments), taken_from(given, Options))
+    arrays = x, topk_ids, topk_weights, shared_weights
+    given = RouteArguments(group, num_experts, check_exchange(exchange))
+    return bind_dispatch(check_dispatch(*arrays, given, decode=decode, tail=tail))
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
@@ -301,13 +266,8 @@ def dispatch_start(
     *,
     group: GroupOrAxes | None = None,
     num_experts: int | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int | None = None,
-    shared_expert: bool | None = None,
+    exchange: Exchange | None = None,
     shared_weights: ArrayLike | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    format: TokenFormat | None = None,
     decode: bool = False,
     tail: Tail = "zero",
 ) -> InFlight:
@@ -317,8 +277,8 @@ def dispatch_start(
     ``overlap`` to run other work meanwhile. Several split exchanges can be outstanding, and they
     can finish in any order. The ids are routed before the start returns. The backward pass is split
     too: the gradient of ``dispatch_start`` is ``combine_done``, and the gradient of
-    ``dispatch_done`` is ``combine_start``. With a ``format``, XLA quantizes before the start and
-    decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
+    ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
+    and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
 
     Args:
       x: as in ``dispatch``.
@@ -326,13 +286,8 @@ def dispatch_start(
       topk_weights: as in ``dispatch``.
       group: as in ``dispatch``.
       num_experts: as in ``dispatch``.
-      capacity: as in ``dispatch``.
-      capacity_factor: as in ``dispatch``.
-      alignment: as in ``dispatch``.
-      shared_expert: as in ``dispatch``.
+      exchange: how tokens travel, an ``Exchange``, without ``replicated``.
       shared_weights: as in ``dispatch``.
-      wire_dtype: as in ``dispatch``.
-      format: as in ``dispatch``.
       decode: as in ``dispatch``.
       tail: as in ``dispatch``.
 
@@ -368,7 +323,9 @@ def dispatch_start(
       [12. 12. 12. 12.]
       ```
     """
-    arguments = _checked(locals())
+    arrays = x, topk_ids, topk_weights, shared_weights
+    given = RouteArguments(group, num_experts, check_exchange(exchange))
+    arguments = check_dispatch(*arrays, given, decode=decode, tail=tail)
     routing, params = routing_of(arguments), arguments.encoded_params
     check_start("dispatch", routing)
     in_flight, bind_done = bind_start(DISPATCH, arguments.encoded_payload, routing, **params)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -124,12 +123,3 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {value!r}")
     return value
-
-
-T = TypeVar("T")
-
-
-def taken_from(arguments: Mapping[str, Any], kind: type[T]) -> T:
-    """Return a tuple of the class ``kind`` with the arguments of a public function, its
-    ``locals()``, that are fields. Other fields have their defaults."""
-    return kind(**{name: arguments[name] for name in kind.__annotations__ if name in arguments})

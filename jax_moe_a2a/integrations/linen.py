@@ -50,13 +50,7 @@ class MoE(linen.Module):
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
       shared_expert: True to add an expert that all tokens have.
       shared_hidden: J, width of the shared expert; None means ``expert_hidden``.
-      capacity: as in ``moe``.
-      capacity_factor: as in ``moe``.
-      alignment: as in ``moe``.
-      replicated: as in ``moe``.
-      num_chunks: as in ``moe``.
-      wire_dtype: as in ``moe``.
-      format: as in ``moe``.
+      exchange: how tokens travel, an ``Exchange``, as in ``moe``.
       experts_format: as in ``moe``.
       outputs: as in ``moe``, but ``("logits",)`` by default.
       dtype: dtype of the experts' computation and of the result.
@@ -81,13 +75,7 @@ class MoE(linen.Module):
     select_bias: bool = False
     shared_expert: bool = False
     shared_hidden: int | None = None
-    capacity: int | None = None
-    capacity_factor: float | None = None
-    alignment: int | None = None
-    replicated: bool | None = None
-    num_chunks: int | None = None
-    wire_dtype: DTypeLike | ma.TokenFormat | None = None
-    format: ma.TokenFormat | None = None
+    exchange: ma.Exchange | None = None
     experts_format: ma.TokenFormat | None = None
     outputs: tuple[str, ...] = ("logits",)
     dtype: DTypeLike = jnp.float32

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
+
+from .._src.plan.options import check_exchange
 
 
 class _Version(NamedTuple):
@@ -83,11 +84,15 @@ _REQUIRED: dict[str, Any] = dict(
 )
 _REMEDIES = dict(
     quantization="For experts in FP8, pass experts_format=ma.BlockwiseFp8() to enable. ",
-    moe_quantize_token_all_gather="For tokens that travel in FP8, pass format=ma.BlockwiseFp8() to "
-    "enable. ",
-    moe_quantize_combine_bwd_method="For partial sums of another dtype, pass wire_dtype. ",
+    moe_quantize_token_all_gather="For tokens that travel in FP8, pass "
+    "exchange=ma.Exchange(token_format=ma.BlockwiseFp8()) to enable. ",
+    moe_quantize_combine_bwd_method="For partial sums of another dtype, pass "
+    "exchange=ma.Exchange(wire_dtype=...) to enable. ",
     moe_dropless_fallback="With ragged_buffer_factor=-1, no token is dropped. ",
 )
+
+_DECIDED = "capacity", "capacity_factor", "shared_expert", "replicated", "num_chunks"
+"""The options of an exchange that the config of MaxText decides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +100,8 @@ class _Options:
     """The arguments of ``enable``, and the version of MaxText."""
 
     version: _Version
-    layer: Mapping[str, Any]
-    """Arguments of ``moe_mlp``."""
+    experts_format: ma.BlockwiseFp8 | None
+    exchange: ma.Exchange
     group: Mapping[str, Any]
     """Arguments of ``Group``."""
 
@@ -108,8 +113,7 @@ _replaced: dict[str, Any] = {}
 def enable(
     *,
     experts_format: ma.BlockwiseFp8 | None = None,
-    format: ma.TokenFormat | None = None,
-    wire_dtype: DTypeLike | ma.TokenFormat | None = None,
+    exchange: ma.Exchange | None = None,
     **group_options: Any,
 ) -> None:
     """Let ``moe_mlp`` compute the routed experts of all MaxText models of this process.
@@ -121,19 +125,26 @@ def enable(
     Args:
       experts_format: ``BlockwiseFp8()`` for training with products in FP8, as in ``moe_mlp``; None
         for products in MaxText's ``dtype``.
-      format: token format in which tokens travel to their experts, as in ``moe_mlp``.
-      wire_dtype: dtype or token format of partial sums while they travel, as in ``moe_mlp``.
+      exchange: how tokens travel, an ``Exchange`` with ``token_format``, ``wire_dtype`` or
+        ``alignment``. MaxText's config decides its other options.
       **group_options: arguments of ``Group``, for example ``num_sms`` or ``timeout``.
 
     Raises:
       ImportError: if MaxText is not installed, or its version is not supported.
-      TypeError: if an option of the group is unknown.
+      TypeError: if an option of the group is unknown, or ``exchange`` is not an ``Exchange``.
+      ValueError: if ``exchange`` has an option that MaxText's config decides.
     """
     ma.Group(axis_name="expert", size=1, **group_options)
+    exchange = check_exchange(exchange, has_chunks=True)
+    for name in _DECIDED:
+        if (value := getattr(exchange, name)) is not None:
+            raise ValueError(
+                f"{name} must be omitted in the exchange of enable, because MaxText's config "
+                f"decides it; got {value!r}. Set it in the config"
+            )
     module, version = _supported_maxtext()
     disable()
-    layer = dict(experts_format=experts_format, format=format, wire_dtype=wire_dtype)
-    options = _Options(version, layer, group_options)
+    options = _Options(version, experts_format, exchange, group_options)
     routed_moe = module.RoutedMoE
     init, call = routed_moe.__init__, routed_moe.__call__
 
@@ -355,10 +366,13 @@ def _moe_body(
         activation=_activation(layer),
         group=ma.Group(layer.mesh, axes.expert, **options.group),
         num_experts=layer.num_experts,
-        capacity_factor=_capacity_factor(layer),
-        replicated=axes.is_replicated,
-        num_chunks=num_chunks,
-        **options.layer,
+        exchange=dataclasses.replace(
+            options.exchange,
+            capacity_factor=_capacity_factor(layer),
+            replicated=axes.is_replicated,
+            num_chunks=num_chunks,
+        ),
+        experts_format=options.experts_format,
     )
     if axes.is_replicated:
         y = lax.psum(y, axes.expert)

@@ -72,7 +72,7 @@ def parameters(mesh):
 
 
 def capacity(mesh, num_tokens=TOKENS):
-    return ma.default_capacity(num_tokens, TOP_K, mesh.size, EXPERTS)
+    return ma.Exchange().rows_per_rank(num_tokens, TOP_K, group_size=mesh.size, num_experts=EXPERTS)
 
 
 def moe(params, x, *, statistics, **options):

@@ -37,7 +37,7 @@ def exchange(program, group, a):
     options = dict(
         shared_weights=p.shared_weights_of(a),
         wire_dtype=wire_of(p.dispatch_wire),
-        format=fmt,
+        token_format=fmt,
         decode=p.decode,
         tail=p.tail,
     )
@@ -48,14 +48,15 @@ def exchange(program, group, a):
     y = y[0] if p.is_weighted else y
     addends = [a[name] for name in p.addends] or None
     if p.is_split:
-        routed.pop("replicated", None)
         inflight = ma.dispatch_start(
-            leaves, destination, a.get("topk_weights"), **routed, **options
+            leaves, destination, a.get("topk_weights"), **harness.exchanging(routed, options)
         )
         inflight, y = ma.overlap(inflight, lambda y: y, y)
         recv = ma.dispatch_done(inflight)
     else:
-        recv = ma.dispatch(leaves, destination, a.get("topk_weights"), **routed, **options)
+        recv = ma.dispatch(
+            leaves, destination, a.get("topk_weights"), **harness.exchanging(routed, options)
+        )
     weights = a["y_weights"] if p.y_weights == "own" else p.y_weights
     options = dict(weights=weights, wire_dtype=wire_of(p.combine_wire))
     given = recv.routing if p.is_routed_first and p.y_weights != "recv" else recv

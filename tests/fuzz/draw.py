@@ -383,11 +383,13 @@ def routed_by(program, group):
     return dict(
         group=group,
         num_experts=p.num_experts,
-        capacity=p.capacity,
-        capacity_factor=p.capacity_factor,
-        alignment=p.alignment,
-        shared_expert=p.shared_expert,
-        replicated=p.replicated,
+        exchange=ma.Exchange(
+            capacity=p.capacity,
+            capacity_factor=p.capacity_factor,
+            alignment=p.alignment,
+            shared_expert=p.shared_expert,
+            replicated=p.replicated,
+        ),
     )
 
 

@@ -281,11 +281,13 @@ def of_one_rank(program, group):
             b_in=a.get("b_in"),
             b_out=a.get("b_out"),
             shared_weights=p.shared_weights_of(a),
-            wire_dtype=draw.FORMATS.get(p.wire, p.wire),
-            format=p.format_with(scale),
-            num_chunks=p.num_chunks,
+            **harness.exchanging(
+                routed,
+                wire_dtype=draw.FORMATS.get(p.wire, p.wire),
+                token_format=p.format_with(scale),
+                num_chunks=p.num_chunks,
+            ),
             placement=p.placement,
-            **routed,
         )
         return y, ma.expert_load(source) if p.has_load else None
 

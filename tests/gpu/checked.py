@@ -209,8 +209,11 @@ def route_args(shape, group):
     return dict(
         group=group,
         num_experts=group.size * shape.local_experts,
-        capacity=enough_rows(shape, group),
-        alignment=shape.alignment,
+        exchange=ma.Exchange(
+            capacity=enough_rows(shape, group),
+            alignment=shape.alignment,
+            token_format=shape.format,
+        ),
     )
 
 
@@ -231,7 +234,9 @@ def dispatch(shape, group, step, routing):
     x = payload(shape, group, step)
     decode = shape.format is not None
     weights = own_weights(shape, group, step)
-    return ma.dispatch(x, routing, weights, format=shape.format, decode=decode)
+    return ma.dispatch(
+        x, routing, weights, exchange=ma.Exchange(token_format=shape.format), decode=decode
+    )
 
 
 def routed_dispatch(shape, group, step):
@@ -241,7 +246,6 @@ def routed_dispatch(shape, group, step):
         own_ids(shape, group, step),
         own_weights(shape, group, step),
         **route_args(shape, group),
-        format=shape.format,
         decode=shape.format is not None,
     )
 

@@ -43,7 +43,12 @@ def route_aligned(alignment, step, routing):
     del routing
     ids = checked.own_ids(SHAPE, GROUP, step)
     experts = GROUP.size * SHAPE.local_experts
-    routing = ma.route(ids, group=GROUP, num_experts=experts, capacity=512, alignment=alignment)
+    routing = ma.route(
+        ids,
+        group=GROUP,
+        num_experts=experts,
+        exchange=ma.Exchange(capacity=512, alignment=alignment),
+    )
     return routing.row_token
 
 

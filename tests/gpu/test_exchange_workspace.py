@@ -119,8 +119,10 @@ def there_and_back(group, step):
     """Return the sums of replicated tokens, which are those of rank 0."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
-    route_args = dict(group=group, num_experts=RANKS * SHAPE.local_experts, replicated=True)
-    recv = ma.dispatch(checked.tokens_at(SHAPE, step, 0, token), ids, **route_args)
+    route_args = dict(
+        num_experts=RANKS * SHAPE.local_experts, exchange=ma.Exchange(replicated=True)
+    )
+    recv = ma.dispatch(checked.tokens_at(SHAPE, step, 0, token), ids, group=group, **route_args)
     return ma.combine(recv.rows, recv)
 
 

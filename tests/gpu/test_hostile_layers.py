@@ -60,7 +60,7 @@ class Layout:
     @property
     def route_args(self):
         capacity = TIGHT_CAPACITY if self.is_tight else None
-        return dict(num_experts=EXPERTS, capacity=capacity, alignment=8)
+        return dict(num_experts=EXPERTS, exchange=ma.Exchange(capacity=capacity, alignment=8))
 
 
 LAYOUTS = [

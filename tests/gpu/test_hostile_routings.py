@@ -108,7 +108,8 @@ def exchange(group, layout, step, ids):
     shape, rank = layout.shape, checked.my_rank(group)
     token = jnp.arange(TOKENS)
     tags = checked.tags_at(step, rank, token)
-    route_args = dict(num_experts=EXPERTS, capacity=layout.capacity, alignment=layout.alignment)
+    exchange = ma.Exchange(capacity=layout.capacity, alignment=layout.alignment)
+    route_args = dict(num_experts=EXPERTS, exchange=exchange)
 
     def dispatch(x, weights):
         payload = dict(x=x, tag=tags)

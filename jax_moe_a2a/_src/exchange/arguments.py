@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, check_floats, short
+from ..checks import PyTree, Tail, check_floats, short
 from ..formats.formats import NvFp4, TokenFormat, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
@@ -56,11 +56,11 @@ class DispatchArguments(NamedTuple):
     def params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that quantizes."""
         options, num_choice_arrays = self.options, len(self.choice_arrays)
-        if options.format is not None:
+        if options.token_format is not None:
             # A traced global scale is an operand; the static format has the default in its place.
             scaled = bool(self._token_scales)
-            static = NvFp4() if scaled else options.format.travelling
-            options = options._replace(format=static, has_token_scales=scaled)
+            static = NvFp4() if scaled else options.token_format.travelling
+            options = options._replace(token_format=static, has_token_scales=scaled)
             num_choice_arrays += len(self._scales_of_choices)
         return dict(
             num_leaves=len(self.leaves), num_choice_arrays=num_choice_arrays, options=options
@@ -69,7 +69,7 @@ class DispatchArguments(NamedTuple):
     @property
     def _token_scales(self) -> list[jax.Array]:
         """Return the format's traced global scale for each token, [T]; [] without such a scale."""
-        scale = getattr(self.options.format, "global_scale", None)
+        scale = getattr(self.options.token_format, "global_scale", None)
         if not isinstance(scale, jax.Array):
             return []
         return [jnp.broadcast_to(scale, self.leaves[0].shape[:1])]
@@ -78,7 +78,9 @@ class DispatchArguments(NamedTuple):
     def _travelling_scales(self) -> list[jax.Array]:
         """Return the bits of the global scale of each token, uint32 [T], which travel with its row;
         [] if the format has none. They are integers because they have no derivative."""
-        scales = None if self.options.format is None else self.options.format.token_scales
+        scales = (
+            None if self.options.token_format is None else self.options.token_format.token_scales
+        )
         return [] if scales is None else [lax.bitcast_convert_type(scales, jnp.uint32)]
 
     @property
@@ -98,14 +100,14 @@ class DispatchArguments(NamedTuple):
     @property
     def encoded_payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that does not quantize, without the routing."""
-        fmt = self.options.format
+        fmt = self.options.token_format
         leaves = self.leaves if fmt is None else encoded(self.leaves, fmt)
         return [*leaves, *self._travelling_scales, *self.choice_arrays]
 
     @property
     def encoded_params(self) -> dict[str, Any]:
         """Return the parameters of a dispatch that does not quantize."""
-        if self.options.format is None:
+        if self.options.token_format is None:
             return self.params
         # The wire dtype is for the gradient, and values and scales have no gradient.
         options = self.options.unencoded._replace(wire_dtype=None)
@@ -123,7 +125,7 @@ class DispatchArguments(NamedTuple):
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that does not quantize."""
-        if self.options.format is None:
+        if self.options.token_format is None:
             return self.recv(routing, moved)
         num_parts = 2 * len(self.leaves)
         num_leaves = num_parts + len(self._travelling_scales)
@@ -146,8 +148,8 @@ class DispatchArguments(NamedTuple):
         """Return the ``Recv`` of rows, or of their parts, with the bits of the global scales and
         the weights of the rows: one array or none each."""
         scales = None
-        if self.options.format is not None and not self.options.decode:
-            rows = [self.options.format.laid_out(pair) for pair in paired(rows)]
+        if self.options.token_format is not None and not self.options.decode:
+            rows = [self.options.token_format.laid_out(pair) for pair in paired(rows)]
             scales = _as_scales(bits)
         rows = jax.tree.unflatten(self.treedef, rows)
         return recv_of(routing, rows, weights[0] if weights else None, scales)
@@ -164,7 +166,9 @@ def check_dispatch(
     topk_weights: ArrayLike | None,
     shared_weights: ArrayLike | None,
     route_arguments: RouteArguments,
-    options: Options,
+    *,
+    decode: bool,
+    tail: Tail,
 ) -> DispatchArguments:
     """Check the arguments of ``dispatch`` or ``dispatch_start``, and raise their errors."""
     source = check_ids_or_routing(topk_ids, route_arguments)
@@ -176,6 +180,8 @@ def check_dispatch(
     leaves, treedef = check_leaves("x", x, "num_tokens", num_tokens)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
+    exchange = route_arguments.exchange
+    options = Options(exchange.wire_dtype, exchange.token_format, decode, tail)
     options = check_options(options, leaves, route_options.has_levels)
     choice_arrays = []
     if topk_weights is not None:
@@ -185,7 +191,8 @@ def check_dispatch(
     if shared_weights is not None and not has_shared_weights:
         raise ValueError(
             "shared_weights must be None without topk_weights and a shared expert; "
-            f"got {shared_weights!r}. Pass topk_weights and shared_expert=True as well"
+            f"got {shared_weights!r}. Pass topk_weights, and exchange=ma.Exchange("
+            "shared_expert=True)"
         )
     if has_shared_weights:
         choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]

@@ -16,7 +16,7 @@ from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
 from . import two_level
-from .record import Exchange
+from .record import Record
 from .reference import own_rank
 from .routed import bind_route, bind_routed_dispatch
 from .two_level import TwoLevelPlan
@@ -57,7 +57,7 @@ def route_and_dispatch(
 
 @scopes.exchange
 def bind(
-    exchange: Exchange,
+    exchange: Record,
     payload: Sequence[jax.Array],
     routing: AnyRouting,
     **params: Any,
@@ -70,7 +70,7 @@ def bind(
 
 @scopes.exchange
 def bind_start(
-    exchange: Exchange, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
+    exchange: Record, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
     """Bind the start of an exchange with a routing.
 

@@ -29,7 +29,7 @@ from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .lowering.combine import combine_calls
 from .lowering.dispatch import dispatch_calls
-from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, Options, split_routing
+from .record import CHOICE, ROW, TOKEN, Layout, Layouts, Options, Record, split_routing
 
 # Layouts and types
 
@@ -65,10 +65,10 @@ def _dispatch_types(
 ) -> list[Any]:
     """Return the result types. If rows are not decoded, each leaf has values and scales."""
     del payload
-    if options.format is None or options.decode:
+    if options.token_format is None or options.decode:
         return results
     rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]
-    return [part for row in rows for part in _quantized(row, options.format)] + others
+    return [part for row in rows for part in _quantized(row, options.token_format)] + others
 
 
 def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
@@ -92,16 +92,16 @@ def bind_dispatch(*operands: Any, **params: Any) -> list[Any]:
 _encode_around = partial(reference.encode_and_decode, bind_dispatch)
 
 
-DISPATCH = Exchange(
+DISPATCH = Record(
     "dispatch",
     is_outward=True,
     reference=reference.dispatch,
     layouts=_dispatch_layouts,
     kernel_calls=dispatch_calls,
-    unfused=lambda options, **_: _encode_around if options.format is not None else None,
+    unfused=lambda options, **_: _encode_around if options.token_format is not None else None,
     result_types=_dispatch_types,
 )
-COMBINE = Exchange(
+COMBINE = Record(
     "combine",
     is_outward=False,
     reference=reference.combine,
@@ -133,7 +133,7 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _jvp(
-    exchange: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    exchange: Record, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, **params)
@@ -142,7 +142,7 @@ def _jvp(
 
 
 def moved_tangents(
-    exchange: Exchange,
+    exchange: Record,
     payload: Sequence[Any],
     tangents: Sequence[Any],
     out: Sequence[Any],
@@ -152,7 +152,7 @@ def moved_tangents(
     """Return the tangents of the results ``out`` of a dispatch or combine."""
     sources = exchange.layouts(**params).sources
     options = params["options"]
-    moves = [options.format is None or options.decode] * params["num_leaves"]
+    moves = [options.token_format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
     # Neither the scales of tokens nor addends move.
     keep = [
@@ -182,14 +182,14 @@ def cotangents_of_addends(addends: Sequence[Any], cotangents: Sequence[Any]) -> 
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 
 
-def of_transpose(exchange: Exchange, options: Options) -> Options:
+def of_transpose(exchange: Record, options: Options) -> Options:
     """Return the options of the exchange that ``exchange`` transposes to."""
     tail = "zero" if exchange.is_outward else options.tail
     return options.unencoded._replace(tail=tail, num_addends=0)
 
 
 def _transpose(
-    exchange: Exchange,
+    exchange: Record,
     cotangents: Sequence[Any],
     *operands: Any,
     options: Options,
@@ -197,7 +197,7 @@ def _transpose(
 ) -> list[Any]:
     params["options"] = of_transpose(exchange, options)
     payload, routing = split_routing(operands)
-    if options.format is not None:
+    if options.token_format is not None:
         num_leaves, num_choice_arrays = params["num_leaves"], params["num_choice_arrays"]
         zeros = [ad.Zero(aval_of(x)) for x in payload]
         leaves = cotangents[:num_leaves] if options.decode else zeros[:num_leaves]
@@ -254,7 +254,7 @@ def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _divide_known(
-    exchange: Exchange,
+    exchange: Record,
     known: Sequence[bool],
     *,
     num_leaves: int,

@@ -11,16 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ad import carries_tangent
 from ..checks import PyTree, check_bool, check_static, check_tail, merge_axes, short
-from ..formats.formats import TokenFormat, WireDtype
+from ..formats.formats import TokenFormat, WireDtype, as_wire_dtype
 from .record import Options
 
 
 def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
     """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
-    for name, default in Options._field_defaults.items():
-        if isinstance(default, bool):
-            check_bool(name, getattr(options, name))
-    check_format(options.format, options.decode, leaves)
+    check_bool("decode", options.decode)
+    check_format(options.token_format, options.decode, leaves)
     wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
     return options._replace(wire_dtype=wire, tail=check_tail(options.tail))
 
@@ -108,20 +106,12 @@ def check_wire_dtype(
       ValueError: if the format does not quantize the shape of a leaf. With ``has_levels``, also if
         ``wire_dtype`` is wider than the dtype of a leaf, to which the sum of a host is rounded.
     """
-    if wire_dtype is None:
-        return None
-    if isinstance(wire_dtype, TokenFormat):
-        return _check_wire_format(wire_dtype, name, leaves)
-    try:
-        dtype = jnp.dtype(wire_dtype)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            "wire_dtype must be a float dtype such as jnp.bfloat16 or 'bfloat16', a token format "
-            f"such as ma.BlockwiseFp8(), or None; got {wire_dtype!r}"
-        )
-    for leaf in leaves if has_levels else ():
+    dtype = as_wire_dtype(wire_dtype)
+    if isinstance(dtype, TokenFormat):
+        return _check_wire_format(dtype, name, leaves)
+    if dtype is None or not has_levels:
+        return dtype
+    for leaf in leaves:
         is_summed = jnp.issubdtype(leaf.dtype, jnp.floating) and carries_tangent(leaf.dtype)
         if is_summed and dtype.itemsize > leaf.dtype.itemsize:
             raise ValueError(
@@ -134,11 +124,6 @@ def check_wire_dtype(
 
 def _check_wire_format(fmt: TokenFormat, name: str, leaves: Sequence[jax.Array]) -> TokenFormat:
     """Return the format in which sums travel, or raise the errors of ``check_wire_dtype``."""
-    if isinstance(getattr(fmt, "global_scale", None), jax.Array):
-        raise TypeError(
-            "wire_dtype must have a float as global_scale; got an array. Pass "
-            "NvFp4(global_scale=...) with a number"
-        )
     fmt = fmt.travelling
     for leaf in leaves:
         if not carries_tangent(leaf.dtype):
@@ -152,24 +137,24 @@ def _check_wire_format(fmt: TokenFormat, name: str, leaves: Sequence[jax.Array])
     return fmt
 
 
-def check_format(format: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
+def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
     """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
-    if format is None:
+    if fmt is None:
         if decode:
-            raise ValueError("decode must be False without a format; got True. Pass format=...")
+            raise ValueError(
+                "decode must be False without a token_format; got True. Pass "
+                "exchange=ma.Exchange(token_format=...)"
+            )
         return
-    if not isinstance(format, TokenFormat):
-        raise TypeError(
-            f"format must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {format!r}"
-        )
     for leaf in leaves:
         if leaf.ndim < 2:
             raise ValueError(
-                f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
+                "x must hold arrays [num_tokens, ..., hidden] with a token_format; got "
+                f"{short(leaf)}"
             )
-        format.check_numbers(leaf)
-    if format.token_scales is not None and format.token_scales.ndim > 1:
+        fmt.check_numbers(leaf)
+    if fmt.token_scales is not None and fmt.token_scales.ndim > 1:
         raise ValueError(
             "global_scale must be a float, or a float32 array [] or [num_tokens], in dispatch; got "
-            f"{short(format.token_scales)}. Pass one scale for each token"
+            f"{short(fmt.token_scales)}. Pass one scale for each token"
         )

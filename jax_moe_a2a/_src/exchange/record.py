@@ -44,7 +44,7 @@ class Options(NamedTuple):
 
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""
-    format: TokenFormat | None = None
+    token_format: TokenFormat | None = None
     """How a dispatch quantizes its leaves, or None."""
     decode: bool = False
     tail: Tail = "zero"
@@ -57,12 +57,12 @@ class Options(NamedTuple):
     @property
     def results_per_leaf(self) -> int:
         """Return 2 if rows stay quantized, values and scales, otherwise 1."""
-        return 1 if self.format is None or self.decode else 2
+        return 1 if self.token_format is None or self.decode else 2
 
     @property
     def unencoded(self) -> Options:
         """Return the same options without those that only quantization has."""
-        return self._replace(format=None, decode=False, has_token_scales=False)
+        return self._replace(token_format=None, decode=False, has_token_scales=False)
 
 
 class Layouts(NamedTuple):
@@ -77,8 +77,8 @@ class Layouts(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Exchange:
-    """An exchange primitive.
+class Record:
+    """The record of an exchange primitive.
 
     A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
     ``start`` and ``done``. Between start and done, the payload is *in flight*. It then consists of
@@ -103,10 +103,10 @@ class Exchange:
     keeps_payload: bool = False
     """True if the done reads the payload again. The payload then follows the arrays in flight."""
     primitive: Any = dataclasses.field(init=False)
-    transpose: Exchange = dataclasses.field(init=False)
+    transpose: Record = dataclasses.field(init=False)
     """The exchange that this one transposes to, if it is linear in all of its payload."""
-    start: Exchange = dataclasses.field(init=False)
-    done: Exchange = dataclasses.field(init=False)
+    start: Record = dataclasses.field(init=False)
+    done: Record = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.primitive = compat.Primitive(f"moe_a2a_{self.name}")

@@ -26,7 +26,7 @@ from ..compat import align_varying
 from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
-from .record import Exchange, Options, split_routing
+from .record import Options, Record, split_routing
 from .swap import swap
 
 # XLA:CPU compiles a sum of few terms in half the time of a loop. More and larger terms are added in
@@ -70,7 +70,7 @@ def dispatch(
     them.
     """
     params: dict[str, Any] = dict(group=group, emulated=emulated)
-    if options.format is not None:
+    if options.token_format is not None:
         params.update(num_leaves=num_leaves, num_choice_arrays=num_choice_arrays, options=options)
         return encode_and_decode(dispatch, *operands, **params)
     payload, routing = split_routing(operands)
@@ -98,8 +98,8 @@ def encode_and_decode(
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
 
     def format_of(scales: Sequence[jax.Array]) -> TokenFormat:
-        assert options.format is not None
-        return with_global_scales(options.format, scales[0] if scales else None)
+        assert options.token_format is not None
+        return with_global_scales(options.token_format, scales[0] if scales else None)
 
     parts = [part for x in leaves for part in format_of(token_scales).encode(x)]
     num_parts = len(parts)
@@ -195,7 +195,7 @@ def routed_dispatch(
 # transposes to the other half of the transposed exchange.
 
 
-def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Compute the start of an exchange: payload, routing -> arrays in flight."""
     payload, routing = split_routing(operands)
     if exchange.is_outward:
@@ -209,7 +209,7 @@ def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.A
     return [*zeros, *rows]
 
 
-def done(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+def done(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Compute the done of an exchange: arrays in flight, payload if it is kept, routing ->
     results."""
     payload, routing = split_routing(operands)

@@ -16,10 +16,10 @@ from ..plan.plan import RoutingArrays, fold_batch
 from ..routing.types import check_arrays
 from .lowering import exchange as lowered
 from .lowering.call_placement import register
-from .record import Exchange, Layout, split_routing
+from .record import Layout, Record, split_routing
 
 
-def register_exchange(exchange: Exchange) -> None:
+def register_exchange(exchange: Record) -> None:
     """Register the lowering, the abstract values and the batching of an exchange."""
     register(
         exchange.primitive,
@@ -30,7 +30,7 @@ def register_exchange(exchange: Exchange) -> None:
     register_shapes(exchange)
 
 
-def register_shapes(exchange: Exchange) -> None:
+def register_shapes(exchange: Record) -> None:
     """Register abstract values and batching."""
     exchange.primitive.def_abstract_eval(partial(abstract, exchange))
     batching.fancy_primitive_batchers[exchange.primitive] = partial(batch, exchange)
@@ -53,7 +53,7 @@ def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
 
 
 def abstract(
-    exchange: Exchange, *avals: Any, group: Group, emulated: bool, **params: Any
+    exchange: Record, *avals: Any, group: Group, emulated: bool, **params: Any
 ) -> list[Any]:
     lead = (group.size,) if emulated else ()
     payload, routing = split_routing(avals)
@@ -115,7 +115,7 @@ def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
 
 
 def batch(
-    exchange: Exchange,
+    exchange: Record,
     axis_data: Any,
     args: Sequence[Any],
     dims: Sequence[Any],

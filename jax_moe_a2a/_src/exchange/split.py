@@ -22,7 +22,7 @@ from . import reference, rules
 from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
 from .lowering import exchange as lowered
 from .lowering.call_placement import barrier, register
-from .record import Exchange, Layout, Layouts, split_routing
+from .record import Layout, Layouts, Record, split_routing
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
 tie_p = compat.Primitive("moe_a2a_tie")
@@ -33,7 +33,7 @@ def tie(*arrays: Any) -> list[Any]:
     return tie_p.bind(*arrays)
 
 
-def add_halves(whole: Exchange) -> None:
+def add_halves(whole: Record) -> None:
     """Derive and register the records ``start`` and ``done`` of an exchange."""
 
     def in_flight(layouts: Layouts) -> list[Layout]:
@@ -61,7 +61,7 @@ def add_halves(whole: Exchange) -> None:
         ("start", start_layouts, reference.start, lowered.start),
         ("done", done_layouts, reference.done, lowered.done),
     ):
-        half = Exchange(
+        half = Record(
             f"{whole.name}_{phase}",
             is_outward=whole.is_outward,
             reference=partial(compute, whole),
@@ -78,7 +78,7 @@ def add_halves(whole: Exchange) -> None:
 
 
 def _half_jvp(
-    half: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    half: Record, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = half.bind(payload, routing, **params)
@@ -93,7 +93,7 @@ def _half_jvp(
 
 
 def _half_transpose(
-    half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
+    half: Record, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
     params["options"] = of_transpose(half, params["options"])
     payload, routing = split_routing(operands)
@@ -108,7 +108,7 @@ def _half_transpose(
 
 
 def _bind_kept(
-    half: Exchange,
+    half: Record,
     operands: Sequence[Any],
     payload: Sequence[Any],
     routing: RoutingArrays,

@@ -43,8 +43,8 @@ def decoded(
       An array [C, ...] for each array of ``x``, in its dtype.
     """
     pairs = zip(paired(parts), x, strict=True)
-    assert options.format is not None
-    fmt = with_global_scales(options.format.travelling, global_scales)
+    assert options.token_format is not None
+    fmt = with_global_scales(options.token_format.travelling, global_scales)
     rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
     params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
     return _with_derivatives_of_dispatch(rows, list(x), routing, params)

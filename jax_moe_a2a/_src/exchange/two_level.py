@@ -24,7 +24,7 @@ from ..group.group import Group
 from ..plan.plan import PlanOptions, RoutingArrays, quotient, remainder, running_sum
 from ..routing.two_level import TwoLevelRouting
 from .dispatch_combine import COMBINE, DISPATCH
-from .record import Exchange, Options
+from .record import Options, Record
 from .reference import own_rank
 from .routed import bind_route
 
@@ -127,7 +127,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
 
 
 def bind(
-    exchange: Exchange,
+    exchange: Record,
     payload: Sequence[Any],
     routing: TwoLevelRouting,
     *,
@@ -150,7 +150,7 @@ def bind(
 
 
 def bind_start(
-    exchange: Exchange, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    exchange: Record, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the start of an exchange over both levels."""
     num_leaves = params.pop("num_leaves")
@@ -162,7 +162,7 @@ def bind_start(
 
 
 def bind_done(
-    exchange: Exchange, in_flight: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    exchange: Record, in_flight: Sequence[Any], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the done of an exchange over both levels."""
     num_leaves = params.pop("num_leaves")
@@ -179,7 +179,7 @@ def _levels(
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
         def bind(
-            exchange: Exchange, payload: Sequence[Any], num_leaves: int, **changed: Any
+            exchange: Record, payload: Sequence[Any], num_leaves: int, **changed: Any
         ) -> list[Any]:
             changed.update(group=group, num_leaves=num_leaves)
             return exchange.bind(payload, arrays, **(params | changed))

@@ -31,7 +31,7 @@ from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, cotangents_of_addends
 from .lowering.combine import weighted_combine_calls
 from .lowering.dispatch import weighted_dispatch_calls
-from .record import ROW, TOKEN, Exchange, Layouts, Options, split_routing
+from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
 def _combine_layouts(*, num_leaves: int, options: Options, **_: Any) -> Layouts:
@@ -84,7 +84,7 @@ def _unfused(*, group: Group, **_: Any) -> Callable[..., list[Any]]:
     return _whole_reference if group.size == 1 else _dispatch_and_weigh
 
 
-WEIGHTED_COMBINE = Exchange(
+WEIGHTED_COMBINE = Record(
     "weighted_combine",
     is_outward=False,
     reference=reference.weighted_combine,
@@ -92,7 +92,7 @@ WEIGHTED_COMBINE = Exchange(
     kernel_calls=weighted_combine_calls,
     keeps_payload=True,
 )
-WEIGHTED_DISPATCH = Exchange(
+WEIGHTED_DISPATCH = Record(
     "weighted_dispatch",
     is_outward=True,
     reference=_whole_reference,
@@ -110,7 +110,7 @@ WEIGHTED_DISPATCH = Exchange(
 
 
 def combine_jvp(
-    exchange: Exchange,
+    exchange: Record,
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -55,9 +56,26 @@ class Quantized(NamedTuple):
     ``scale_layout``."""
 
 
+def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """Return the only leaf of a format, an array as ``global_scale``, and its static fields."""
+    static = dict(vars(fmt))
+    if isinstance(static.get("global_scale", 1.0), int | float | np.number):
+        return (), tuple(static.items())
+    leaf = jax.tree_util.GetAttrKey("global_scale"), static.pop("global_scale")
+    return (leaf,), tuple(static.items())
+
+
+def _unflatten(kind: type[TokenFormat], static: Any, leaves: Sequence[Any]) -> TokenFormat:
+    fmt = object.__new__(kind)  # leaves may be any objects, so they are not checked
+    vars(fmt).update(static, **dict(zip(("global_scale",), leaves)))
+    return fmt
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
     """The common interface of all token formats: groups along the last axis, each with a scale.
+
+    A format is a pytree, of which only an array as ``global_scale`` is a leaf.
 
     If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
     scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
@@ -79,6 +97,9 @@ class TokenFormat:
 
     group_size: ClassVar[int]
     scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "tiles")
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_with_keys(cls, _flatten, partial(_unflatten, cls))
 
     def __post_init__(self) -> None:
         if self.scale_layout not in self.scale_layouts:
@@ -442,6 +463,29 @@ class NvFp4(TokenFormat):
 
 
 WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
+
+
+def as_wire_dtype(wire_dtype: Any) -> WireDtype:
+    """Return how partial sums travel, or raise a TypeError if they cannot travel so."""
+    if wire_dtype is None:
+        return None
+    if isinstance(wire_dtype, TokenFormat):
+        if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
+            raise TypeError(
+                "wire_dtype must have a float as global_scale; got an array. Pass "
+                "NvFp4(global_scale=...) with a number"
+            )
+        return wire_dtype
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            "wire_dtype must be a float dtype such as jnp.bfloat16 or 'bfloat16', a token format "
+            f"such as ma.BlockwiseFp8(), or None; got {wire_dtype!r}"
+        )
+    return dtype
 
 
 def paired(parts: Sequence[jax.Array]) -> list[Quantized]:

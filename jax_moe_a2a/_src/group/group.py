@@ -153,8 +153,8 @@ class Group(GroupValue):
         Args:
           split: True for split exchanges (``dispatch_start`` and so on), which use a second
             workspace.
-          **sizes: keyword arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
-            ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype``, ``format`` and so on.
+          **sizes: arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
+            ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype`` and ``exchange``.
 
         Returns:
           The ``MemoryEstimate``.

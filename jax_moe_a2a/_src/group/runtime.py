@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from .. import compat
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
+from ..plan.options import check_exchange
 from . import extension, native, processes
 from .value import (
     GroupValue,
@@ -178,7 +179,8 @@ def _all_places(group: GroupValue) -> list[_Place]:
 
 def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEstimate:
     """Open or grow the workspace, and return the estimate. See ``Group``."""
-    levels = (group.single_rank,) if sizes.get("replicated") else group.levels
+    replicated = check_exchange(sizes.get("exchange")).replicated
+    levels = (group.single_rank,) if replicated else group.levels
     group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
     estimate = memory_estimate(group_size=group_size, **sizes)
     workspace_bytes, collective_bytes = estimate.workspace_bytes, estimate.collective_bytes

@@ -23,12 +23,12 @@ from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
 
 
-def check_one_global_scale(format: TokenFormat | None, reason: str, remedy: str) -> None:
+def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
     """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
-    scales = format.token_scales if isinstance(format, TokenFormat) else None
+    scales = None if fmt is None else fmt.token_scales
     if scales is not None:
         raise ValueError(
-            f"format must have one global_scale for all tokens, because {reason}; got "
+            f"token_format must have one global_scale for all tokens, because {reason}; got "
             f"{short(scales)}. {remedy}, or pass a float32 array []"
         )
 

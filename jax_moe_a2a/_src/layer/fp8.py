@@ -24,12 +24,12 @@ from ..placement.types import Placement
 from .placed import Rows
 
 
-def format_of_fp8(format: TokenFormat | None) -> BlockwiseFp8:
+def format_of_fp8(fmt: TokenFormat | None) -> BlockwiseFp8:
     """Return the format in which tokens travel to experts in FP8, or raise an error."""
-    if format is not None and not isinstance(format, BlockwiseFp8):
+    if fmt is not None and not isinstance(fmt, BlockwiseFp8):
         raise ValueError(
-            "format must be BlockwiseFp8() or None with quantized weights, because products read "
-            f"the rows in it; got {format!r}"
+            "token_format must be BlockwiseFp8() or None with quantized weights, because products "
+            f"read the rows in it; got {fmt!r}"
         )
     return BlockwiseFp8()
 

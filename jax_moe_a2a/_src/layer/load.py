@@ -113,7 +113,8 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
       ids = jnp.array([[[0, 1], [0, 2]], [[0, 1], [0, 3]]])  # [ranks, tokens, choices]
 
       def on_rank(ids):
-          recv = ma.dispatch(ids, ids, group=group, num_experts=4, capacity_factor=1.25)
+          exchange = ma.Exchange(capacity_factor=1.25)
+          recv = ma.dispatch(ids, ids, group=group, num_experts=4, exchange=exchange)
           return ma.expert_load(recv)
 
       load = jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)

@@ -9,6 +9,7 @@ is (w a)^T D.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,15 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .. import scopes
 from ..ad import accumulation_dtype, fixed
-from ..checks import as_array, check_int, check_static, merge_axes, short, taken_from
+from ..checks import as_array, check_static, merge_axes, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
-from ..exchange.record import Options
 from ..exchange.recv import Recv
 from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
@@ -42,6 +42,7 @@ from ..grouped.totals import summing_dot
 from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
 from ..placement.types import Placement
 from ..plan.capacity import shared_tokens
+from ..plan.options import Exchange, check_exchange
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.choices import RouterChoices
 from ..routing.two_level import AnyRouting
@@ -69,11 +70,9 @@ SUMMED = ("w_in", "w_out")
 
 class LayerOptions(NamedTuple):
     """The arguments of ``moe_mlp`` that are neither arrays of tokens, nor weights, nor arguments of
-    the route."""
+    the exchange."""
 
     activation: Activation
-    wire_dtype: DTypeLike | TokenFormat | None
-    format: TokenFormat | None
     experts_format: TokenFormat | None
     placement: Placement | None
 
@@ -89,15 +88,8 @@ def moe_mlp(
     num_experts: int | None = None,
     b_in: ArrayLike | None = None,
     b_out: ArrayLike | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int | None = None,
-    shared_expert: bool | None = None,
+    exchange: Exchange | None = None,
     shared_weights: ArrayLike | None = None,
-    replicated: bool | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    format: TokenFormat | None = None,
-    num_chunks: int | None = None,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     placement: Placement | None = None,
@@ -143,31 +135,14 @@ def moe_mlp(
       b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
       b_out: [L, H] with the dtype of ``x``: biases of the second product, or None. Router weights
         multiply them.
-      capacity: number of rows of each rank, or None for the worst case, as in ``route``.
-      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
-      alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
+      exchange: how tokens travel, an ``Exchange``. With ``replicated``, the result is this rank's
+        partial sum; add the partial sums of all ranks with ``lax.psum``.
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
         Needs weights of the choices.
-      replicated: True if all ranks hold the same tokens, as in ``route``. The result is then this
-        rank's partial sum; add the partial sums of all ranks with ``lax.psum``.
-      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
-        applies to the result and to the gradient of ``x``. None means the dtype of ``x``.
-      format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
-        decoded when they arrive, and the gradient is computed as without a format. None sends ``x``
-        unchanged, but with quantized weights it means ``BlockwiseFp8``, the only format for them.
-      num_chunks: number of equal parts of the tokens, which run one after the other, each under
-        ``jax.checkpoint``; None means 1. Memory for rows is then that of one chunk, so a worst-case
-        capacity needs about ``1/num_chunks`` of the memory. Each chunk is routed on its own:
-        ``capacity`` and ``capacity_factor`` apply to a chunk, and drops are decided for each chunk.
-        A ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk
-        makes two exchanges forward and three backward. Gradients of weights and biases are summed
-        over chunks in float32, and rounded once.
       experts_format: ``BlockwiseFp8()`` to quantize rows and weights for the products, which is for
         training; or None. The products of gradients and weights are then in FP8, too. Quantization
         counts as the identity for all derivatives, and gradients of weights are computed from
-        numbers in the dtype of ``x``. ``format`` is then ``BlockwiseFp8`` unless it is passed.
-        docs/fp8.md has the details.
+        numbers in the dtype of ``x``. docs/fp8.md has the details.
       quantized: ``w_in`` and ``w_out`` by ``quantize_experts(..., transposed=True)``, or None. With
         ``experts_format``, products then read them instead of quantizing ``w_in`` and ``w_out``,
         which have the gradients. Make them once for all micro-batches of a training step.
@@ -215,13 +190,14 @@ def moe_mlp(
       [[15.0, 20.0], [15.0, 60.0]]
       ```
     """
-    route_arguments = taken_from(locals(), RouteArguments)
-    options = taken_from(locals(), LayerOptions)
     if not isinstance(choices, RouterChoices):
         raise TypeError(
             f"choices must be RouterChoices; got {type(choices).__name__}. Pass "
             "ma.RouterChoices(ids, weights)"
         )
+    exchange = check_exchange(exchange, has_chunks=True)
+    route_arguments = RouteArguments(group, num_experts, exchange)
+    options = LayerOptions(activation, experts_format, placement)
     per_token: dict[str, Any] = dict(
         x=x, topk_ids=choices.ids, topk_weights=choices.weights, shared_weights=shared_weights
     )
@@ -234,8 +210,10 @@ def moe_mlp(
         y, _, totals = mlp_and_routing(route_arguments, options, **of_chunk(arrays))
         return y, totals
 
-    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
-        check_one_global_scale(format, "num_chunks divides the tokens", "Omit num_chunks")
+    num_chunks = exchange.num_chunks or 1
+    if num_chunks > 1:
+        reason, remedy = "num_chunks divides the tokens", "Omit num_chunks"
+        check_one_global_scale(exchange.token_format, reason, remedy)
         weights = with_fetched(weights, route_arguments, placement)
         chunks = partial(in_chunks, apply, num_chunks, per_token, summed=SUMMED)
         y = quantized_once(chunks, weights, experts_format)
@@ -254,7 +232,7 @@ def with_fetched(
     """
     if not isinstance(placement, Placement) or route_arguments.group is None:
         return weights  # whose checks raise errors
-    group, shared = check_scope(route_arguments.group), bool(route_arguments.shared_expert)
+    group, shared = check_scope(route_arguments.group), bool(route_arguments.exchange.shared_expert)
     given = Weights(*(weights[name] for name in Weights._fields))
     given = jax.tree.map(as_array, given)
     home = placement.num_experts // group.size + shared
@@ -322,23 +300,26 @@ def mlp_and_routing(
       fetched: the weights of spare slots, or None to fetch them.
       quantized: ``w_in`` and ``w_out`` for ``experts_format``, or None to quantize them.
     """
-    activation, wire_dtype, format, experts_format, placement = layer_options
+    activation, experts_format, placement = layer_options
+    exchange = route_arguments.exchange
+    fmt = exchange.token_format
     totals = totals or {}
     in_fp8 = isinstance(w_in, QuantizedExperts) or isinstance(w_out, QuantizedExperts)
     if in_fp8:
-        format = format_of_fp8(format)
+        fmt = format_of_fp8(fmt)
     check_experts_format(experts_format, in_fp8)
-    if experts_format is not None and format is None:
-        format = experts_format.travelling
+    if experts_format is not None and fmt is None:
+        fmt = experts_format.travelling
+    exchange = dataclasses.replace(exchange, token_format=fmt)
+    route_arguments = route_arguments._replace(exchange=exchange)
     if placement is not None:
         topk_ids, route_arguments = to_slots(topk_ids, route_arguments, placement)
     arrays = x, topk_ids, topk_weights, shared_weights
-    decode = format is not None and not in_fp8
-    exchanged = Options(wire_dtype, format, decode=decode, tail="unspecified")
-    arguments = check_dispatch(*arrays, route_arguments, exchanged)
+    decode = fmt is not None and not in_fp8
+    arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     tokens = _check_tokens(arguments.leaves, arguments.treedef)
     options = arguments.route_options
-    _warn_of_few_rows(route_arguments, options, tokens.shape[0])
+    _warn_of_few_rows(exchange, options, tokens.shape[0])
     hidden, experts = tokens.shape[1], options.num_local_experts
     spare = 0  # slots whose weights are not given
     if placement is not None:
@@ -402,14 +383,14 @@ def mlp_and_routing(
     else:
         y, totals = apply(rows, weights, recv.group_sizes, totals=totals)
     routing = recv.routing
-    back = check_combine(y, routing, None, wire_dtype)
+    back = check_combine(y, routing, None, exchange.wire_dtype)
     # The tail, too: only grouped products read the gradient of y, and they ignore rows after the
     # last group.
     back = back._replace(options=arguments.options.unencoded)
     return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
 
 
-def _warn_of_few_rows(given: RouteArguments, options: RouteOptions, num_tokens: int) -> None:
+def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -> None:
     """Warn if an argument limits the rows of all ranks to less than one for each token."""
     size, replicated = options.group.size, options.replicated
     num_rows = options.capacity
@@ -424,7 +405,7 @@ def _warn_of_few_rows(given: RouteArguments, options: RouteOptions, num_tokens: 
         f"{name}={getattr(given, name)!r} leaves {max(0, num_rows)} rows for the experts of each "
         f"of {size} ranks, and {'all ranks have the same' if replicated else 'each rank has'} "
         f"{num_tokens} tokens, so some tokens reach no expert. Pass a larger one, for example "
-        "capacity_factor=1.25, or omit it to drop nothing",
+        "Exchange(capacity_factor=1.25), or omit it to drop nothing",
         stacklevel=2,
     )
 

@@ -14,19 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .. import compat, scopes
 from ..ad import accumulation_dtype
-from ..checks import (
-    as_array,
-    check_bool,
-    check_floats,
-    check_int,
-    fitting_experts,
-    short,
-    taken_from,
-)
+from ..checks import as_array, check_floats, fitting_experts, short
 from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
@@ -34,6 +26,7 @@ from ..group.group import Group
 from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
 from ..placement.types import Placement, check_placement
+from ..plan.options import Exchange, check_exchange
 from ..routing.checks import RouteArguments, axes_of
 from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
@@ -103,13 +96,7 @@ def moe(
     shared_gate_up: OneOrTwo | None = None,
     shared_down: ArrayLike | None = None,
     shared_weights: ArrayLike | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int | None = None,
-    replicated: bool | None = None,
-    num_chunks: int | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    format: TokenFormat | None = None,
+    exchange: Exchange | None = None,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
     outputs: tuple[str, ...] = (),
@@ -169,18 +156,7 @@ def moe(
         from I. None means that there is no shared expert.
       shared_down: [J, H]: the second weights of the shared expert.
       shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
-      capacity: number of rows of each rank, as in ``route``. None means the worst case, which drops
-        nothing. It applies to a chunk if there are chunks.
-      capacity_factor: capacity as a multiple of the balanced load of a rank, as in ``route``. In
-        Switch and MaxText, the factor is for each expert, whose load varies more than that of a
-        rank with several experts, so a smaller factor drops as few rows here.
-      alignment: as in ``moe_mlp``.
-      replicated: True or False to decide whether the ranks of a group hold the same tokens. None
-        decides by the number of tokens. True suits decoding with few tokens: no token travels.
-      num_chunks: number of parts of each rank's tokens that run one after the other to save
-        memory, as in ``moe_mlp``. The number does not have to divide the tokens.
-      wire_dtype: as in ``moe_mlp``.
-      format: as in ``moe_mlp``.
+      exchange: how tokens travel, an ``Exchange``.
       experts_format: as in ``moe_mlp``.
       quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
         None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
@@ -223,7 +199,18 @@ def moe(
       (4, 6, 16) 48 0
       ```
     """
-    given = dict(locals())
+    given = dict(
+        w_gate_up=w_gate_up,
+        w_down=w_down,
+        b_gate_up=b_gate_up,
+        b_down=b_down,
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        activation=activation,
+        experts_format=experts_format,
+        quantized=quantized,
+        placement=placement,
+    )
     scope = _check_scope(as_axes(axes))
     tensor_axis = scope.axes.tensor
     x = _check_tokens(x)
@@ -235,18 +222,13 @@ def moe(
         of_tokens["router_input"] = read
     _check_outputs(outputs, router)
     params |= _check_quantized(given)
-    if num_chunks is not None:
-        check_int("num_chunks", num_chunks, least=1)
-    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
-    check_one_global_scale(format, reason, remedy)
-    if replicated is not None:
-        check_bool("replicated", replicated)
+    exchange = _check_exchange(exchange)
     shape = x.shape
     if x.ndim == 1:
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
         router = map_arrays(router, lambda array: array[None], lambda array: array)
     has_mask = mask is not None
-    tokens = _divide_tokens(scope, x, replicated)
+    tokens = _divide_tokens(scope, x, exchange.replicated)
     _warn_of_repeated_work(scope, x)
     if any(tokens.padding):
         of_tokens.setdefault("mask", jnp.ones(tokens.sizes, bool))
@@ -265,9 +247,8 @@ def moe(
             specs[name] = (quantized_spec(spec),) * 2 + specs[name][2:]
     params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
 
-    routed = dict(group=scope.group, num_experts=None, replicated=tokens.replicated)
-    route_arguments = taken_from(given | routed, RouteArguments)
-    options = taken_from(locals(), LayerOptions)
+    options = LayerOptions(activation, experts_format, placement)
+    exchange = dataclasses.replace(exchange, replicated=tokens.replicated)
 
     def on_rank(
         x: jax.Array,
@@ -275,6 +256,7 @@ def moe(
         router: RouterLike,
         params: Mapping[str, tuple[jax.Array, ...]],
         placement: Placement | None,
+        exchange: Exchange,
     ) -> tuple[jax.Array, dict[str, Any], MoEStatistics]:
         """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
@@ -317,8 +299,7 @@ def moe(
         y, load = _experts(
             of_experts,
             weights,
-            num_chunks or 1,
-            route_arguments._replace(num_experts=num_experts),
+            RouteArguments(scope.group, num_experts, exchange),
             options._replace(placement=placement),
         )
         partial = scope.group.axes if tokens.replicated else ()
@@ -339,9 +320,9 @@ def moe(
 
     y, found, statistics = scope.shard_map(
         on_rank,
-        in_specs=(tokens.spec, tokens.spec, router_specs, specs, P()),
+        in_specs=(tokens.spec, tokens.spec, router_specs, specs, P(), P()),
         out_specs=(tokens.spec, tokens.spec, P()),
-    )(x, of_tokens, router, params, placement)
+    )(x, of_tokens, router, params, placement, exchange)
 
     def unpadded(array: jax.Array) -> jax.Array:
         array = _without_padding(scope, tokens, array, features=None)
@@ -354,11 +335,11 @@ def moe(
 def _experts(
     tokens: Mapping[str, Any],
     weights: Mapping[str, Any],
-    num_chunks: int,
     route_arguments: RouteArguments,
     options: LayerOptions,
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
+    num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
     def shared_expert(x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
@@ -398,6 +379,19 @@ def _experts(
     y, loads = quantized_once(chunks, weights, options.experts_format)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return lax.collapse(y, 0, -1)[:num_tokens], load
+
+
+def _check_exchange(given: Exchange | None) -> Exchange:
+    """Return the argument ``exchange`` of ``moe``, or raise an error."""
+    exchange = check_exchange(given, has_chunks=True)
+    if exchange.shared_expert is not None:
+        raise ValueError(
+            f"shared_expert must be omitted in the exchange of moe; got {exchange.shared_expert}. "
+            "Pass the weights of the shared expert as shared_gate_up and shared_down"
+        )
+    reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
+    check_one_global_scale(exchange.token_format, reason, remedy)
+    return exchange
 
 
 def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:

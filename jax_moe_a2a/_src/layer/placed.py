@@ -80,7 +80,7 @@ def to_slots(
             f"num_experts must be {placement.num_experts}, the number of experts of the placement; "
             f"got {given.num_experts}"
         )
-    rank = None if given.replicated else own_rank(group)
+    rank = None if given.exchange.replicated else own_rank(group)
     slots = choose_slots(topk_ids, placement, rank=rank, num_ranks=group.size)
     return slots, given._replace(num_experts=placement.num_slots)
 

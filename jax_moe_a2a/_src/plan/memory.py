@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..formats.formats import NvFp4, TokenFormat
-from .capacity import Sizes, check_top_k
+from .capacity import check_top_k
+from .options import Exchange, check_exchange, without_capacity
 from .plan import plan_shapes
 
 RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
@@ -99,20 +100,14 @@ class DeviceMemory:
 
 
 def memory_estimate(
-    *,
     num_tokens: int,
     hidden: int,
     top_k: int,
+    *,
     num_experts: int,
     group_size: int | tuple[int, int],
     dtype: DTypeLike = jnp.bfloat16,
-    format: TokenFormat | None = None,
-    wire_dtype: DTypeLike | TokenFormat | None = None,
-    capacity: int | None = None,
-    capacity_factor: float | None = None,
-    alignment: int = 1,
-    shared_expert: bool = False,
-    replicated: bool = False,
+    exchange: Exchange | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory that one dispatch of ``[num_tokens, hidden]`` needs on each rank.
 
@@ -123,24 +118,15 @@ def memory_estimate(
       num_experts: number of experts of all ranks together.
       group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
       dtype: dtype of tokens and of the sums that ``combine`` returns.
-      format: token format of the dispatch, as in ``dispatch``.
-      wire_dtype: dtype or token format of partial sums, as in ``combine``.
-      capacity: number of rows of each rank, or None for the worst case.
-      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), instead of
-        ``capacity``.
-      alignment: as in ``dispatch``.
-      shared_expert: as in ``dispatch``.
-      replicated: as in ``dispatch``.
+      exchange: how tokens travel, an ``Exchange``.
 
     Returns:
       A ``MemoryEstimate``; print it for a summary.
 
     Raises:
-      TypeError: if ``capacity`` is not an int, ``capacity_factor`` is not a number, or a format
-        does not quantize ``dtype``.
+      TypeError: if ``exchange`` is not an ``Exchange``, or a format does not quantize ``dtype``.
       ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, a
-        format does not divide ``hidden`` into groups, or both ``capacity`` and ``capacity_factor``
-        are given.
+        format does not divide ``hidden`` into groups, or ``exchange`` has chunks.
 
     Example:
       A capacity of 40,000 rows instead of the worst case, on four ranks:
@@ -149,7 +135,8 @@ def memory_estimate(
       import jax_moe_a2a as ma
 
       sizes = dict(num_tokens=4096, hidden=7168, top_k=8, num_experts=256)
-      print(ma.memory_estimate(**sizes, group_size=4, capacity=40_000))
+      exchange = ma.Exchange(capacity=40_000)
+      print(ma.memory_estimate(**sizes, group_size=4, exchange=exchange))
       ```
 
       ```text
@@ -166,26 +153,28 @@ def memory_estimate(
             raise ValueError(f"{name} must be at least 0; got {value}")
     hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
     num_ranks = hosts * ranks_of_host
-    for name, value in dict(group_size=min(hosts, ranks_of_host), alignment=alignment).items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    if min(hosts, ranks_of_host) < 1:
+        raise ValueError(f"group_size must be at least 1; got {group_size}")
+    exchange = check_exchange(exchange)
+    shared_expert, replicated = bool(exchange.shared_expert), bool(exchange.replicated)
     check_top_k(top_k, shared_expert)
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={num_ranks}; got {num_experts}"
         )
-    reserved = Sizes(
-        num_tokens, top_k, num_ranks, num_experts, alignment, shared_expert, replicated
+    worst_case, capacity = (
+        each.rows_per_rank(num_tokens, top_k, group_size=num_ranks, num_experts=num_experts)
+        for each in (without_capacity(exchange), exchange)
     )
-    worst_case, capacity = reserved.rows(), reserved.capacity(capacity, capacity_factor)
-    row_bytes = _row_bytes(hidden, dtype, format)
+    fmt, wire_dtype = exchange.token_format, exchange.wire_dtype
+    row_bytes = _row_bytes(hidden, dtype, fmt)
     sum_bytes = _row_bytes(
         hidden,
         dtype if isinstance(wire_dtype, TokenFormat | None) else wire_dtype,
         wire_dtype if isinstance(wire_dtype, TokenFormat) else None,
     )
     num_choices = top_k + shared_expert
-    has_token_scales = format is not None and format.token_scales is not None
+    has_token_scales = fmt is not None and fmt.token_scales is not None
     token_bytes = sum(row_bytes) + has_token_scales * WEIGHT_BYTES
     # The global scale of a token lands once for each choice, unless the kernels decode rows.
     row_bytes.append(has_token_scales * num_choices * WEIGHT_BYTES)
@@ -254,14 +243,14 @@ def memory_estimate(
     )
 
 
-def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]:
+def _row_bytes(hidden: int, dtype: Any, fmt: TokenFormat | None) -> list[int]:
     """Return the bytes of a row's values and, if it is quantized, of its scales."""
-    if format is None:
+    if fmt is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
-    if isinstance(format, NvFp4):
-        format = NvFp4()  # any global scale
-    parts = jax.eval_shape(format.travelling.encode, token)
+    if isinstance(fmt, NvFp4):
+        fmt = NvFp4()  # any global scale
+    parts = jax.eval_shape(fmt.travelling.encode, token)
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_bool, check_int, fitting_experts, merge_axes, short
+from ..checks import as_array, check_int, fitting_experts, merge_axes, short
 from ..group.group import Group
 from ..group.value import check_axis_name
-from ..plan.capacity import Sizes, check_top_k
+from ..plan.capacity import check_top_k
+from ..plan.options import Exchange, without_capacity
 from .two_level import AnyRouting
 from .types import RouteOptions
 
@@ -28,15 +29,11 @@ GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
 
 
 class RouteArguments(NamedTuple):
-    """The keyword arguments of ``route`` as the caller passed them; None for omitted ones."""
+    """The keyword arguments of ``dispatch`` that its route reads; None for omitted ones."""
 
     group: GroupOrAxes | None
     num_experts: int | None
-    capacity: int | None
-    capacity_factor: float | None
-    alignment: int | None
-    shared_expert: bool | None = None
-    replicated: bool | None = None
+    exchange: Exchange
 
 
 class CheckedIds(NamedTuple):
@@ -53,7 +50,7 @@ def check_ids_or_routing(
 
     Args:
       topk_ids: as in ``dispatch``.
-      given: as in ``dispatch``. None means the default of ``route``.
+      given: as in ``dispatch``.
 
     Returns:
       The routing, or checked ids for ``route_ids``.
@@ -74,18 +71,15 @@ def check_ids_or_routing(
             f"{missing} must be given with topk_ids; got None. Pass it, or pass a Routing in place "
             "of topk_ids"
         )
-    defaults: dict[str, Any] = dict(alignment=1, shared_expert=False, replicated=False)
-    omitted = {name: value for name, value in defaults.items() if getattr(given, name) is None}
-    return check_route(topk_ids, given._replace(**omitted))
+    return check_route(topk_ids, given)
 
 
 def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     """Check the arguments of ``route``, and raise the errors of ``check_ids_or_routing``."""
     group = check_scope(given.group)
     ids = check_ids("topk_ids", topk_ids)
-    shared_expert = check_bool("shared_expert", given.shared_expert)
-    replicated = check_bool("replicated", given.replicated)
-    num_tokens, top_k = ids.shape
+    exchange, (num_tokens, top_k) = given.exchange, ids.shape
+    alignment, shared_expert = exchange.alignment or 1, bool(exchange.shared_expert)
     check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
     num_experts = check_int("num_experts", given.num_experts, least=1)
     largest = min(MAX_LOCAL_EXPERTS * group.size, INT32_MAX - shared_expert * group.size)
@@ -95,9 +89,8 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
             f"num_experts must be a multiple of the group's size {group.size} and at most "
             f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); got {num_experts}. {remedy}"
         )
-    alignment = check_int("alignment", given.alignment, least=1)
-    sizes = Sizes(num_tokens, top_k, group.size, num_experts, alignment, shared_expert, replicated)
-    most_rows = sizes.rows()
+    sizes = dict(num_tokens=num_tokens, top_k=top_k, group_size=group.size, num_experts=num_experts)
+    most_rows = without_capacity(exchange).rows_per_rank(**sizes)
     if most_rows > INT32_MAX:  # kernels count all rows before they drop any
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
@@ -107,10 +100,10 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     options = RouteOptions(
         group=group,
         num_experts=num_experts,
-        capacity=sizes.capacity(given.capacity, given.capacity_factor),
+        capacity=exchange.rows_per_rank(**sizes),
         alignment=alignment,
         shared_expert=shared_expert,
-        replicated=replicated,
+        replicated=bool(exchange.replicated),
     )
     return CheckedIds(as_int32(ids, num_experts), options)
 
@@ -141,29 +134,28 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
     """Raise an error if an argument was passed with a routing and differs from its option."""
+    arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
-        name, value, own = field.name, getattr(given, field.name), getattr(routing, field.name)
+        name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
         if value is None:
             continue
         if name == "group" and value in (own.axis_name, own.axes):
             continue
-        if isinstance(own, bool):  # before int: True is an int, too
-            value = check_bool(name, value)
-        elif isinstance(own, int):
+        if name == "num_experts":
             value = check_int(name, value, least=0)
         if value != own:
             raise ValueError(
                 f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
                 "Omit it, or pass topk_ids in place of the Routing"
             )
-    if given.capacity_factor is None:
+    factor = given.exchange.capacity_factor
+    if factor is None:
         return
-    sizes = routing.sizes(routing.num_tokens, routing.top_k)
-    rows = sizes.capacity(given.capacity, given.capacity_factor)
+    rows = routing.sizes(routing.num_tokens, routing.top_k).rows(factor)
     if rows != routing.capacity:
         raise ValueError(
             "capacity_factor must be omitted or lead to the Routing's capacity, "
-            f"{routing.capacity}; got {given.capacity_factor!r}, which leads to {rows}. Omit it, "
+            f"{routing.capacity}; got {factor!r}, which leads to {rows}. Omit it, "
             "or pass topk_ids in place of the Routing"
         )
 

@@ -24,15 +24,15 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
         num_choice_arrays=params["num_choice_arrays"],
         leaves_tail=options.tail == "unspecified",
     )
-    if options.format is None:
+    if options.token_format is None:
         return attributes
     return dict(
         attributes,
         num_leaves=params["num_leaves"],
-        format=type(options.format).__name__,
+        format=type(options.token_format).__name__,
         decode=options.decode,
         has_token_scales=options.has_token_scales,
-        global_scale=global_scale(options.format),
+        global_scale=global_scale(options.token_format),
     )
 
 
@@ -43,7 +43,7 @@ def dispatch_calls(
     quantizes the leaves if there is a format."""
     options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
-    if options.format is None:
+    if options.token_format is None:
         return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
     num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
     num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS

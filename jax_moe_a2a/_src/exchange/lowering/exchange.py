@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import mlir
 
-from ..record import Exchange, split_routing
+from ..record import Record, split_routing
 from .budgets import SPLIT_NUM_SMS, num_sms_of
 from .call_placement import CallPlacement
 from .custom_call import custom_call, half_bytes_of
@@ -44,7 +44,7 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
 
 
 def whole(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower an exchange."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
@@ -53,7 +53,7 @@ def whole(
 
 
 def start(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower the start of an exchange."""
     avals = _inputs(ctx.avals_in)
@@ -72,7 +72,7 @@ def start(
 
 
 def done(
-    exchange: Exchange, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
 ) -> list[Any]:
     """Lower the done of an exchange.
 
@@ -100,7 +100,7 @@ def done(
 
 
 def _kernel_calls(
-    exchange: Exchange,
+    exchange: Record,
     call_placement: CallPlacement,
     avals: Sequence[Any],
     avals_out: Sequence[Any],
@@ -141,7 +141,7 @@ def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 
 
 def _make(
-    exchange: Exchange,
+    exchange: Record,
     calls: Sequence[tuple[KernelCall, int]],
     ctx: Any,
     call_placement: CallPlacement,

@@ -1,0 +1,197 @@
+"""Define ``Exchange``: how tokens travel to their experts and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from ..checks import check_bool, check_factor, check_int
+from ..formats.formats import TokenFormat, as_wire_dtype
+from .capacity import Sizes
+
+KEEP_ALL = ". Omit {} to drop no row"  # libraries in which a number such as -1 means this exist
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Exchange:
+    """The options of an exchange: how tokens travel to their experts and back.
+
+    Functions that exchange tokens accept it as ``exchange``, and None stands for ``Exchange()``.
+    ``route`` reads only the first five options. With a ``Routing`` in place of ids, omit these
+    five, or pass equal values. ``dataclasses.replace`` changes options.
+
+    An ``Exchange`` is a pytree: the array of an ``NvFp4`` as ``token_format`` is its only leaf, and
+    all other options are static. So it may be an argument of a function under ``jax.jit``. Without
+    that leaf it is hashable.
+
+    Attributes:
+      capacity: number of rows of each rank, or None for the worst case, which drops nothing. Rows
+        that do not fit are dropped and counted. The last choices of all tokens are dropped first.
+      capacity_factor: capacity as a multiple of the balanced load, in place of ``capacity``. The
+        load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
+        replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` and the
+        rows of a shared expert are added to the multiple, and never more than the worst case is
+        reserved. The idea is the expert capacity of GShard (Lepikhin et al., arXiv:2006.16668). In
+        GShard, Switch and MaxText, the factor is for each expert, whose load varies more than that
+        of a rank with several experts, so a smaller factor drops as few rows here.
+      alignment: the rows of each local expert start at a multiple of this number. None means 1.
+      shared_expert: True if each rank has one more expert, which receives all tokens of its own
+        rank. The shared expert is the first local expert. Its rows come first, in token order, and
+        use part of the capacity. It counts as choice K of each token, so K must be at most 31. For
+        ``moe``, omit it, and pass the weights of the shared expert.
+      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
+        Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
+        result of ``combine`` or ``moe_mlp`` completes the sum. A shared expert receives
+        ceil(T / group.size) consecutive tokens on each rank. None means False, but lets ``moe``,
+        which adds the sums itself, decide by the number of tokens. True suits decoding with few
+        tokens: no token travels.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``: those
+        of a layer's result, and those of the gradient of the tokens. None means the dtype of each
+        array.
+      token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
+        ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers with quantized weights or
+        ``experts_format`` then use ``BlockwiseFp8``. Each token is quantized once before it
+        travels. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H must be a multiple
+        of the format's group size. A layer decodes rows when they arrive, unless its weights are
+        quantized, and computes the gradient as without a format.
+      num_chunks: for layers only: number of parts of each rank's tokens, which run one after the
+        other, each under ``jax.checkpoint``. None means 1. Memory for rows is then that of one
+        chunk, so a worst-case capacity needs about ``1/num_chunks`` of the memory. The number must
+        divide the tokens in ``moe_mlp``, but not in ``moe``. Each chunk is routed on its own:
+        ``capacity`` and ``capacity_factor`` apply to a chunk, drops are decided for each chunk, and
+        a ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk
+        makes two exchanges forward and three backward. Gradients of weights and biases are summed
+        over chunks in float32, and rounded once.
+
+    Raises:
+      TypeError: if an option has the wrong type.
+      ValueError: if an option is out of range, or ``capacity`` and ``capacity_factor`` are given.
+
+    Example:
+      Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
+      alignment for 8 local experts:
+
+      ```python
+      import jax_moe_a2a as ma
+
+      exchange = ma.Exchange(capacity_factor=1.25)
+      aligned = ma.Exchange(capacity_factor=1.25, alignment=128)
+      for e in exchange, aligned:
+          print(e, e.rows_per_rank(1024, 8, group_size=4, num_experts=32))
+      ```
+
+      ```text
+      Exchange(capacity_factor=1.25) 10240
+      Exchange(capacity_factor=1.25, alignment=128) 11264
+      ```
+    """
+
+    capacity: int | None = None
+    capacity_factor: float | None = None
+    alignment: int | None = None
+    shared_expert: bool | None = None
+    replicated: bool | None = None
+    wire_dtype: DTypeLike | TokenFormat | None = None
+    token_format: TokenFormat | None = None
+    num_chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        checks: dict[str, Any] = dict(
+            capacity=partial(check_int, least=0, remedy=KEEP_ALL.format("capacity")),
+            capacity_factor=partial(check_factor, remedy=KEEP_ALL.format("capacity_factor")),
+            alignment=partial(check_int, least=1),
+            shared_expert=check_bool,
+            replicated=check_bool,
+            wire_dtype=lambda _, value: as_wire_dtype(value),
+            token_format=_check_format,
+            num_chunks=partial(check_int, least=1),
+        )
+        for name, value in self._given().items():
+            object.__setattr__(self, name, checks[name](name, value))
+        if self.capacity is not None and self.capacity_factor is not None:
+            raise ValueError(
+                f"capacity must be None with a capacity_factor; got {self.capacity} and "
+                f"{self.capacity_factor}. Pass one of them"
+            )
+
+    def __repr__(self) -> str:
+        given = (f"{name}={_shown(value)}" for name, value in self._given().items())
+        return f"Exchange({', '.join(given)})"
+
+    def _given(self) -> dict[str, Any]:
+        """Return the options that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def rows_per_rank(
+        self, num_tokens: int, top_k: int, *, group_size: int, num_experts: int
+    ) -> int:
+        """Return the number of rows that each rank reserves: ``capacity``, or what
+        ``capacity_factor`` leads to, or the worst case.
+
+        In the worst case, every token of every rank chooses only experts of one rank, and no row is
+        dropped. With alignment, each local expert that has rows also has up to ``alignment - 1``
+        rows of padding.
+
+        Args:
+          num_tokens: tokens of each rank, or with ``num_chunks`` tokens of a chunk.
+          top_k: choices of each token.
+          group_size: number of ranks.
+          num_experts: number of experts of all ranks together.
+
+        Raises:
+          TypeError: if a size is not an int.
+          ValueError: if a size is out of range.
+        """
+        own = self.alignment or 1, bool(self.shared_expert), bool(self.replicated)
+        rows = Sizes(num_tokens, top_k, group_size, num_experts, *own).rows(self.capacity_factor)
+        return rows if self.capacity is None else self.capacity
+
+
+_STATIC = [f.name for f in dataclasses.fields(Exchange) if f.name != "token_format"]
+jax.tree_util.register_dataclass(Exchange, ["token_format"], _STATIC)
+
+
+def without_capacity(exchange: Exchange) -> Exchange:
+    """Return the exchange with the capacity of the worst case."""
+    return dataclasses.replace(exchange, capacity=None, capacity_factor=None)
+
+
+def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
+    """Return the argument ``exchange`` of a function, or the default in place of None.
+
+    Args:
+      has_chunks: True for a layer, which can run in chunks.
+
+    Raises:
+      TypeError: if it is not an ``Exchange``.
+      ValueError: if it has chunks, but the function does not.
+    """
+    if exchange is None:
+        return Exchange()
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            f"exchange must be an Exchange or None; got {exchange!r}. Pass its options as "
+            "ma.Exchange(...)"
+        )
+    if exchange.num_chunks is not None and not has_chunks:
+        raise ValueError(
+            "num_chunks must be None for a single exchange; got "
+            f"{exchange.num_chunks}. Only moe_mlp and moe run in chunks: omit it, or call it for "
+            "the tokens of each chunk"
+        )
+    return exchange
+
+
+def _check_format(name: str, value: Any) -> TokenFormat:
+    if not isinstance(value, TokenFormat):
+        raise TypeError(f"{name} must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {value!r}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a repr shows it: a dtype by its name."""
+    return repr(getattr(value, "name", value))
