@@ -124,9 +124,16 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	touch $@
 
-# Each stamp is the package, installed editable, with the extra of that name.
+# Without a GPU the demo needs no kernels, even if nvcc builds them for the tests. If the tests came
+# first, it keeps theirs.
+ifeq ($(MOE_A2A_CUDA)$(filter-out 0,$(GPUS))$(wildcard $(VENV)/.test),)
+$(VENV)/.demo: export MOE_A2A_CUDA := OFF
+endif
+
+# Each stamp is the package, installed editable, with the extra of that name. The demo compiles only
+# the modules that it imports, because it is one process and pip would compile all of them.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
+	$(BIN)/python -m pip install -q $(if $(filter demo,$*),--no-compile) $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
 	$(BIN)/python -c "import jax; from jax_moe_a2a._src.group import native; \
 	  print(f'jax {jax.__version__}; CUDA kernels: {native.cuda_build() or None}')"
 	touch $@

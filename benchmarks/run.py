@@ -21,8 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import budgets
-from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 
 from . import record as records
@@ -317,11 +316,11 @@ def describe_run(mesh: Mesh, num_gpus: int, **more: Any) -> dict[str, Any]:
         mesh.size,
         test_hooks=native.has_test_hooks(),
         default_num_sms=dict(
-            many_tokens=budgets.DEFAULT_NUM_SMS,
-            few_tokens=budgets.FEW_TOKENS_NUM_SMS,
-            weighted_dispatch=budgets.WEIGHTED_NUM_SMS,
+            many_tokens=lowering.DEFAULT_NUM_SMS,
+            few_tokens=lowering.FEW_TOKENS_NUM_SMS,
+            weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
         ),
-        default_cuda_graphs=DEFAULT_CUDA_GRAPHS,
+        default_cuda_graphs=lowering.DEFAULT_CUDA_GRAPHS,
         alignment=1,
         **more,
     )

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import budgets
-from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange import lowering
 
 from . import operations, timing, wire
 from .methods import METHODS
@@ -259,7 +258,7 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
         tie_us *= (reps - 1) / reps  # there is none after the last
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     path = group.path if variant.method == "ours" else "plain"
-    graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
+    graphs = lowering.DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
     row: Row = dict(
         op=op,
         method=variant.method,
@@ -299,11 +298,11 @@ def describe(workload: Workload) -> Row:
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     """Return the SMs that an operation may use: the most of any of its exchanges."""
-    default = budgets.default_num_sms(setting.tokens)
+    default = lowering.default_num_sms(setting.tokens)
     if op == "backward":
-        default = max(default, budgets.WEIGHTED_NUM_SMS)
+        default = max(default, lowering.WEIGHTED_NUM_SMS)
     if setting.formatted:
-        default = budgets.FORMAT_NUM_SMS
+        default = lowering.FORMAT_NUM_SMS
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 

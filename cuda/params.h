@@ -12,29 +12,6 @@
 
 namespace moe_a2a {
 
-#ifdef MOE_A2A_TIMELINE
-// Moments of a launch, in their usual order. Each warp keeps the last time of each mark
-// (device/timeline.cuh).
-enum class Mark : int {
-  kStart,     // the block starts
-  kEntered,   // it knows the epoch
-  kPlanned,   // routed dispatch: the slots of own tokens are known
-  kCredit,    // all credits have arrived: the team may write to the zones
-  kWritten,   // the rows of a send item are stored
-  kRaised,    // its flag is stored, too
-  kHeads,     // the heads are stored
-  kIds,       // routed dispatch: the ids of all ranks have arrived
-  kRows,      // routed dispatch: the rows of all choices are known
-  kAwait,     // the team begins to wait for a receive item
-  kLanded,    // the item has landed
-  kReceived,  // its rows are in the outputs
-  kArrive,    // the block has done its work
-  kEnd        // the last block out leaves
-};
-constexpr int kNumMarks = 14;
-static_assert(static_cast<int>(Mark::kEnd) + 1 == kNumMarks);
-#endif
-
 // Parameters that all kernels have: the rank, its domain and the call.
 struct RankView {
   int32_t rank;
@@ -49,9 +26,6 @@ struct RankView {
   uint64_t run;
   uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
-#ifdef MOE_A2A_TIMELINE
-  uint64_t* timeline;  // [blocks, warps (kMaxTeams), kNumMarks]
-#endif
 };
 
 // An output that is overwritten with NaN or zeros if the exchange fails.

@@ -52,14 +52,14 @@ import jax
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import call_placement
+from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # These groups need implementation="cuda", with which a call that the kernels refuse is an
     # error. Here it takes the portable path, and the test expects no exchange.
-    call_placement.check_may_refuse = lambda *args: None
+    lowering.check_may_refuse = lambda *args: None
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)

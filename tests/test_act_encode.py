@@ -17,11 +17,10 @@ import pytest
 from cuda_calls import calls, needs_kernel
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.experts import act_encode
-from jax_moe_a2a._src.experts.act_encode import bind_act_encode
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
+from jax_moe_a2a._src.grouped import act_encode
 from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped.encode_rows import bind_encode_rows
+from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
 pytestmark = [
@@ -236,7 +235,7 @@ def test_the_second_product_reads_no_other_row(path):
 def test_rows_are_quantized_as_they_are(case, dtype):
     rows, _, sizes = draw(case, PLAIN[0], dtype)
     rows[:1, :1] = -np.inf
-    encode = functools.partial(bind_encode_rows, num_sms=None)
+    encode = lambda rows, sizes: bind_act_encode(rows, None, sizes)
     batches = jnp.stack([jnp.asarray(rows)] * 2), jnp.stack([jnp.asarray(sizes), 0 * sizes])
     alone = harness.numpy_of(tuple(jax.jit(encode)(rows, sizes)))
     batched = harness.numpy_of(tuple(jax.jit(jax.vmap(encode))(*batches)))

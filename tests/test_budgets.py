@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_moe_a2a._src.exchange.lowering import budgets
+from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 
 pytestmark = [
@@ -15,11 +15,11 @@ pytestmark = [
 # Multiprocessors of GPUs that the kernels run on.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
 BUDGETS = (
-    budgets.DEFAULT_NUM_SMS,
-    budgets.FEW_TOKENS_NUM_SMS,
-    budgets.WEIGHTED_NUM_SMS,
-    budgets.FORMAT_NUM_SMS,
-    budgets.SPLIT_NUM_SMS,
+    lowering.DEFAULT_NUM_SMS,
+    lowering.FEW_TOKENS_NUM_SMS,
+    lowering.WEIGHTED_NUM_SMS,
+    lowering.FORMAT_NUM_SMS,
+    lowering.SPLIT_NUM_SMS,
     10_000,
 )
 
@@ -35,13 +35,13 @@ def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ran
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
 def test_a_single_rank_may_fill_its_gpu(num_sms):
-    blocks = min(budgets.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
+    blocks = min(lowering.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
     assert blocks == num_sms
 
 
 def test_as_many_tokens_as_count_as_few_have_the_budget_of_few():
-    few, more = (budgets.default_num_sms(budgets.FEW_TOKENS + i) for i in (0, 1))
-    assert (few, more) == (budgets.FEW_TOKENS_NUM_SMS, budgets.DEFAULT_NUM_SMS) and few != more
+    few, more = (lowering.default_num_sms(lowering.FEW_TOKENS + i) for i in (0, 1))
+    assert (few, more) == (lowering.FEW_TOKENS_NUM_SMS, lowering.DEFAULT_NUM_SMS) and few != more
 
 
 def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():

@@ -83,33 +83,6 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "activation, of_weights",
-    (("fused", None), ("unfused", 0)),
-    ids=("shared weights", "batched weights"),
-)
-def test_a_gradient_of_a_batch_of_scans_of_layers(activation, of_weights):
-    """The batch is inside the derivative, where its transpose adds over the batch."""
-    batch, depth = 3, 2
-    ids, (x, topk_weights, *_) = drawn(0, batch, RANKS)
-    lead = (RANKS,) if of_weights is None else (batch, RANKS)
-    floats = x, topk_weights, *drawn(1, *lead, biases=False)[1][2:]
-
-    @functools.partial(quickly, static_argnums=1)
-    def grads(floats, num_chunks):
-        fn = of_ranks(activation=ACTIVATIONS[activation], num_chunks=num_chunks)
-
-        def layers(ids, floats):
-            x, *others = floats
-            body = lambda x, _: (x + fn(ids, (x, *others)), None)
-            return jax.lax.scan(body, x, None, length=depth)[0]
-
-        in_axes = 0, (0, 0, of_weights, of_weights)
-        return gradient(jax.vmap(layers, in_axes=in_axes), ids)(floats)
-
-    assert_close(grads(floats, 2), grads(floats, None))
-
-
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
     """One sum over the other axis follows the loop, instead of one for each chunk."""

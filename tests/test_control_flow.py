@@ -1,6 +1,5 @@
 """Exchanges inside scan, cond, while and fori loops."""
 
-import dataclasses
 import functools
 
 import harness
@@ -70,16 +69,6 @@ def test_a_scan_over_layers_with_different_routings_equals_the_dense_layers():
     assert_equal_to_dense(scanned)
 
 
-@pytest.mark.exchanges(0)
-def test_a_scan_holds_one_layer_however_many_it_runs():
-    floats, ids, _ = problem()
-    fn = of_all_ranks(scanned)
-    once = {"routed_dispatch": 1, "weighted_combine": 1}
-    assert small_layer.counts(fn, *floats, ids) == once
-    gradient = jax.grad(small_layer.loss_of(fn, ids), OF_FLOATS)
-    assert small_layer.counts(gradient, *floats) == dict(once, weighted_dispatch=1, combine=1)
-
-
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
     """Routed in one scan, exchanged in a second one, each layer by its own or the last routing."""
@@ -101,27 +90,6 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
         return lax.scan(step, (x, first), (topk_weights, w, following))[0][0]
 
     assert_equal_to_dense(layers)
-
-
-@pytest.mark.exchanges(1 + 4 * LAYERS)
-def test_a_routing_from_outside_a_scan_serves_every_step():
-    group = harness.group_of(RANKS)
-
-    def layers(x, topk_weights, w, ids):
-        routing = ma.route(ids[1], **route_args(group))
-
-        def step(x, each):
-            topk_weights, w = each
-            recv = ma.dispatch(x, routing, topk_weights)
-            return x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv), None
-
-        return lax.scan(step, x, (topk_weights, w))[0]
-
-    floats, ids, kept = problem()
-    actual = value_and_grads(of_all_ranks(layers), ids)(*floats)
-    same = tuple(np.stack([array[1]] * LAYERS) for array in (ids, kept))
-    expected = value_and_grads(dense_layers, *same)(*floats)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(4 * (2 + 1 + 0))
@@ -146,41 +114,6 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
         small_layer.assert_close(
             compiled(np.array(active), *floats), expected(*floats), active, tolerance=1e-4
         )
-
-
-@pytest.mark.exchanges(0 + 2 + 2)
-def test_switch_chooses_among_layers_with_different_static_numbers():
-    """A branch without any exchange, and branches with other capacities."""
-    group = harness.group_of(RANKS)
-    floats, ids, _ = small_layer.arguments(RANKS)
-    capacities = 10, 3
-
-    def of_one_rank(x, topk_weights, w, ids, branch):
-        def with_capacity(capacity):
-            def layer(x):
-                recv = ma.dispatch(
-                    x,
-                    ids,
-                    topk_weights,
-                    **harness.exchanging(dict(route_args(group), capacity=capacity)),
-                )
-                return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
-
-            return layer
-
-        return lax.switch(branch, [jnp.tanh, *map(with_capacity, capacities)], x)
-
-    def of_all(*args, branch):
-        return small_layer.on_all_ranks(lambda *args: of_one_rank(*args, branch))(*args)
-
-    program = small_layer.compiled(of_all)
-    small_layer.assert_close(program(*floats, ids, branch=0), np.tanh(floats[0]))
-    for branch, capacity in enumerate(capacities, start=1):
-        kept = small_layer.kept_choices(
-            ids, dataclasses.replace(small_layer.LAYOUT, capacity=capacity)
-        )
-        expected = small_layer.dense_layer(*floats, ids, kept)
-        small_layer.assert_close(program(*floats, ids, branch=branch), expected, capacity)
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():

@@ -598,19 +598,3 @@ def test_an_error_of_a_whole_layer_names_the_remedy():
         assert_raises(layer, r"only the mesh of `with mesh:`.*`with jax.set_mesh\(mesh\):`")
     with jax.set_mesh(mesh):
         assert_raises(layer, r"got 7. Use 6 or 8 experts, or 1 rank")
-
-
-@pytest.mark.several_devices("its group has a mesh")
-@pytest.mark.skipif(ma.available(), reason="CUDA kernels are here")
-def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
-    group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="cuda")
-    with pytest.raises(ValueError, match=r"must be None or 'portable'.*got implementation='cuda'"):
-        _ = group.path
-    spec = PartitionSpec(harness.AXIS)
-
-    @functools.partial(jax.shard_map, mesh=group.mesh, in_specs=spec, out_specs=spec)
-    def route(ids):
-        return ma.route(ids, **route_args(group=group)).group_sizes
-
-    with pytest.raises((ValueError, TypeError, RuntimeError), match="(?s)implementation.*cuda"):
-        jax.eval_shape(route, array((harness.FEW * TOKENS, TOP_K), "int32"))

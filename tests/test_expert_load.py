@@ -15,7 +15,6 @@ import pytest
 
 import jax_moe_a2a as ma
 
-RANKS = harness.SEVERAL
 LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, alignment=4)
 
 
@@ -79,33 +78,6 @@ def test_ratios_are_those_of_the_counts():
 
 
 @pytest.mark.exchanges(0)
-def test_figures_leave_every_transform():
-    """A batch, a scan, and the auxiliary output of a gradient."""
-    ranks, batch = 3, 2
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    names = ("skewed", "masked")
-    ids = np.stack([cases.Case(LAYOUT, name).ids(ranks) for name in names], axis=1)
-    load = functools.partial(load_of, layout=LAYOUT, group=group)
-
-    def scanned(ids):
-        return jax.lax.scan(lambda _, ids: (None, load(ids)), None, ids)[1]
-
-    def differentiated(ids):
-        def loss(x):
-            recv = ma.dispatch(x, ids[0], group=group, num_experts=LAYOUT.num_experts(ranks))
-            return jnp.sum(recv.rows), jax.vmap(load)(ids)
-
-        return jax.grad(loss, has_aux=True)(jnp.ones((LAYOUT.tokens, 2)))[1]
-
-    for fn in (jax.vmap(load), scanned, jax.checkpoint(jax.vmap(load)), differentiated):
-        on_ranks = jax.jit(jax.vmap(fn, axis_name="ep", out_axes=None))
-        found = on_ranks(ids)
-        for b in range(batch):
-            right = expected_load(ids[:, b], LAYOUT, ranks)
-            assert_load_is(jax.tree.map(lambda x, b=b: x[b], found), right)
-
-
-@pytest.mark.exchanges(0)
 def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
     ranks = 2
     group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
@@ -128,19 +100,6 @@ def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
     num_invalid = (same[0] == 4).sum(dtype=np.int32)
     found = load(same, replicated=True).invalid_per_rank
     np.testing.assert_array_equal(found, [num_invalid, 0])
-
-
-@pytest.mark.several_devices("groups of two levels need two mesh axes")
-@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
-def test_figures_of_two_levels_are_those_of_the_flat_group():
-    ranks = 4
-    mesh = jax.sharding.Mesh(np.array(harness.devices(ranks)).reshape(2, 2), ("host", "ep"))
-    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
-    ids = cases.Case(LAYOUT, "skewed").ids(ranks)
-    load = functools.partial(load_of, layout=LAYOUT, group=group)
-    on_ranks = harness.jit(harness.over_ranks(load, mesh, out_axes=None))
-    found = on_ranks(harness.put(ids, harness.placement(mesh)))
-    assert_load_is(found, expected_load(ids, LAYOUT, ranks))
 
 
 @pytest.mark.exchanges(0)

@@ -7,14 +7,13 @@ Rows after the last group are NaN and infinite in every test, as in `test_groupe
 import functools
 import itertools
 import logging
-import re
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_calls import calls, lowered, needs_kernel
+from cuda_calls import calls, needs_kernel
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts import lowering as lowered_experts
@@ -161,36 +160,6 @@ def test_any_subset_of_gradients(wanted):
     assert_close(found, (y, *(grads[i] for i in wanted)))
 
 
-@pytest.mark.parametrize(
-    "linear", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=lambda linear: str(linear)
-)
-def test_the_tangent_has_a_transpose_in_each_argument(linear):
-    linear = tuple(map(bool, linear))
-    sizes = jnp.array((4, 0, ROWS - 4), jnp.int32)
-    *_, weights, w_out, _ = operands(SWIGLU)
-    rng = np.random.default_rng(3)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    pre = draw(ROWS, 2 * INTERMEDIATE)
-    every = draw(*pre.shape), draw(ROWS), draw(*w_out.shape)
-    given = [d for d, is_given in zip(every, linear) if is_given]
-
-    def tangent(*given):
-        given = iter(given)
-        of_linear = [next(given) if is_given else None for is_given in linear]
-        args = experts.Tangent(*of_linear, pre, weights, w_out, sizes)
-        params = dict(activation=SWIGLU, passes=False, num_sms=None)
-        return experts._bind(experts.act_dot_tangent_p, args, **params)[0]
-
-    ct = draw(ROWS, HIDDEN)
-    found = jax.linear_transpose(tangent, *given)(ct)
-    dot = lambda xs, ys: sum(np.vdot(x, y) for x, y in zip(xs, ys, strict=True))
-    np.testing.assert_allclose(dot([ct], [tangent(*given)]), dot(found, given), rtol=1e-4)
-    again = jax.linear_transpose(lambda ct: jax.linear_transpose(tangent, *given)(ct), ct)
-    if linear[2] or linear == (True, True, True):
-        return  # h is no linear function of ct alone
-    np.testing.assert_allclose(again(tuple(found))[0], tangent(*found), rtol=1e-5, atol=1e-5)
-
-
 # Rows without a token
 
 
@@ -308,27 +277,7 @@ def test_vmap_over_any_operand(batched):
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_of_what_a_batch_shares_are_sums():
-    each = [operands(SWIGLU, seed) for seed in range(2)]
-    shared = each[0][1], each[0][2], each[0][4], each[0][5]
-    batch = lambda fn: (
-        lambda rows, weights, w_in, b_in, w_out, b_out: jax.vmap(
-            lambda rows, weights: fn(rows, w_in, b_in, weights, w_out, b_out)
-        )(rows, weights)
-    )
-    args = jnp.stack([x[0] for x in each]), jnp.stack([x[3] for x in each]), *shared
-    found, right = (
-        quickly(value_and_grads(batch(fn), (2, 3, 4, 5)))(*args) for fn in (fused, dense)
-    )
-    for actual, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
-
-
 # What a program computes
-
-
-def shapes_of(eqn):
-    return [v.aval.shape for v in eqn.outvars]
 
 
 def passes(jaxpr, shape):
@@ -389,12 +338,6 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     unfused = functools.partial(run, options=dict(options, activation=ma.gated(jnp.tanh)))
     jaxpr = jax.make_jaxpr(jax.vmap(unfused, axis_name=harness.AXIS))(*floats, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
-
-
-def test_policies_do_not_change_gradients():
-    for policy in (POLICIES.nothing_saveable, POLICIES.everything_saveable):
-        fn = value_and_grads(jax.checkpoint(fused, policy=policy))
-        assert_close(quickly(fn)(*operands(SWIGLU)), of_dense_experts())
 
 
 # Programs for GPUs
@@ -548,24 +491,3 @@ def test_two_arrays_of_weights_equal_one(dtype, activation, sizes):
         x, right = (a.astype("float32") for a in (x, right))
         error = float(jnp.linalg.norm(x - right))
         assert error <= tolerance * float(jnp.linalg.norm(right)), name
-
-
-@needs_kernel
-def test_no_program_joins_two_arrays_of_weights(hopper):
-    args = operands(
-        SWIGLU, dtype="bfloat16", sizes=(150, 0, 70, 1), rows=300, hidden=72, intermediate=328
-    )
-
-    def both(*args):
-        y, transpose = jax.vjp(functools.partial(fused, sizes=(150, 0, 70, 1)), *args)
-        return transpose(y)
-
-    text = lowered(both, *in_pairs(args, 2))
-    called = re.findall(r"custom_call @moe_a2a_(\w+)\(([^)]*)\)", text)
-    # The products of weights read both arrays. A bias has a product of its own only in gradients.
-    counts = {name: {len(o.split(",")) for n, o in called if n == name} for name, _ in called}
-    assert counts["dot_act"] == counts["act_dot_grad"] == {6}
-    assert counts["grouped_gemm"] == {3, 4}  # gradients of weights; the gradient of rows
-    for line in text.splitlines():
-        if "stablehlo.concatenate" in line:  # of the table of groups and of biases only
-            assert not re.search(r"4x(72x656|328x72)x|300x", line), line

@@ -1,30 +1,59 @@
-"""Random exchanges, layers and products are those of the oracle, and the fuzzer notices a package
+"""Drawn exchanges, layers and products are those of the oracle, and the fuzzer notices a package
 that is broken.
 
-`python -m tests.fuzz` runs for as long as wanted, draws others with another seed, and repeats a
-failure.
+`python -m tests.fuzz` runs others for as long as wanted, and repeats a failure.
 """
 
 import jax.numpy as jnp
 import pytest
-from fuzz import fuzzer
+from fuzz import draw, fuzzer
 
 from jax_moe_a2a._src.exchange import reference
 from jax_moe_a2a._src.grouped import reference as grouped_reference
 from jax_moe_a2a._src.layer import load, mlp
 
 pytestmark = [
-    pytest.mark.one_process("several would have to draw the same in the same time"),
+    pytest.mark.one_process("each process would run the same programs"),
     pytest.mark.exchanges(0),  # everything is on the portable path
 ]
 
-SECONDS = 15
 SEED = 1
 
 
-def test_exchanges_are_those_of_the_oracle():
-    done = fuzzer.fuzz(SEED, seconds=SECONDS)
-    print(done)
+def has_chunks(p):
+    return p.num_chunks and p.batch > 1 and "ids" in p.batched
+
+
+# By number, what a program of this seed has. No other module shows these options together.
+PROGRAMS = {
+    13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
+    16: lambda p: p.derivative == "reverse over reverse",
+    66: lambda p: p.derivative == "forward over reverse",
+    91: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
+    330: lambda p: p.depth and p.policy == "routing",
+    352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and p.shared_expert,
+    375: lambda p: p.replicated and p.activation == "p nan",
+    35: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,
+    645: lambda p: p.replicated and p.shared_weights and p.derivative == "vjp",
+    113: lambda p: p.replicated and p.batch > 1 and p.derivative == "vjp",
+    452: lambda p: p.hosts > 1 and p.has_token_scales and p.is_split and p.shared_expert,
+    510: lambda p: p.tail == "unspecified" and p.batch > 1 and p.derivative == "jvp",
+    619: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
+    892: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
+    2655: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
+    58: lambda p: p.derivative == "forward over reverse",  # from here on, products
+    65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
+    141: lambda p: p.derivative == "reverse over forward",
+    199: lambda p: p.is_scanned and p.is_checkpointed and p.derivative == "vjp",
+    3559: lambda p: p.derivative == "reverse over reverse" and p.dtype == "float64",
+}
+
+
+@pytest.mark.parametrize("number", PROGRAMS)
+def test_a_program_is_that_of_the_oracle(number):
+    drawn = fuzzer.KINDS[fuzzer.kind_of(SEED, number)].program(SEED, number)
+    assert PROGRAMS[number](drawn)
+    done = fuzzer.fuzz(SEED, numbers=[number])
     assert not done.failures, done.failures[0]
 
 

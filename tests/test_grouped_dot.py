@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from jax.interpreters import mlir
-from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
@@ -126,19 +126,15 @@ def path(request):
 BY_OTHERS = ("mosaic", "careless")
 
 
-# The oracle. Rows that no group has are zero in its results.
+# The oracle, in float64. Rows that no group has are zero in its results.
 
 
-def spans(sizes):
-    ends = np.cumsum(sizes)
-    return [(int(end - size), int(end)) for size, end in zip(sizes, ends)]
+def wide(*arrays):
+    return (np.asarray(array).astype(np.float64) for array in arrays)
 
 
 def dot64(rows, w, sizes):
-    out = np.zeros((rows.shape[0], w.shape[2]))
-    for i, (start, end) in enumerate(spans(sizes)):
-        out[start:end] = rows[start:end].astype(np.float64) @ w[i].astype(np.float64)
-    return out
+    return oracle.grouped_dot(*wide(rows, w), sizes)
 
 
 def turned64(rows, w, sizes):
@@ -146,10 +142,7 @@ def turned64(rows, w, sizes):
 
 
 def outer64(x, y, sizes):
-    out = np.zeros((len(sizes), x.shape[1], y.shape[1]))
-    for i, (start, end) in enumerate(spans(sizes)):
-        out[i] = x[start:end].astype(np.float64).T @ y[start:end].astype(np.float64)
-    return out
+    return oracle.grouped_outer(*wide(x, y), sizes)
 
 
 # Cases: rows, columns of rows, columns of results, sizes of groups.
@@ -261,32 +254,6 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
     close(cut(of_both), cut(right[4]), dtype, terms=3)
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32")[: 1 + harness.ON_GPU])
-def test_second_derivatives(path, dtype):
-    if path in BY_OTHERS and dtype == "float32":
-        pytest.skip("JAX's kernels have no float32")
-    num_rows, k, n, sizes = CASES["mosaic"]
-    rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
-    known = np.array(sizes, np.int32)
-
-    def backward(rows, w, ct):
-        return jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, known), rows, w)[1](ct)
-
-    @jax.jit
-    def everything(rows, w, ct, rows_dot, w_dot):
-        _, tangents = jax.jvp(lambda rows, w: backward(rows, w, ct), (rows, w), (rows_dot, w_dot))
-        _, vjp = jax.vjp(backward, rows, w, ct)
-        return tangents, vjp((rows_dot, w_dot))
-
-    (d_rows_dot, d_w_dot), (of_rows, of_w, of_ct) = everything(rows, w, ct, rows_dot, w_dot)
-    close(d_rows_dot, turned64(ct, w_dot, sizes), dtype)
-    close(d_w_dot, outer64(rows_dot, ct, sizes), dtype)
-    close(of_rows, turned64(ct, w_dot, sizes), dtype)
-    close(of_w, outer64(rows_dot, ct, sizes), dtype)
-    both = dot64(rows_dot, w, sizes) + dot64(rows, w_dot, sizes)
-    close(of_ct, both, dtype, terms=3)
-
-
 def product_and_gradients(rows, w, ct, sizes, num_sms=None):
     out, vjp = jax.vjp(lambda *args: ma.grouped_dot(*args, sizes, num_sms=num_sms), rows, w)
     return out, *vjp(ct)
@@ -319,14 +286,6 @@ def test_groups_of_any_sizes_do_not_overlap():
         assert sizes.sum() <= 8
 
 
-@pytest.mark.parametrize("dtype", ("int8", "uint32"))
-def test_sizes_of_any_integer_dtype(dtype):
-    sizes = [30, 0, 60]
-    rows, w, *_ = arrays(400, 128, 128, sizes, "bfloat16")
-    out = jax.jit(ma.grouped_dot)(rows, w, np.array(sizes, dtype))
-    close(out, dot64(rows, w, sizes), "bfloat16")
-
-
 def test_without_jit_and_with_known_sizes(path):
     sizes = [30, 0, 60]
     rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
@@ -342,30 +301,6 @@ def test_any_number_of_multiprocessors(path, num_sms):
     everything = jax.jit(functools.partial(product_and_gradients, num_sms=num_sms))
     found = everything(rows, w, ct, np.array(LARGE[-1]))
     assert_product_and_gradients(found, rows, w, ct, LARGE[-1])
-
-
-def test_float64(path):
-    if path in (*BY_OTHERS, "table"):
-        pytest.skip("only lax.ragged_dot has float64")
-    num_rows, k, n, sizes = CASES["tail"]
-    rows, w, ct, *_ = arrays(num_rows, k, n, sizes, "float64")
-    with jax.enable_x64(True):
-        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, np.array(sizes)), rows, w)
-        found = (out, *vjp(ct))
-    right = dot64(rows, w, sizes), turned64(ct, w, sizes), outer64(rows, ct, sizes)
-    for one, other in zip(found, right, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_strict_promotion_with_64_bits(path):
-    rows, w, ct, *_ = arrays(90, 128, 128, BATCH_SIZES[0], "bfloat16")
-    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    batched = jax.vmap(product_and_gradients, in_axes=(None, None, None, 0))
-    with jax.enable_x64(True), strict[0], strict[1]:
-        found = jax.jit(product_and_gradients)(rows, w, ct, np.array(BATCH_SIZES[0]))
-        of_batch = jax.jit(batched)(rows, w, ct, np.array(BATCH_SIZES[:1] * 2))
-    for each in (found, [part[1] for part in of_batch]):
-        assert_product_and_gradients(each, rows, w, ct, BATCH_SIZES[0])
 
 
 # Batches
@@ -442,82 +377,7 @@ def test_vmap_of_any_operand(path, has, dtype):
         close(d_w, right[2].sum(0), dtype, terms=2 * BATCH)
 
 
-def test_nested_vmap_with_different_operands(path):
-    dtype, sizes = "bfloat16", [[20, 11], [5, 33]]
-    rows = np.stack(
-        [[rows_of(i + 2 * j, 40, 128, sizes[j], dtype) for j in range(2)] for i in range(3)]
-    )
-    w = np.stack([normal(50 + i, (2, 128, 128), dtype) for i in range(3)])
-    inner = jax.vmap(ma.grouped_dot, in_axes=(0, None, 0))  # sizes of the inner axis
-    outer = jax.vmap(inner, in_axes=(0, 0, None))  # weights of the outer axis
-    out, vjp = jax.vjp(lambda rows, w: outer(rows, w, np.array(sizes)), rows, w)
-    ct = np.stack(
-        [[rows_of(9 + i + j, 40, 128, sizes[j], dtype) for j in range(2)] for i in range(3)]
-    )
-    d_rows, d_w = vjp(ct)
-    for i in range(3):
-        for j in range(2):
-            close(out[i, j], dot64(rows[i, j], w[i], sizes[j]), dtype)
-            close(d_rows[i, j], turned64(ct[i, j], w[i], sizes[j]), dtype)
-        right = sum(outer64(rows[i, j], ct[i, j], sizes[j]) for j in range(2))
-        close(d_w[i], right, dtype, terms=4)
-
-
 # Under other transformations
-
-
-def test_scan_and_remat(path):
-    num_rows, k, sizes = 100, 128, [30, 0, 60]
-    layers = 3
-    rows = rows_of(0, num_rows, k, sizes, "float32")
-    w = normal(1, (layers, 3, k, k), "float32") / math.sqrt(k)
-    ct = rows_of(2, num_rows, k, sizes, "float32")
-
-    @functools.partial(jax.jit, static_argnums=3)
-    def everything(rows, w, sizes, remat):
-        def layer(x, w):
-            out = ma.grouped_dot(x, w, sizes)
-            return out, out
-
-        layer = jax.checkpoint(layer) if remat else layer
-        (out, every), vjp = jax.vjp(lambda rows, w: jax.lax.scan(layer, rows, w), rows, w)
-        return out, every, *vjp((jnp.asarray(ct), jnp.zeros_like(every)))
-
-    xs = [rows.astype(np.float64)]
-    for i in range(layers):
-        xs.append(dot64(xs[-1], w[i], sizes))
-    d_x, d_w = ct.astype(np.float64), [None] * layers
-    for i in reversed(range(layers)):
-        d_w[i] = outer64(xs[i], d_x, sizes)
-        d_x = turned64(d_x, w[i], sizes)
-    for remat in (False, True):
-        out, every, d_rows, found = everything(rows, w, np.array(sizes), remat)
-        close(out, xs[-1], "float32", terms=4)
-        close(every, np.stack(xs[1:]), "float32", terms=4)
-        close(d_rows, d_x, "float32", terms=8)
-        close(found, np.stack(d_w), "float32", terms=8)
-
-
-@pytest.mark.several_devices("ranks have devices of their own")
-def test_shard_map_with_shared_weights(path):
-    devices = harness.devices(min(4, harness.NUM_DEVICES))
-    mesh = Mesh(np.array(devices), ("ep",))
-    sizes = [[50, 0, 30], [0, 0, 0], [20, 41, 29], [0, 90, 0]][: len(devices)]
-    rows = [rows_of(i, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
-    cts = [rows_of(i + 9, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
-    w = normal(20, (3, 128, 128), "bfloat16")
-    ep = PartitionSpec("ep")
-
-    in_specs, out_specs = (ep, PartitionSpec(), ep, ep), (ep, ep, PartitionSpec())
-    mapped = jax.shard_map(product_and_gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    operands = np.concatenate(rows), w, np.concatenate(cts), np.concatenate(sizes).astype(np.int32)
-    out, d_rows, d_w = jax.jit(mapped)(*operands)
-    for i, (one, ct, s) in enumerate(zip(rows, cts, sizes)):
-        part = slice(90 * i, 90 * (i + 1))
-        close(out[part], dot64(one, w, s), "bfloat16")
-        close(d_rows[part], turned64(ct, w, s), "bfloat16")
-    right = sum(outer64(one, ct, s) for one, ct, s in zip(rows, cts, sizes))
-    close(d_w, right, "bfloat16", terms=2 * len(devices))
 
 
 def test_nan_in_a_group_stays_in_the_group(path):

@@ -15,7 +15,7 @@ from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import rules
-from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
+from jax_moe_a2a._src.exchange.lowering import READ_BY_KERNELS
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.routing.types import RoutedRows, Routing
 

@@ -78,19 +78,6 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     assert not small_layer.equations(jaxpr, "route")
 
 
-@pytest.mark.exchanges(0)
-def test_a_linearized_layer_moves_only_the_tangents_in_each_direction():
-    layer, _, floats, directions = problem()
-
-    def in_directions(floats, *directions):
-        value, tangent_of = jax.linearize(layer, *floats)
-        return value, [tangent_of(*direction) for direction in directions]
-
-    for n in (1, 2, 3):
-        counted = small_layer.counts(in_directions, floats, *[directions] * n)
-        assert counted == {"routed_dispatch": 1, "dispatch": n, "weighted_combine": 1 + n}
-
-
 @pytest.mark.exchanges(8)
 def test_forward_over_reverse_equals_that_of_the_dense_layer():
     def hessian_times(fn):
@@ -98,20 +85,6 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
         return lambda floats, directions: jax.jvp(grad, floats, directions)
 
     assert_equal_to_dense(hessian_times, tolerance=1e-4)
-
-
-@pytest.mark.exchanges(7)
-def test_reverse_over_forward_equals_that_of_the_dense_layer():
-    def grad_of_slope(fn):
-        def of(floats, directions):
-            def slope(*floats):
-                return jax.jvp(small_layer.loss_of(fn), floats, directions)[1]
-
-            return jax.grad(slope, OF_FLOATS)(*floats)
-
-        return of
-
-    assert_equal_to_dense(grad_of_slope, tolerance=1e-4)
 
 
 @pytest.mark.exchanges(2)

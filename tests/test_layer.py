@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from jax import lax
-from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 
@@ -26,12 +24,10 @@ RANKS = harness.SEVERAL
 INTERMEDIATE = 3
 SWIGLU = ma.gated(jax.nn.silu)
 NAMES = ("x", "topk_weights", "w_in", "w_out", "b_in", "b_out")
-OF_FLOATS = tuple(range(len(NAMES)))
 SMALL = cases.Layout("small", tokens=6, top_k=3, local_experts=2, alignment=4, hidden=5)
 CUT = cases.Layout(
     "cut", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=5
 )  # drops
-MANY = cases.Layout("many", tokens=257, top_k=2, local_experts=2, capacity=520, hidden=3)
 UNFUSED = lambda rows: SWIGLU(jnp.tanh(rows))
 ACTIVATIONS = pytest.mark.parametrize("activation", (SWIGLU, UNFUSED), ids=("fused", "unfused"))
 
@@ -132,18 +128,6 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout):
         assert_is_dense(layout, routing)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    (
-        cases.Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=1),
-        MANY,
-    ),
-    ids=lambda layout: layout.name,
-)
-def test_the_layer_is_dense_for_one_token_and_for_more_than_one_launch_routes(layout):
-    assert_is_dense(layout, "uniform")
-
-
 @pytest.mark.exchanges(0)
 def test_without_tokens_gradients_of_weights_are_zero():
     """On one device: XLA refuses a shard_map of constants, which this gradient is."""
@@ -156,69 +140,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_short_floats_round_as_the_experts_alone_do(dtype):
-    floats, ids, kept = arguments(SMALL, dtype=dtype)
-    with harness.expect_exchanges(exchanges_of(SMALL)):
-        found = program(SMALL)(floats, ids)
-    assert [leaf.dtype for leaf in found] == [dtype, *(leaf.dtype for leaf in floats)]
-    expected = dense_program(jax.tree.map(lambda leaf: leaf.astype("float32"), floats), ids, kept)
-    # With more ranks, fewer choices of a token share a partial sum, and more sums are rounded.
-    tolerance = 4e-2 if dtype == "bfloat16" else 1e-2 if RANKS > 8 else 5e-3
-    for name, actual, right in zip(("out", *NAMES), *map(harness.numpy_of, (found, expected))):
-        actual, right = actual.astype(np.float32), right.astype(np.float32)
-        assert np.abs(actual - right).max() <= tolerance * np.abs(right).max(), name
-
-
-def test_without_router_weights_the_sum_is_unweighted():
-    floats, ids, kept = arguments(SMALL, "masked")
-    x, weights, *rest = floats[:4]
-    fn = lambda x, *args: layer(x, None, *args)
-    with harness.expect_exchanges(2):
-        actual = small_layer.compiled(of_all_ranks(fn))(x, *rest, ids)
-    small_layer.assert_close(actual, dense(x, jnp.ones_like(weights), *rest, ids, kept))
-
-
 # Rows without a token, which must reach neither results nor gradients
-
-
-def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
-    """This activation and its derivative are NaN at zero, for example in a row of padding."""
-
-    def activation(h):
-        return h / jnp.sqrt(jnp.sum(h * h, axis=-1, keepdims=True))
-
-    floats, ids, kept = arguments(SMALL, "masked", width=INTERMEDIATE)
-    floats = floats[:4]
-    options = dict(activation=activation)
-    with harness.expect_exchanges(exchanges_of(SMALL)):
-        actual = program(SMALL, **options)(floats, ids)
-    run = value_and_grads(functools.partial(dense, **options))
-    expected = small_layer.compiled(run, exchanges=0)(floats, ids, kept)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
-
-
-def test_arrays_that_an_activation_reads_from_outside_have_gradients():
-    floats, ids, kept = arguments(SMALL, "uniform", width=INTERMEDIATE)
-
-    def scaled_by(fn):
-        def run(x, slope, *others):
-            activation = lambda h: jnp.tanh(h * slope)
-            return fn(x, *others, activation=activation)
-
-        return run
-
-    slope = jnp.float32(0.5)
-    per_rank = jnp.full(RANKS, slope)
-
-    def grad(fn, slope, *others):
-        loss = lambda slope: small_layer.loss(fn(floats[0], slope, *floats[1:4], ids, *others))
-        return jax.grad(loss)(slope)
-
-    of_ranks = of_all_ranks(scaled_by(layer))
-    with harness.expect_exchanges(3):
-        actual = small_layer.compiled(lambda slope: grad(of_ranks, slope))(per_rank).sum()
-    small_layer.assert_close(actual, grad(scaled_by(dense), slope, kept))
 
 
 @pytest.mark.exchanges(0)
@@ -248,48 +170,6 @@ def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activat
 # Transforms
 
 
-def tangents_of(floats):
-    return tuple(cases.normal(np.random.default_rng(7), x.shape, x.dtype.name) for x in floats)
-
-
-@ACTIVATIONS
-def test_forward_mode_and_second_derivatives_are_those_of_the_dense_layer(activation):
-    """One program computes a tangent of the result and a tangent of all gradients."""
-    floats, ids, kept = arguments(CUT, "masked")
-
-    def run(fn, exchanges, *others):
-        def both(*floats):
-            return value_and_grads(fn)(floats, *others)
-
-        return small_layer.compiled(
-            lambda floats, tangents: jax.jvp(both, floats, tangents)[1],
-            exchanges=exchanges,
-        )(floats, tangents_of(floats))
-
-    # Two passes and their tangents have two exchanges each. The gradient of x is not wanted.
-    fn = of_all_ranks(layout=CUT, activation=activation)
-    of_dense = functools.partial(dense, activation=activation)
-    small_layer.assert_close(run(fn, 7, ids), run(of_dense, 0, ids, kept), tolerance=5e-4)
-
-
-def test_a_batch_is_one_exchange_and_each_element_that_of_its_own_call():
-    elements = [arguments(CUT, "masked", seed=seed) for seed in range(2)]
-    floats, ids, kept = jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *elements)
-    floats = (*floats[:2], *elements[0][0][2:])  # the experts are shared
-    in_axes = (0, 0, None, None, None, None, 0)
-
-    def batched(*args):
-        return jax.vmap(functools.partial(layer, layout=CUT), in_axes)(*args)
-
-    run = value_and_grads(of_all_ranks(batched))
-    counted = harness.count_primitives(jax.make_jaxpr(run)(floats, ids))
-    assert num_exchanges(counted) == 4
-    actual = small_layer.compiled(run, exchanges=5)(floats, ids)
-    dense_batch = jax.vmap(dense, (1, 1, None, None, None, None, 1, 1), 1)
-    expected = small_layer.compiled(value_and_grads(dense_batch), exchanges=0)(floats, ids, kept)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
-
-
 @pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
 def test_the_layer_is_the_same_with_all_ranks_on_one_device():
     floats, ids, kept = arguments(CUT, "repeated")
@@ -315,23 +195,6 @@ def test_a_linear_layer_has_a_transpose():
     small_layer.assert_close(
         actual, transposed(functools.partial(dense, activation=identity), ids, kept)
     )
-
-
-def scanned(*args):
-    x, *rest, ids = args
-    checkpointed = jax.checkpoint(functools.partial(layer, layout=CUT))
-    step = lambda x, ids: (x + checkpointed(x, *rest, ids), None)
-    return lax.scan(step, x, jnp.stack([ids, ids]))[0]
-
-
-def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers():
-    floats, ids, kept = arguments(CUT)
-    twice = lambda x, *rest: (lambda y: y + dense(y, *rest))(x + dense(x, *rest))
-    run = value_and_grads(of_all_ranks(scanned))
-    actual = small_layer.compiled(run, exchanges=10)(floats, ids)
-    expected = small_layer.compiled(value_and_grads(twice), exchanges=0)(floats, ids, kept)
-    for a, e in zip(*map(harness.numpy_of, (actual, expected)), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
 
 
 # The number of exchanges
@@ -448,59 +311,6 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward):
     assert moved == expected
 
 
-# Modes
-
-
-def test_the_first_local_expert_is_the_shared_one():
-    """It receives the tokens of its own rank; w_in and w_out then have one expert more."""
-    (x, weights, *_), ids, kept = arguments(SMALL, "masked")
-    more = cases.Layout("more", 6, 3, local_experts=3, hidden=5)
-    (_, _, *experts), _, _ = arguments(more)
-    shared_weights = jnp.linspace(0.5, 1.5, 6)
-    options = dict(shared_expert=True, shared_weights=shared_weights)
-
-    def dense_with_shared(x, weights, *experts_and_ids):
-        *experts, ids, kept = experts_and_ids
-        routed = dense(x, weights, *(w[:, 1:] for w in experts), ids, kept)
-        w_in, w_out, b_in, b_out = (w[:, 0] for w in experts)
-        act = SWIGLU(jnp.einsum("rth,rhi->rti", x, w_in) + b_in[:, None])
-        own = jnp.einsum("rti,rih->rth", act, w_out) + b_out[:, None]
-        return routed + shared_weights[None, :, None] * own
-
-    floats = x, weights, *experts
-    fn = of_all_ranks(layout=SMALL, **options)
-    actual = small_layer.compiled(value_and_grads(fn), exchanges=4)(floats, ids)
-    run = small_layer.compiled(value_and_grads(dense_with_shared), exchanges=0)
-    expected = run(floats, ids, kept)
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
-
-
-@pytest.mark.exchanges(3)
-def test_replicated_tokens_are_summed_by_psum():
-    """Each rank routes by itself, in a call that is separate from the dispatch."""
-    (x, weights, *experts), ids, _ = arguments(SMALL, "masked")
-    alike = lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape)
-    x, weights, ids = map(alike, (x, weights, ids))
-
-    def replicated(*args):
-        out = layer(*args, replicated=True)
-        return lax.psum(out, harness.AXIS)
-
-    actual = small_layer.compiled(of_all_ranks(replicated))(x, weights, *experts, ids)
-    small_layer.assert_close(actual, dense(x, weights, *experts, ids, ids >= 0))
-
-
-@pytest.mark.several_devices("groups of two levels need two mesh axes")
-def test_over_two_levels_results_and_gradients_are_those_of_the_dense_layer():
-    mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
-    group = ma.Group(mesh, mesh.axis_names, two_level=True)
-    floats, ids, kept = arguments(SMALL, "masked")
-    fn = functools.partial(layer, group=group)
-    run = value_and_grads(harness.over_ranks(fn, mesh))
-    actual = small_layer.compiled(run)(floats, ids)
-    small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=1e-4)
-
-
 # Formats
 
 
@@ -609,11 +419,6 @@ def test_every_array_has_one_dtype(name):
 def test_a_gated_activation_needs_two_halves():
     with pytest.raises(ValueError, match="gate and up side by side; got float32\\[2,3\\]"):
         SWIGLU(jnp.ones((2, 3)))
-    rows = jnp.asarray([[1.0, -1.0, 3.0, 5.0]], jnp.bfloat16)
-    gate, up = np.array([1.0, -1.0]), np.array([3.0, 5.0])
-    expected = gate / (1 + np.exp(-gate)) * up
-    assert SWIGLU(rows).dtype == jnp.bfloat16
-    np.testing.assert_allclose(SWIGLU(rows)[0].astype(np.float32), expected, rtol=1e-2)
 
 
 # Where drops are counted

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
+from jax_moe_a2a._src.exchange.lowering import READ_BY_KERNELS
 from jax_moe_a2a._src.experts import activations
 from jax_moe_a2a._src.experts import lowering as experts
 from jax_moe_a2a._src.formats import formats

@@ -20,9 +20,9 @@ from cuda_calls import needs_kernel
 from test_lowering import EXPERTS, RANKS, TOP_K, aval, calls, group_of, lower
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.lowering import exchange as lowered
+from jax_moe_a2a._src.exchange import lowering as lowered
 from jax_moe_a2a._src.group import native
-from jax_moe_a2a._src.grouped.encode_rows import bind_encode_rows
+from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
 
 pytestmark = test_lowering.pytestmark
 
@@ -255,7 +255,7 @@ PRODUCTS = {
     "act_dot_grad": (test_experts.backward, test_experts.avals),
     "fp8_gemm": (ma.grouped_dot, products.fp8_avals),
     "act_encode": (
-        lambda rows, sizes: bind_encode_rows(rows, sizes, None),
+        lambda rows, sizes: bind_act_encode(rows, None, sizes),
         lambda: (ROWS_FP8, SIZES),
     ),
     "encode_squares": (

@@ -1,4 +1,4 @@
-"""Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
+"""Shared experts and replicated tokens: rows against the numpy oracle.
 
 Both are ordinary routings of other ids. The oracle computes these ids with its own loops.
 """
@@ -15,8 +15,6 @@ import numpy as np
 import oracle
 import pytest
 import small_layer
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -24,8 +22,6 @@ from jax_moe_a2a._src import api
 RANKS = harness.SEVERAL
 MODES = tuple((s, r) for s, r in itertools.product((True, False), repeat=2) if s or r)
 IDS_OF_MODES = ["shared_and_replicated", "shared", "replicated"]
-all_modes = pytest.mark.parametrize("shared, replicated", MODES, ids=IDS_OF_MODES)
-
 LAYOUTS = (
     cases.PADDED,
     dataclasses.replace(cases.CUT, name="cut", capacity=29),
@@ -155,249 +151,31 @@ def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
         check_exchange(layout, routing, shared, replicated)
 
 
-def routed(ids, layout, **modes):
-    """Return the routing of all ranks."""
-    group = harness.group_of(RANKS)
-    return harness.on_each_rank(
-        lambda ids: ma.route(
-            ids, **harness.exchanging(small_layer.route_args(group, layout), modes)
-        ),
-        group.mesh,
-        exchanges=1,
-    )(ids)
-
-
-def test_shared_rows_come_first_in_the_order_of_tokens_and_the_others_follow_as_without_them():
-    layout = cases.PADDED
-    ids = cases.Case(layout, "masked").ids(RANKS)
-    with_shared, plain = routed(ids, layout, shared_expert=True), routed(ids, layout)
-    own = -(-layout.tokens // layout.alignment) * layout.alignment
-    token = np.arange(own)
-    token = np.where(token < layout.tokens, token, -1)
-    for rank in range(RANKS):
-        assert (with_shared.row_token[rank, :own] == token).all()
-        assert (with_shared.row_rank[rank, : layout.tokens] == rank).all()
-        assert (with_shared.row_k[rank, : layout.tokens] == layout.top_k).all()
-        for field in ("row_token", "row_rank", "row_k"):
-            rest, expected = (getattr(r, field)[rank] for r in (with_shared, plain))
-            assert (rest[own:] == expected).all()
-    assert (with_shared.group_sizes[:, 0] == own).all()
-    assert (with_shared.group_sizes[:, 1:] == plain.group_sizes).all()
-
-
-def test_a_shared_expert_sends_no_token_to_another_rank():
-    ids = cases.Case(cases.PLAIN, "masked").ids(RANKS)
-    with_shared, plain = (routed(ids, cases.PLAIN, shared_expert=s) for s in (True, False))
-    elsewhere = ~np.eye(RANKS, dtype=bool)
-    for rank in range(RANKS):
-        others = elsewhere[rank]
-        assert (with_shared.token_slot[rank][:, others] == plain.token_slot[rank][:, others]).all()
-
-
-@pytest.mark.parametrize("tokens", (1, 5, 8, 9))
-def test_every_replicated_token_meets_one_shared_expert(tokens):
-    layout = cases.Layout("any", tokens=tokens, top_k=1, local_experts=1)
-    ids = np.full((RANKS, tokens, 1), -1, np.int32)
-    routing = routed(ids, layout, shared_expert=True, replicated=True)
-    shares = [row[row >= 0].tolist() for row in routing.row_token]
-    assert sum(shares, []) == list(range(tokens))
-    assert max(map(len, shares)) == -(-tokens // RANKS)
-
-
-@pytest.mark.exchanges(0)
-@all_modes
-@pytest.mark.parametrize("tokens", (4, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
-def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replicated):
-    layout = cases.Layout("any", tokens=tokens, top_k=2, local_experts=2)
-    args, _ = inputs(layout, "uniform", shared, replicated)
-    group = harness.group_of(RANKS)
-
-    def there_and_back(ids, x, w):
-        recv = ma.dispatch(x, ids, w, **route_args(group, layout, shared, replicated))
-        return ma.combine(recv.rows, recv)
-
-    # Single-rank domains that share a device are a batch, which is routed and dispatched
-    # separately.
-    at_once = tokens == 4 and not (replicated and harness.RANKS_ON_ONE_GPU)
-    first = {"routed_dispatch": 1} if at_once else {"route": 1, "dispatch": 1}
-    counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
-    assert counted == {**first, "weighted_combine": 1}
-
-
 @pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
     """The gradient of replicated tokens inside shard_map has no collective; that of other tokens
     has."""
-    floats, ids, _ = arguments(shared, True)
-
-    def of_one_rank(x, w_topk, w_shared, w, ids):
-        layer = layer_of(harness.group_of(RANKS), shared, True)
-        args = (x, w_topk, w_shared, w)
-        return jax.grad(lambda *args: small_layer.loss(layer(*args, ids)), (0, 1, 2, 3))(*args)
-
-    args = spread(floats, ids)
-    fn = small_layer.on_all_ranks(of_one_rank, check_vma=False)
-    text = jax.jit(fn).lower(*args).as_text()
-    for collective in ("all_to_all", "all_gather", "all_reduce", "collective_permute"):
-        assert collective not in text
-    exchanged = small_layer.on_all_ranks(layer_of(harness.group_of(RANKS), shared, False))
-    assert harness.ON_GPU or "all_gather" in jax.jit(exchanged).lower(*args).as_text()
-
-
-# Layers: x [T, H], topk_weights [T, K], shared_weights [T], w [L (+ 1), H], ids [T, K].
-
-LAYOUT = cases.Layout(
-    "small", tokens=6, top_k=3, local_experts=2, capacity=18, alignment=4, hidden=4
-)
-
-
-def layer_of(group, shared, replicated, layout=LAYOUT):
-    """Return the layer as a function of one rank's arrays; its partial sum, if replicated."""
-
-    def layer(x, topk_weights, shared_weights, w, ids):
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            shared_weights=shared_weights if shared else None,
-            **route_args(group, layout, shared, replicated),
-        )
-        return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
-
-    return layer
-
-
-def arguments(shared, replicated, seed=0):
-    """Return ((x, topk_weights, shared_weights, w), ids, kept): all except w of one rank, if
-    replicated.
-
-    `kept` [R, T, K (+ 1)], or [T, K + 1] if replicated: which choices have a row anywhere."""
-    floats, ids, _ = small_layer.arguments(RANKS, seed, layout=LAYOUT)
-    rng = np.random.default_rng(seed)
-    x, topk_weights, w = floats
-    shared_weights = cases.normal(rng, ids.shape[:2], "float32")
-    if shared:
-        w = cases.normal(rng, (RANKS, LAYOUT.local_experts + 1, LAYOUT.hidden), "float32")
-    if replicated:
-        x, topk_weights, shared_weights, ids = (
-            a[0] for a in (x, topk_weights, shared_weights, ids)
-        )
-        all_ids = np.stack([ids] * RANKS)
-        rows = [r.choice_row[0] >= 0 for r in routings_of(all_ids, LAYOUT, shared, True)]
-        kept = np.any(rows, axis=0)
-    else:
-        kept = routings_of(ids, LAYOUT, shared, False)[0].choice_row >= 0
-    return (x, topk_weights, shared_weights, w), ids, kept
-
-
-def spread(floats, ids):
-    """Return arguments of one rank that are replicated as arguments of all ranks."""
-    x, topk_weights, shared_weights, w = floats
-    each = (np.stack([a] * RANKS) for a in (x, topk_weights, shared_weights, ids))
-    x, topk_weights, shared_weights, ids = each
-    return x, topk_weights, shared_weights, w, ids
-
-
-def dense(shared, replicated):
-    """Compute the layer without any exchange, from all ranks' arrays; `kept` replaces any drops."""
-
-    def layer(x, topk_weights, shared_weights, w, ids, kept):
-        routed = w[:, shared:].reshape(-1, w.shape[-1])
-        chosen = routed[jnp.clip(ids, 0, len(routed) - 1)]
-        top_k = ids.shape[-1]
-        weights = jnp.where(kept[..., :top_k], topk_weights, 0)[..., None]
-        out = jnp.sum(weights * jnp.tanh(x[..., None, :] * chosen), axis=-2)
-        if not shared:
-            return out
-        if replicated:
-            rank = oracle.share_of(np.arange(len(x)), len(x), RANKS)
-            own = w[rank, 0]
-        else:
-            own = w[:, :1]
-        weight = jnp.where(kept[..., top_k], shared_weights, 0)[..., None]
-        return out + weight * jnp.tanh(x * own)
-
-    return layer
-
-
-SPLIT, WHOLE = PartitionSpec(harness.AXIS), PartitionSpec()
-OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
-
-
-def on_ranks(shared, replicated):
-    """Return the layer of all ranks: a function of the arguments, with lead axes where they are
-    split."""
     group = harness.group_of(RANKS)
-    layer = layer_of(group, shared, replicated)
-    if not replicated:
-        return small_layer.on_all_ranks(layer)
+    args, _ = inputs(cases.PADDED, "masked", shared, True)
 
-    def of_one_rank(*args):
-        return lax.psum(layer(*args), harness.AXIS)
+    def lowered(replicated):
+        modes = route_args(group, cases.PADDED, shared, replicated)
 
-    return harness.over_ranks(of_one_rank, group.mesh, **OF_REPLICATED)
+        def of_one_rank(ids, *floats):
+            def loss(x, weights, shared_weights):
+                given = shared_weights if shared else None
+                recv = ma.dispatch(x, ids, weights, shared_weights=given, **modes)
+                return small_layer.loss(ma.combine(jnp.tanh(recv.rows), recv))
 
+            return jax.grad(loss, (0, 1, 2))(*floats)
 
-ARGS = (0, 1, 2, 3)
+        fn = small_layer.on_all_ranks(of_one_rank, check_vma=False)
+        return jax.jit(fn).lower(*args[:4]).as_text()
 
-
-# Of replicated tokens, XLA weighs the gradients, and a rank routes in a call of its own.
-@pytest.mark.exchanges(lambda replicated: 9 if replicated else 8)
-@all_modes
-def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(shared, replicated):
-    """The value, its gradients, and the tangents of both."""
-    floats, ids, kept = arguments(shared, replicated)
-    directions, *_ = arguments(shared, replicated, seed=100)
-
-    def derivatives(fn):
-        def gradient(*floats):
-            value = lambda *floats: small_layer.loss(fn(*floats, ids))
-            return fn(*floats, ids), jax.grad(value, ARGS)(*floats)
-
-        return small_layer.compiled(lambda *args: jax.jvp(gradient, *args))(floats, directions)
-
-    actual = derivatives(on_ranks(shared, replicated))
-    expected = derivatives(functools.partial(dense(shared, replicated), kept=kept))
-    small_layer.assert_close(actual, expected, tolerance=1e-4)
-
-
-@pytest.mark.exchanges(16)
-def test_a_batch_of_replicated_tokens_is_one_exchange_and_equals_its_elements():
-    each = [arguments(True, True, seed) for seed in range(3)]
-    floats, ids, _ = small_layer.stacked(*each)
-    layer = on_ranks(True, True)
-
-    def gradient(*args):
-        *floats, ids = args
-        return layer(*args), jax.grad(small_layer.loss_of(layer, ids), ARGS)(*floats)
-
-    actual = small_layer.compiled(jax.vmap(gradient))(*floats, ids)
-    single = small_layer.compiled(gradient)
-    expected = small_layer.stacked(*(single(*f, i) for f, i, _ in each))
-    small_layer.assert_close(actual, expected)
-    counted = small_layer.counts(jax.vmap(layer), *floats, ids)
-    assert counted == {"route": 1, "dispatch": 1, "weighted_combine": 1}
-
-
-@pytest.mark.several_devices("its group has two mesh axes")
-@pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
-def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
-    """The order of the group's axes decides the shares of replicated tokens and the ranks of
-    experts."""
-    (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
-    mesh = Mesh(np.array(harness.devices(4)).reshape(2, 1, 2), ("a", "dp", "b"))
-    group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
-
-    def of_one_rank(x, topk_weights, shared_weights, w, ids):
-        layer = layer_of(group, True, True)
-        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), ("a", "b"))
-
-    specs = (WHOLE, WHOLE, WHOLE, PartitionSpec(("b", "a")), WHOLE)
-    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
-    args = (x, topk_weights, shared_weights, w, ids)
-    actual = small_layer.compiled(fn)(*args)
-    small_layer.assert_close(actual, dense(True, True)(*args, kept))
+    for collective in ("all_to_all", "all_gather", "all_reduce", "collective_permute"):
+        assert collective not in lowered(True)
+    assert harness.ON_GPU or "all_gather" in lowered(False)
 
 
 @pytest.mark.exchanges(4)
@@ -425,28 +203,6 @@ def test_a_routing_keeps_its_mode():
     harness.assert_sums_agree(sums, *oracle.combine(rows, routing))
 
 
-@pytest.mark.exchanges(2)
-def test_shared_rows_are_quantized_like_the_others():
-    layout = cases.Layout("quantized", tokens=6, top_k=2, local_experts=2, hidden=64)
-    group, format = harness.group_of(RANKS), ma.MxFp8()
-    args, (routing,) = inputs(layout, "masked", True, False)
-    ids, x = args[:2]
-
-    def rows(ids, x):
-        options = route_args(group, layout, True, False)
-        quantized = ma.dispatch(x, ids, **harness.exchanging(options, token_format=format)).rows
-        decoded = ma.dispatch(
-            x, ids, **harness.exchanging(options, token_format=format), decode=True
-        ).rows
-        return quantized, decoded
-
-    quantized, decoded = harness.on_each_rank(rows, group.mesh)(ids, x)
-    expected = harness.numpy_of(format.encode(x))
-    harness.assert_same_bytes(quantized.values, oracle.dispatch(expected.values, routing))
-    harness.assert_same_bytes(quantized.scales, oracle.dispatch(expected.scales, routing))
-    harness.assert_same_bytes(decoded, np.asarray(format.decode(quantized, x.dtype)))
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("alignment", (1, 8))
 def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_alignment(
@@ -455,7 +211,7 @@ def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_
     layout = cases.Layout("worst", tokens=5, top_k=3, local_experts=2, alignment=alignment)
     ids = np.full((RANKS, layout.tokens, layout.top_k), 0, np.int32)
     ids[..., 1:] = 1  # all at rank 0
-    for shared, replicated in MODES:
+    for shared, replicated in (*MODES, (False, False)):
         capacity = harness.worst_case(
             layout.tokens,
             layout.top_k,

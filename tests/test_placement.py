@@ -224,16 +224,3 @@ def test_a_program_over_an_abstract_mesh_alone_can_still_be_exported():
             *avals(RANKS * TOKENS, mesh=mesh)
         )
     assert exported.nr_devices == RANKS
-
-
-def test_a_layer_that_takes_the_devices_of_set_mesh_has_its_gradient(devices_pass_for_gpus):
-    mesh = mesh_of(jax.devices()[:RANKS], (AxisType.Explicit,))
-    group = ma.Group(axis_name="ep", size=RANKS)
-
-    def loss(x, ids):
-        return jnp.sum(jax.checkpoint(on_mesh(group, mesh))(x, ids).astype(jnp.float32))
-
-    with jax.set_mesh(mesh):
-        text = lowered(jax.grad(loss), avals(RANKS * TOKENS, mesh=mesh))
-    assert "dispatch" in calls(text) and "combine" in calls(text)
-    assert set(map(tuple, devices_of(text))) == {tuple(device.id for device in mesh.devices)}

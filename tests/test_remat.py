@@ -118,15 +118,6 @@ def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 
 
-@pytest.mark.exchanges(5)
-def test_rows_that_a_policy_saves_change_no_gradient():
-    policy, _ = CASES["rows"]
-    arguments = small_layer.arguments(RANKS)
-    floats, ids, _ = arguments
-    actual = small_layer.compiled(small_layer.value_and_grads(checkpointed(policy), ids))(*floats)
-    small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
-
-
 @functools.cache
 def layers_problem():
     each = [small_layer.arguments(RANKS, seed) for seed in range(3)]

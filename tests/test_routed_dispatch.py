@@ -4,7 +4,6 @@ Which of the two is bound, and what every transform makes of it. Remat: in test_
 in test_dce.py.
 """
 
-import dataclasses
 import functools
 
 import cases
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import small_layer
 from jax.sharding import Mesh, PartitionSpec
-from small_layer import LAYOUT, OF_FLOATS, route_args
+from small_layer import LAYOUT, route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -54,61 +53,6 @@ def test_every_case_has_the_bits_of_route_and_dispatch(layout):
         small_layer.assert_same(actual, expected, case.name)
 
 
-FORMATS = {
-    "blockwise": ma.BlockwiseFp8(),
-    "mx": ma.MxFp8(),
-    "nv": ma.NvFp4(global_scale=0.0037187),
-}
-
-
-@functools.cache
-def format_program(dispatch, name, layout, decode):
-    """Return a program of two leaves; with a global scale of each rank for "nv"."""
-    group = harness.group_of(RANKS)
-
-    def exchange(ids, x, topk_weights, scale):
-        fmt = ma.NvFp4(global_scale=scale) if name == "nv" else FORMATS[name]
-        options = dict(token_format=fmt, decode=decode)
-        payload = {"a": x, "b": x[:, :128] * 3}
-        if dispatch is in_two_calls:
-            return ma.dispatch(
-                payload,
-                ma.route(ids, **route_args(group, layout)),
-                topk_weights,
-                **harness.exchanging(options),
-            )
-        return ma.dispatch(
-            payload, ids, topk_weights, **harness.exchanging(route_args(group, layout), options)
-        )
-
-    exchanges = layout.exchanges_of_dispatch(RANKS) if dispatch is at_once else 2
-    return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "decode"),
-    (
-        ("blockwise", cases.TIGHT, False),
-        ("mx", cases.CUT, True),
-        ("nv", cases.PADDED, True),
-    ),
-    ids=FORMATS,
-)
-def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, decode):
-    """This holds if tokens are dropped, and if no choice is for a rank."""
-    layout = dataclasses.replace(layout, hidden=384)
-    rng = np.random.default_rng(layout.tokens)
-    x = rng.standard_normal((RANKS, layout.tokens, layout.hidden)).astype("bfloat16")
-    topk_weights = rng.random((RANKS, layout.tokens, layout.top_k), np.float32)
-    scales = np.linspace(1e-3, 2e-3, RANKS, dtype=np.float32)
-    for routing in ("uniform", "first_expert_only", "masked", "all_masked", "repeated", "invalid"):
-        args = cases.Case(layout, routing).ids(RANKS), x, topk_weights, scales
-        actual, expected = (
-            format_program(d, name, layout, decode)(*args) for d in (at_once, in_two_calls)
-        )
-        small_layer.assert_same(actual, expected, routing)
-
-
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "num_tokens, counted",
@@ -137,37 +81,6 @@ def layer_by(dispatch, group=None):
         return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
 
     return layer
-
-
-def assert_same_by_both(transform, *args):
-    """Assert that transform(the layer of all ranks) of the arguments has the same bits with both
-    dispatches."""
-    actual, expected = (
-        small_layer.compiled(transform(small_layer.on_all_ranks(layer_by(dispatch))))(*args)
-        for dispatch in (at_once, in_two_calls)
-    )
-    small_layer.assert_same(actual, expected)
-
-
-@pytest.mark.exchanges(harness.merged(23, predicted=25))
-def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispatch():
-    floats, ids, _ = small_layer.arguments(RANKS)
-    directions = small_layer.directions(RANKS)
-
-    def transform(layer):
-        def of(floats, directions):
-            def gradient(*floats):
-                return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
-
-            def slope(*floats):
-                return sum(jnp.vdot(g, d) for g, d in zip(gradient(*floats), directions))
-
-            forward = jax.jvp(gradient, floats, directions)
-            return layer(*floats, ids), forward, jax.grad(slope, OF_FLOATS)(*floats)
-
-        return of
-
-    assert_same_by_both(transform, floats, directions)
 
 
 @pytest.mark.exchanges(0)
@@ -249,51 +162,6 @@ def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint)
         small_layer.assert_same(ct_x, ct_expected)
         assert np.vdot(y, ct) == np.vdot(x, ct_x) != 0
         assert small_layer.counts(transposed, ct) == small_layer.counts(expected, ct)
-
-
-BATCH = 3
-
-
-@pytest.mark.exchanges(lambda batched: 8 if batched else 7)
-@pytest.mark.parametrize(
-    "batched, counted",
-    [
-        ("xi", {"route": 1, "dispatch": 1}),
-        ("x", {"route": 1, "dispatch": 1}),
-        ("i", {"route": 1, "dispatch": 1}),
-        ("", {"routed_dispatch": 1}),
-    ],
-    ids=lambda value: value or "none" if isinstance(value, str) else "",
-)
-def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(batched, counted):
-    each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
-    own = [each[b if "x" in batched else 0].floats[0] for b in range(BATCH)]
-    own_ids = [each[b if "i" in batched else 0].ids for b in range(BATCH)]
-    group = harness.group_of(RANKS)
-
-    def recv(dispatch):
-        def of_one_rank(x, ids):
-            return dispatch((x, x[:, 0]), ids, x[:, :3], **route_args(group))
-
-        return small_layer.on_all_ranks(of_one_rank)
-
-    args = (
-        np.stack(own) if "x" in batched else own[0],
-        np.stack(own_ids) if "i" in batched else own_ids[0],
-    )
-    axes = [0 if name in batched else None for name in "xi"]
-
-    def mapped(*args):
-        return jax.vmap(lambda unused, *args: recv(at_once)(*args), in_axes=(0, *axes))(
-            np.zeros(BATCH), *args
-        )
-
-    assert small_layer.counts(mapped, *args) == counted
-    out = small_layer.compiled(mapped)(*args)
-    single = small_layer.compiled(recv(in_two_calls))
-    for b in range(BATCH):
-        element = jax.tree.map(lambda leaf: leaf[b], out)
-        small_layer.assert_same(element, single(own[b], own_ids[b]), f"{batched} {b}")
 
 
 @pytest.mark.several_devices("it needs a second mesh axis")

@@ -84,15 +84,6 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
-def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
-    mesh = harness.mesh_of(RANKS)
-    group = ma.Group(mesh.abstract_mesh, AXIS)
-    floats, ids, kept = small_layer.arguments(RANKS)
-    layer = small_layer.on_all_ranks(small_layer.layer_of(group), mesh)
-    out = small_layer.compiled(layer)(*floats, ids)
-    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
-
-
 def domains(num_domains, ranks):
     """Return different arguments of each domain, with w shared by all."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
@@ -215,13 +206,6 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
     assert [spec[-1] for spec in types] == ["tp", "tp"]
     kept = small_layer.kept_choices(ids).sum(axis=-1)[..., None]
     small_layer.assert_close(out, 2 * x * kept)
-
-
-def test_the_order_of_the_devices_changes_no_result():
-    devices = harness.devices(RANKS)
-    mesh = mesh_with((RANKS,), (AXIS,), devices=devices[1:] + devices[:1])
-    layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
-    assert_equals_dense(layer, small_layer.arguments(RANKS))
 
 
 def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():

@@ -95,58 +95,6 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         harness.assert_same_bytes(own, leaf, str(path))
 
 
-@pytest.mark.exchanges(2, split=1)
-def test_tokens_that_stay_quantized_are_those_of_the_whole_dispatch():
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
-    options = dict(route_args(GROUP, FORMATTED), token_format=ma.MxFp8())
-
-    def both(*args):
-        split = ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
-        return split.rows, ma.dispatch(*args, **harness.exchanging(options)).rows
-
-    program = small_layer.compiled(small_layer.on_all_ranks(both))
-    small_layer.assert_same(*program(x, ids, topk_weights))
-
-
-@pytest.mark.exchanges(lambda exchanges: exchanges[0], split=lambda exchanges: exchanges[1])
-@pytest.mark.parametrize(
-    ("of_dispatch", "of_combine", "exchanges"),
-    (
-        (dict(shared_expert=True, shared_weights=0.5), {}, (5, 4)),
-        (dict(shared_expert=True, token_format=ma.MxFp8(), decode=True), {}, (6, 4)),
-        ({}, dict(wire_dtype=ma.MxFp8()), (4 + IS_SUMMED_IN_FORMATS, 3 + IS_SUMMED_IN_FORMATS)),
-    ),
-    ids=("shared_expert", "shared_expert_and_format", "format_on_the_wire_of_combine"),
-)
-def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine, exchanges):
-    layout = FORMATTED
-    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
-    options = dict(route_args(GROUP, layout), capacity=None, **of_dispatch)
-
-    def of_split(*args):
-        recv = ma.dispatch_done(ma.dispatch_start(*args, **harness.exchanging(options)))
-        return ma.combine_done(ma.combine_start(jnp.tanh(recv.rows), recv, **of_combine))
-
-    def of_whole(*args):
-        recv = ma.dispatch(*args, **harness.exchanging(options))
-        return ma.combine(jnp.tanh(recv.rows), recv, **of_combine)
-
-    def value_and_gradients(layer):
-        def of_one_rank(x, topk_weights, ids):
-            def loss(x, topk_weights):
-                out = layer(x, ids, topk_weights)
-                return small_layer.loss(out), out
-
-            return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, topk_weights)
-
-        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
-
-    actual, expected = (
-        value_and_gradients(fn)(x, topk_weights, ids) for fn in (of_split, of_whole)
-    )
-    small_layer.assert_same(actual, expected)
-
-
 @pytest.mark.exchanges(8 if IS_SUMMED_IN_FORMATS else 4, split=4)
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
@@ -207,16 +155,6 @@ def outside(layer):
     return small_layer.value_and_grads(small_layer.on_all_ranks(layer), problem()[1])
 
 
-def inside(layer):
-    _, ids, _ = problem()
-
-    def of_one_rank(x, topk_weights, w, ids):
-        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, topk_weights, w)
-
-    on_all = small_layer.on_all_ranks(of_one_rank, check_vma=False)
-    return lambda *floats: on_all(*floats, ids)
-
-
 def forward_over_reverse(layer):
     _, ids, directions = problem()
     grad = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids), OF_FLOATS)
@@ -260,17 +198,6 @@ def batched(layer):
     return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
 
 
-def batched_with_one_routing(layer):
-    _, ids, _ = problem()
-
-    def of_one_rank(x, topk_weights, w, ids):
-        several = jnp.stack([x, 2 * x, -x], axis=-1)
-        return jax.vmap(layer, in_axes=(-1, None, None, None))(several, topk_weights, w, ids)
-
-    on_all = small_layer.on_all_ranks(of_one_rank)
-    return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
-
-
 def emulated(layer):
     """Apply vmap over the group's own axis, on one device."""
     _, ids, _ = problem()
@@ -283,7 +210,6 @@ def emulated(layer):
 # routes separately, and split ones.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 5, 4),
-    inside: (FORWARD_AND_BACKWARD, 5, 4),
     forward_over_reverse: (
         {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
         *(9, 8),
@@ -295,7 +221,6 @@ TRANSFORMS = {
     scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 15, 10),
     in_a_branch: (FORWARD_AND_BACKWARD, 5, 4),
     batched: (FORWARD_AND_BACKWARD, 6, 4),
-    batched_with_one_routing: (FORWARD_AND_BACKWARD, 6, 4),
     emulated: (FORWARD_AND_BACKWARD, 0, 0),  # always on the portable path
 }
 
@@ -340,19 +265,15 @@ def looped(layer):
     return of_one_rank
 
 
-@pytest.mark.exchanges(
-    lambda layer: 2 if layer is split_layer else 8,
-    split=lambda layer: 8 if layer is split_layer else 0,
-)
-@pytest.mark.parametrize("layer", (split_layer, whole_layer), ids=("split", "whole"))
+@pytest.mark.exchanges(2, split=8)
 @pytest.mark.parametrize("in_parts", (sliced, looped))
-def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts, layer):
+def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts):
     floats, ids, kept = jax.tree.map(jnp.asarray, small_layer.arguments(RANKS, layout=LARGE))
 
     def dense(x, topk_weights, w):
         return small_layer.dense_layer(x, topk_weights, w, ids, kept) + jnp.sin(x) ** 2
 
-    on_all = small_layer.on_all_ranks(in_parts(functools.partial(layer, layout=LARGE)))
+    on_all = small_layer.on_all_ranks(in_parts(functools.partial(split_layer, layout=LARGE)))
     actual, expected = (
         small_layer.compiled(small_layer.value_and_grads(fn, *others))(*floats)
         for fn, others in ((on_all, (ids,)), (dense, ()))

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange import swap
+from jax_moe_a2a._src.exchange import reference
 
 pytestmark = [
     pytest.mark.skipif(harness.ON_GPU, reason="GPUs use one collective only"),
@@ -25,16 +25,16 @@ def mesh_of(*shape):
 
 
 @pytest.mark.parametrize("shape", [(-1,), (2, -1)], ids=("one_axis", "two_axes"))
-@pytest.mark.parametrize("limit", [0, swap.MAX_GATHERED_BYTES], ids=("large", "small"))
+@pytest.mark.parametrize("limit", [0, reference.MAX_GATHERED_BYTES], ids=("large", "small"))
 def test_blocks_arrive_in_the_order_of_ranks_bit_for_bit(monkeypatch, limit, shape):
-    monkeypatch.setattr(swap, "MAX_GATHERED_BYTES", limit)
+    monkeypatch.setattr(reference, "MAX_GATHERED_BYTES", limit)
     mesh = mesh_of(*shape)
     group = ma.Group(mesh, mesh.axis_names)
     rng = np.random.default_rng(0)
     sent = {n: cases.any_bits(rng, (group.size, group.size, 3, 5), n) for n in DTYPES}
 
     def exchange(blocks):
-        return jax.tree.map(lambda x: swap.swap(x, group), blocks)
+        return jax.tree.map(lambda x: reference.swap(x, group), blocks)
 
     text = jax.jit(harness.over_ranks(exchange, mesh)).lower(sent).as_text()
     collectives = "all_to_all" in text, "all_gather" in text
@@ -47,10 +47,10 @@ def test_blocks_arrive_in_the_order_of_ranks_bit_for_bit(monkeypatch, limit, sha
 def test_blocks_of_all_pairs_of_ranks_decide_which_collective_moves_them():
     mesh = mesh_of(-1)
     group = ma.Group(mesh, harness.AXIS)
-    most = swap.MAX_GATHERED_BYTES // (4 * group.size**2)
+    most = reference.MAX_GATHERED_BYTES // (4 * group.size**2)
 
     def collective(size):
-        fn = jax.jit(harness.over_ranks(lambda x: swap.swap(x, group), mesh))
+        fn = jax.jit(harness.over_ranks(lambda x: reference.swap(x, group), mesh))
         text = fn.lower(jax.ShapeDtypeStruct((group.size, group.size, size), "float32")).as_text()
         return [name for name in ("all_to_all", "all_gather") if name in text]
 

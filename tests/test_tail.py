@@ -124,19 +124,6 @@ def exchanges_of(form, layout):
     return 1 + (form.endswith("routing") or layout is MANY), 0
 
 
-@functools.cache
-def layer_of(tail, group, layout=LAYOUT, ranks=RANKS):
-    """Return a function (x, router weights, w, ids) -> [T, H] whose experts read only their
-    groups."""
-
-    def layer(x, weights, w, ids):
-        recv = ma.dispatch(x, ids, weights, **route_args(layout, ranks, group), tail=tail)
-        h = jnp.tanh(ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail))
-        return ma.combine(ma.grouped_dot(h, w, recv.group_sizes, tail=tail), recv)
-
-    return layer
-
-
 def layer_inputs(layout=LAYOUT, ranks=RANKS):
     ids, x, weights, _ = inputs(layout, ranks=ranks)
     rng = np.random.default_rng(0)
@@ -149,33 +136,6 @@ def assert_finite_and_same(actual, expected, atol=1e-6):
         a, b = harness.numpy_of((a, b))
         assert np.isfinite(b).all() and np.abs(b).max() > 0
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
-
-
-def results_of_tails(mesh, group, ranks):
-    """Return the sums and gradients of the layer with each tail."""
-    for tail in ("unspecified", "zero"):
-        layer = layer_of(tail, group, ranks=ranks)
-
-        def value_and_grads(x, weights, w, ids, layer=layer):
-            y, pull = jax.vjp(lambda *args: layer(*args, ids), x, weights, w)
-            return y, pull(jnp.cos(y))
-
-        program = harness.on_each_rank(value_and_grads, mesh, compiler_options=harness.QUICKLY)
-        yield program(*layer_inputs(ranks=ranks))
-
-
-@pytest.mark.exchanges(8)
-def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
-    mesh, group = harness.mesh_of(RANKS), harness.group_of(RANKS)
-    assert_finite_and_same(*results_of_tails(mesh, group, RANKS))
-
-
-@pytest.mark.several_devices("groups of two levels need two mesh axes")
-@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
-def test_two_levels_leave_the_tail_too():
-    mesh = jax.sharding.Mesh(np.array(harness.devices(4)).reshape(2, 2), ("host", "ep"))
-    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
-    assert_finite_and_same(*results_of_tails(mesh, group, 4))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -253,65 +213,6 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
     y, (ct_x, ct_weights, ct_w) = found["multiplies"]
     same((y, ct_x, ct_weights), (found["ours"][0], *found["ours"][1][:2]))
     assert np.isnan(harness.numpy_of(ct_w)).any()
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize("transform", ("vmap", "hessian_product", "scan", "split"))
-def test_every_transform_keeps_the_tail_out_of_results(transform):
-    """On the portable path the tail is NaN."""
-    ranks = 2
-    x, weights, w, ids = layer_inputs(ranks=ranks)
-
-    def transformed(layer, x, weights, w, ids):
-        loss = lambda x, weights, w: jnp.sum(jnp.sin(layer(x, weights, w, ids)))
-        grad = jax.grad(loss, (0, 1, 2))
-        if transform == "vmap":
-            batched = jax.vmap(lambda x, ids: layer(x, weights, w, ids))
-            batch = lambda x: batched(jnp.stack([x, -x]), jnp.stack([ids, ids[::-1]]))
-            return batch(x), jax.grad(lambda x: jnp.sum(jnp.sin(batch(x))))(x)
-        if transform == "hessian_product":
-            return jax.jvp(grad, (x, weights, w), (x, weights, w))
-        if transform == "scan":
-            scanned = lambda x: jax.lax.scan(
-                lambda x, _: (x + layer(x, weights, w, ids), None), x, length=2
-            )[0]
-            return scanned(x), jax.grad(lambda x: jnp.sum(jnp.sin(scanned(x))))(x)
-        return grad(x, weights, w)
-
-    def of_halves(tail):
-        def layer(x, weights, w, ids):
-            started = ma.dispatch_start(
-                x, ids, weights, **route_args(LAYOUT, ranks, PORTABLE), tail=tail
-            )
-            started, other = ma.overlap(started, jnp.tanh, x)
-            recv = ma.dispatch_done(started)
-            h = ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail)
-            return other + ma.combine_done(ma.combine_start(h, recv))
-
-        return layer
-
-    found = {}
-    for tail in ("zero", "unspecified"):
-        layer = of_halves(tail) if transform == "split" else layer_of(tail, PORTABLE, ranks=ranks)
-        fn = jax.vmap(functools.partial(transformed, layer), axis_name="ep")
-        program = jax.jit(fn, compiler_options=harness.QUICKLY)
-        found[tail] = program(x, weights, w, ids)
-    assert_finite_and_same(found["unspecified"], found["zero"])
-
-
-@pytest.mark.exchanges(0)
-def test_code_that_reads_the_tail_shows_on_the_portable_path():
-    ids, x, _, expected = inputs(LAYOUT, ranks=2)
-    assert expected.is_tail.any(axis=1).all()
-
-    def mean(tail):
-        def on_rank(x, ids):
-            recv = ma.dispatch(x, ids, **route_args(LAYOUT, 2, PORTABLE), tail=tail)
-            return jnp.mean(recv.rows)
-
-        return jax.vmap(on_rank, axis_name="ep")(x, ids)
-
-    assert np.isfinite(mean("zero")).all() and np.isnan(mean("unspecified")).all()
 
 
 @pytest.mark.exchanges(0)

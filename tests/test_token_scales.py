@@ -103,21 +103,6 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
     assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
 
 
-def test_scales_of_tokens_are_those_of_a_tensor_for_each_token():
-    x = tokens_of(SPECIAL[None], (3, 32), "float32")[0]
-
-    @jax.jit
-    def there_and_back(x, scale):
-        fmt = ma.NvFp4(global_scale=scale)
-        quantized = fmt.encode(x)
-        return *quantized, fmt.decode(quantized, "float32")
-
-    together = there_and_back(x, SPECIAL)
-    each = zip(*map(there_and_back, x, SPECIAL), strict=True)
-    for actual, expected in zip(together, each, strict=True):
-        harness.assert_same_bytes(np.asarray(actual), np.stack(expected))
-
-
 def test_tiles_keep_the_scales_of_tokens():
     scales = scales_of_tokens(1, 130)[0]
     x = tokens_of(scales[None], (96,), "bfloat16")[0]
@@ -197,31 +182,6 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
         assert np.isnan(global_scales[~written]).all()
 
 
-@pytest.mark.exchanges(lambda tokens: 2 * tokens)
-@pytest.mark.parametrize("tokens", (0, 1))
-def test_dispatch_of_no_token_and_of_one(tokens):
-    layout = dataclasses.replace(LAYOUT, tokens=tokens, capacity=8)
-    ranks = harness.RANKS_ON_ONE_GPU or 2
-    group = harness.vmapped_group(ranks)
-    ids = np.zeros((ranks, tokens, 3), np.int32)
-    scales = np.full((ranks, tokens), 0.5, np.float32)
-    x = np.ones((ranks, tokens, 64), np.float32)
-
-    def rows(x, ids, scales):
-        options = dict(layout.route_args(group), token_format=ma.NvFp4(global_scale=scales))
-        recv = ma.dispatch(x, ids, **harness.exchanging(options))
-        return (
-            recv.rows,
-            recv.global_scales,
-            ma.dispatch(x, ids, decode=True, **harness.exchanging(options)).rows,
-        )
-
-    *quantized, decoded = harness.jit(jax.vmap(rows, axis_name=harness.AXIS))(x, ids, scales)
-    expected = routing_of(ids, layout)
-    assert_rows_are(*quantized, x, scales, expected)
-    assert_decoded_are(decoded, x, scales, expected)
-
-
 @pytest.mark.exchanges(lambda replicated: 2 + replicated)
 @pytest.mark.parametrize("replicated", (False, True), ids=("own_tokens", "replicated"))
 def test_shared_experts_and_replicated_tokens(replicated):
@@ -260,36 +220,6 @@ def test_shared_experts_and_replicated_tokens(replicated):
         assert not actual[~is_row].view(np.uint8).any()
     expected = format_oracle.decode_tokens(*parts, x.dtype.name)[source.rank, source.token]
     harness.assert_same_bytes(decoded[is_row], expected[is_row])
-
-
-@pytest.mark.several_devices("it needs two levels")
-def test_two_levels_return_what_one_level_returns():
-    ids = cases.Case(LAYOUT, "masked").ids(4)
-    scales = scales_of_tokens(4, LAYOUT.tokens)
-    x = tokens_of(scales, (64,), "bfloat16")
-    weights = np.random.default_rng(0).random(ids.shape, np.float32)
-    mesh = jax.make_mesh(
-        (2, 2),
-        ("host", "local"),
-        (jax.sharding.AxisType.Auto,) * 2,
-        devices=harness.devices(4),
-    )
-    group = ma.Group(mesh, ("host", "local"), two_level=True, implementation=harness.IMPLEMENTATION)
-    expected = routing_of(ids, LAYOUT)
-
-    def rows(x, ids, weights, scales):
-        options = dict(LAYOUT.route_args(group), token_format=ma.NvFp4(global_scale=scales))
-        recvs = [
-            ma.dispatch(x, ids, weights, decode=d, **harness.exchanging(options))
-            for d in (False, True)
-        ]
-        return [(recv.rows, recv.global_scales, recv.weights) for recv in recvs]
-
-    program = harness.on_each_rank(rows, mesh, compiler_options=harness.QUICKLY)
-    (*quantized, of_rows), (decoded, *_) = program(x, ids, weights, scales)
-    assert_rows_are(*quantized, x, scales, expected)
-    assert_decoded_are(decoded, x, scales, expected)
-    harness.assert_same_bytes(of_rows, oracle.dispatch_choices(weights, expected))
 
 
 # Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
@@ -440,88 +370,7 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
         harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
 
 
-@pytest.mark.exchanges(8)
-def test_a_layer_has_the_results_of_one_with_quantized_tokens():
-    """`moe_mlp` decodes rows. Its gradients are straight-through."""
-    ids, x, scales = small_arguments()
-    group = harness.vmapped_group(VMAPPED)
-    rng = np.random.default_rng(0)
-    w_in = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 64, 8), np.float32)
-    w_out = rng.standard_normal((VMAPPED, LAYOUT.local_experts, 8, 64), np.float32)
-    weights = rng.random(ids.shape, np.float32)
-
-    def compare(ids, x, scales, weights, w_in, w_out):
-        fmt = ma.NvFp4(global_scale=scales)
-
-        def layer(x, fmt):
-            options = dict(activation=jax.nn.silu, token_format=fmt, **LAYOUT.route_args(group))
-            return ma.moe_mlp(
-                x, ma.RouterChoices(ids, weights), w_in, w_out, **harness.exchanging(options)
-            )
-
-        quantized = fmt.decode(fmt.encode(x), x.dtype)
-        return [
-            (lambda out, vjp: (out, vjp(jnp.sin(x))[0]))(*jax.vjp(lambda x: layer(x, f), given))
-            for given, f in ((x, fmt), (quantized, None))
-        ]
-
-    actual, expected = emulated(compare)(ids, x[:, 0], scales[:, 0], weights, w_in, w_out)
-    small_layer.assert_close(actual, expected)
-
-
 # One scale for each expert (docs/formats.md): each choice travels as a token of its own.
-
-
-@pytest.mark.exchanges(2 * 3)
-def test_choices_may_travel_with_the_scale_of_their_expert():
-    """Rows have the usual order, and are those of the token in the scale of the row's expert."""
-    layout = dataclasses.replace(LAYOUT, capacity=None)
-    num_experts = layout.num_experts(RANKS)
-    expert_scales = scales_of_tokens(1, num_experts, special=False)[0]
-    x = tokens_of(np.full((RANKS, layout.tokens), 1e-2, np.float32), (64,), "bfloat16")
-    weights = np.random.default_rng(0).random((*x.shape[:2], layout.top_k), np.float32)
-    group = harness.group_of(RANKS)
-
-    def exchange(ids, x, weights):
-        num_tokens, top_k = ids.shape
-        own = ids.reshape(-1, 1)
-        options = layout.route_args(group)
-        fmt = ma.NvFp4(global_scale=jnp.asarray(expert_scales)[own[:, 0]])
-        tokens, own_weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
-        recv = ma.dispatch(
-            tokens, own, own_weights, **harness.exchanging(options, token_format=fmt)
-        )
-        usual = ma.dispatch(x, ids, weights, **harness.exchanging(options))
-        decoded = ma.NvFp4(global_scale=recv.global_scales).decode(recv.rows, "float32")
-        sums = ma.combine(decoded, recv).reshape(num_tokens, top_k, -1).sum(axis=1)
-        places = (usual.src_info.rank, usual.src_info.token, usual.src_info.k)
-        same = (recv.src_info.rank, recv.src_info.token // top_k, recv.src_info.token % top_k)
-        return recv.rows, recv.global_scales, recv.weights, usual.weights, places, same, sums
-
-    program = harness.on_each_rank(exchange, group.mesh)
-    for routing in ("masked", "repeated"):
-        ids = cases.Case(layout, routing).ids(RANKS)
-        rows, scales, own_weights, usual_weights, places, same, sums = program(ids, x, weights)
-        rank, token, k = places
-        is_row = rank >= 0
-        assert is_row.any()
-        for actual, expected in zip(same, places, strict=True):
-            np.testing.assert_array_equal(actual[is_row], expected[is_row])
-        assert (same[0] == rank).all()
-        harness.assert_same_bytes(own_weights, usual_weights)
-        of_rows = expert_scales[ids[rank, token, k]]
-        harness.assert_same_bytes(scales[is_row], of_rows[is_row])
-        parts = format_oracle.encode_tokens(x[rank, token], of_rows)
-        for field, actual, expected in zip(ma.Quantized._fields, rows, parts):
-            harness.assert_same_bytes(np.asarray(actual)[is_row], expected[is_row], field)
-        is_sent = (ids >= 0) & (ids < num_experts)
-        of_choices = np.where(is_sent, expert_scales[np.clip(ids, 0, num_experts - 1)], 1)
-        tokens = np.broadcast_to(x[:, :, None], (*ids.shape, 64))
-        numbers = format_oracle.decode_tokens(
-            *format_oracle.encode_tokens(tokens, of_choices), of_choices, "float32"
-        )
-        terms = np.where(is_sent, weights, 0)[..., None] * np.where(is_sent[..., None], numbers, 0)
-        np.testing.assert_allclose(sums, terms.sum(axis=2), rtol=1e-4, atol=1e-5)
 
 
 # Errors and estimates

@@ -151,19 +151,6 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
 
 
 @pytest.mark.exchanges(0)
-def test_the_known_arrays_of_a_payload_move_separately_only_in_a_transpose():
-    """In a gradient, one dispatch moves tokens and weights."""
-    layer, x, topk_weights = linear_layer(None)
-    in_x = lambda x: layer(x, topk_weights).sum()
-    assert small_layer.counts(jax.grad(in_x), x) == {
-        "routed_dispatch": 1,
-        "weighted_combine": 1,
-        "weighted_dispatch": 1,
-        "combine": 1,
-    }
-
-
-@pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
     """For a payload of two leaves, weights and rows: what is not used downstream stays."""
     group = harness.group_of(RANKS)

@@ -182,40 +182,6 @@ def test_batch_axes_may_stand_anywhere():
         )
 
 
-@pytest.mark.exchanges(3)
-@pytest.mark.parametrize("shared_by", ("none", "outer", "inner"))
-def test_a_batch_of_batches_is_one_exchange(shared_by):
-    """Routings of every element, or shared along one of the two batch axes."""
-    outer, inner = 2, 2
-    all_args = [
-        [small_layer.arguments(RANKS, 2 * i + j) for j in range(inner)] for i in range(outer)
-    ]
-
-    def ids_of(i, j):
-        return all_args[0 if shared_by == "outer" else i][0 if shared_by == "inner" else j].ids
-
-    floats = small_layer.stacked(
-        *(small_layer.stacked(*(each.floats for each in row)) for row in all_args)
-    )
-    ids = np.stack([[ids_of(i, j) for j in range(inner)] for i in range(outer)])
-    ids = ids[0] if shared_by == "outer" else ids[:, 0] if shared_by == "inner" else ids
-    layer = small_layer.layer_of_all_ranks()
-    of_inner = jax.vmap(layer, in_axes=(0, 0, 0, None if shared_by == "inner" else 0))
-    mapped = jax.vmap(of_inner, in_axes=(0, 0, 0, None if shared_by == "outer" else 0))
-    assert small_layer.counts(mapped, *floats, ids) == {
-        "route": 1,
-        "dispatch": 1,
-        "weighted_combine": 1,
-    }
-    out = small_layer.compiled(mapped)(*floats, ids)
-    for i in range(outer):
-        for j in range(inner):
-            own = ids_of(i, j)
-            kept = small_layer.kept_choices(own)
-            expected = dense(*all_args[i][j].floats, own, kept)
-            small_layer.assert_close(out[i, j], expected, (i, j))
-
-
 dense = small_layer.compiled(small_layer.dense_layer)
 
 
@@ -224,26 +190,6 @@ def batch():
     """Return floats, ids and kept with a leading batch axis, and then ranks."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
-
-
-@pytest.mark.exchanges(5)
-def test_vmap_of_grad_equals_that_of_the_dense_layer():
-    """Per-example gradients, with vmap and grad inside shard_map."""
-    floats, ids, kept = batch()
-
-    def gradients(layer):
-        def of(*args):
-            *floats, ids = args
-            return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
-
-        return jax.vmap(of)
-
-    layer = small_layer.layer_of(harness.group_of(RANKS))
-    args = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), (*floats, ids))
-    out = small_layer.compiled(small_layer.on_all_ranks(gradients(layer)))(*args)
-    actual = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), out)
-    expected = jax.vmap(small_layer.dense_value_and_grads)(floats, ids, kept)[1]
-    small_layer.assert_close(actual, expected)
 
 
 @pytest.mark.exchanges(5)
@@ -260,21 +206,6 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 
     actual = gradients(small_layer.layer_of_all_ranks(), ids)(*own)
     expected = gradients(small_layer.dense_layer, ids, kept)(*own)
-    small_layer.assert_close(actual, expected)
-
-
-@pytest.mark.exchanges(5)
-def test_a_shared_routing_has_the_gradient_of_the_dense_layer_for_unbatched_and_batched_leaves():
-    """x has no batch axis, but the weights do: the row of a weighted combine has several."""
-    (x, topk_weights, w), ids, kept = batch()
-    own = x[0], topk_weights, w[0]
-
-    def gradients(layer, *others):
-        mapped = jax.vmap(layer, in_axes=(None, 0, None) + (None,) * len(others))
-        return small_layer.compiled(jax.grad(small_layer.loss_of(mapped, *others), OF_FLOATS))
-
-    actual = gradients(small_layer.layer_of_all_ranks(), ids[0])(*own)
-    expected = gradients(small_layer.dense_layer, ids[0], kept[0])(*own)
     small_layer.assert_close(actual, expected)
 
 

@@ -150,28 +150,6 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each():
         assert counted == {"route": 1, "dispatch": num_moved}
 
 
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize("of", ("rows", "weights"))
-def test_what_has_no_tangent_moves_none_later(of):
-    """Scaled rows do not depend on rows, nor dots on weights. One of two combines has a tangent."""
-    (g, (rows,), (weights,)), ids = arguments()
-
-    def weigh_and_combine(g, rows, weights, routing):
-        (scaled,), (dotted,) = fused(g, [rows], [weights], routing)
-        return ma.combine(scaled, routing), ma.combine(dotted, routing)
-
-    def tangents(value, direction):
-        def of_one(value):
-            given = dict(rows=rows, weights=weights) | {of: value}
-            return of_all_ranks(weigh_and_combine)(g, given["rows"], given["weights"], ids)
-
-        return jax.jvp(of_one, (value,), (direction,))
-
-    value = dict(rows=rows, weights=weights)[of]
-    counted = small_layer.counts(tangents, value, value)
-    assert counted == {"route": 1, "dispatch": 1, "combine": 3}
-
-
 @pytest.mark.exchanges(5)
 def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
     (g, rows, weights), ids = arguments()

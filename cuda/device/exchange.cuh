@@ -13,7 +13,6 @@
 #include "device/ranks.cuh"
 #include "device/signal.cuh"
 #include "device/team.cuh"
-#include "device/timeline.cuh"
 
 namespace moe_a2a {
 
@@ -41,7 +40,6 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
 // of this rank is under way: the block must then go straight to leave(). All threads of the block
 // call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
-  mark(view, Mark::kStart);
   if (threadIdx.x == 0) {
     Control& own = control(view);
     // The accesses do not depend on each other, so that together they cost one latency.
@@ -63,7 +61,6 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
     }
   }
   __syncthreads();
-  mark(view, Mark::kEntered);
   return block.ok;
 }
 
@@ -157,11 +154,9 @@ __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoc
 // Waits until a chunk of `source` has landed. All threads of the team call it.
 __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                       int source, int chunk) {
-  mark(view, Mark::kAwait);
   const bool landed =
       team.thread() != 0 || wait_for_flag(view, chunk_flag(view, epoch, source, chunk), epoch,
                                           Phase::kReceiveChunk, source);
-  mark(view, Mark::kLanded);
   return team.broadcast(landed);
 }
 
@@ -185,16 +180,11 @@ template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
   int item = team.broadcast(asked);
-  mark(view, Mark::kCredit);
   while (item < num_items) {
     send_item(item);
-    mark(view, Mark::kRaised);
     item = take_item(control(view).next_send, team);
   }
-  if (item == num_items) {
-    raise_heads(view, team, epoch);
-    mark(view, Mark::kHeads);
-  }
+  if (item == num_items) raise_heads(view, team, epoch);
 }
 
 // Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)`
@@ -214,7 +204,6 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
       __nanosleep(20000);  // Otherwise rows on one GPU would still land before a block reads them.
     }
     send_chunk(destination, chunk);
-    mark(view, Mark::kWritten);
     raise_chunk(view, team, epoch, destination, chunk);
   });
 }
@@ -244,7 +233,6 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     }
   }
   __syncthreads();  // The block has finished its reads.
-  mark(view, Mark::kArrive);
   bool is_last = false;
   if (threadIdx.x == 0 && block.is_only_launch) {
     const uint32_t before = arrive(&control(view).arrived, num_blocks() - 1);
@@ -278,7 +266,6 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     if (!failed) own.owner = 0;  // After a failure, every launch in this workspace fails.
     own.next_epoch = block.epoch + 1;
   }
-  mark(view, Mark::kEnd);
 }
 
 }  // namespace moe_a2a

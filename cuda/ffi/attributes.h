@@ -1,5 +1,4 @@
-// The attributes that every call has. jax_moe_a2a/_src/exchange/lowering/custom_call.py writes
-// them.
+// The attributes that every call has. jax_moe_a2a/_src/exchange/lowering.py writes them.
 #ifndef MOE_A2A_FFI_ATTRIBUTES_H_
 #define MOE_A2A_FFI_ATTRIBUTES_H_
 

@@ -405,11 +405,8 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
     const SourceToken token = {slots, epoch,
                                WarpChoices(p, view.rank, own_slot, lane_index(), epoch)};
-    mark(view, Mark::kAwait);
     if (!wait_for_token(p, token)) continue;
-    mark(view, Mark::kLanded);
     write_token<T, Wire, kSums, kAdds>(p, team, list, token, token_index);
-    mark(view, Mark::kReceived);
   }
 }
 

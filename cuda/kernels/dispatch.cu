@@ -206,7 +206,6 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
-      mark(view, Mark::kReceived);
     }
   }
 }

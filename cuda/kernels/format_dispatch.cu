@@ -229,7 +229,6 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
     const int chunk_item = item - zero_items;
     const int source = (view.rank + num_ranks - 1 - chunk_item % num_ranks) % num_ranks;
     expand_chunk<F, T>(p, team, stream, segments, epoch, source, chunk_item / num_ranks);
-    mark(view, Mark::kReceived);
   }
 }
 

@@ -284,7 +284,6 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
       });
     });
   }
-  mark(view, Mark::kWritten);
   raise_token<Form>(view, team, epoch, shared, token);
 }
 
@@ -575,7 +574,6 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
     }
     spread_row(array, team, from, row, choices);
   }
-  mark(view, Mark::kReceived);
   return true;
 }
 
@@ -726,7 +724,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     delay_for_test(view, Phase::kSend);
     if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
     const bool is_free = plan_sends(p, epoch, seen_credit, shared, t);
-    mark(view, Mark::kPlanned);
     if (is_free && shared.block.admission == 0) send_ids(p, epoch, own_ids);
     if (is_free && sends) {
       send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked,
@@ -734,14 +731,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
-    mark(view, Mark::kIds);
   }
   if (ok) {
     // A sender plans late, so it requests an item only afterwards. Otherwise that item would wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
-    mark(view, Mark::kRows);
     if (sends) asked = ask_for_item(control(view).next_receive, receivers);
     receive<Form>(p, receivers, epoch, shared, bench, t, items, asked);
   }

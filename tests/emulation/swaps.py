@@ -18,7 +18,7 @@ _CALL = re.compile(r"\b((?:store|raise|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?
 _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
 # Statements that may stand between two neighbouring stores.
-_BETWEEN = re.compile(r"(mark|delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
+_BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
 # Declarations, jumps, preprocessor lines, and errors that tests make on purpose.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
 _BLOCK = re.compile(r"(?:\)|\]|\belse|\bconst) \{")

@@ -67,7 +67,9 @@ def marked(name, *marks):
     """Return a case with the marks, and skipped if XLA encodes the partial sums of so many
     ranks."""
     shape = CASES[name].shape
-    lanes = shape.top_k + checked.RANKS  # of a warp: `_wire_applies` in lowering/combine.py
+    lanes = (
+        shape.top_k + checked.RANKS
+    )  # of a warp: `_wire_applies` in exchange/dispatch_combine.py
     is_portable = shape.wire is not None and lanes > 32
     reason = "XLA encodes the partial sums of so many ranks"
     return pytest.param(name, marks=[*marks, pytest.mark.skipif(is_portable, reason=reason)])

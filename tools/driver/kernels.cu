@@ -17,9 +17,7 @@
 // Prints one line per operation and combination of the lists. A time is that of the slowest device,
 // in microseconds per launch (route: per pair of launches). `wire` is the number of bytes in the
 // busiest direction of a rank's links, where a token counts once per remote rank. The kernels of
-// route make the plan of all other operations. The capacity is that of the fullest rank. With
-// -DMOE_A2A_TIMELINE, the driver also prints when the last launch of rank 0 first and last passed
-// each mark (params.h).
+// route make the plan of all other operations. The capacity is that of the fullest rank.
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/:
@@ -65,11 +63,6 @@ namespace {
 // them.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
-
-#ifdef MOE_A2A_TIMELINE
-constexpr int kMaxBlocks = 256;
-constexpr int64_t kTimelineMarks = int64_t{kMaxBlocks} * kMaxTeams * kNumMarks;
-#endif
 
 // ---- Command line
 
@@ -147,9 +140,6 @@ Options ParseOptions(int argc, char** argv) {
       CHECK(teams >= 0 && teams <= kMaxTeams && (teams & (teams - 1)) == 0);
     }
   }
-#ifdef MOE_A2A_TIMELINE
-  for (int sms : options.sms) CHECK(sms <= kMaxBlocks);
-#endif
   return options;
 }
 
@@ -284,7 +274,7 @@ DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
   return buffer;
 }
 
-// As in jax_moe_a2a/_src/exchange/lowering/route.py.
+// As in jax_moe_a2a/_src/exchange/routed.py.
 int TokensPerRouteChunk(int num_tokens) { return num_tokens <= 2048 ? 64 : 256; }
 int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
@@ -316,9 +306,6 @@ struct RankData {
                           w.num_ranks * chunks * (w.local_experts() + 1), chunks * w.num_ranks}) {
       route_scratch.push_back(memory.Take(count * sizeof(int32_t)));
     }
-#ifdef MOE_A2A_TIMELINE
-    timeline.push_back(memory.Take(kTimelineMarks * sizeof(uint64_t)));
-#endif
     CHECK(cudaDeviceSynchronize());
   }
 
@@ -330,7 +317,6 @@ struct RankData {
   DeviceBuffer combined;                    // [num_tokens, hidden]
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the kernels of route
   std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
-  std::vector<DeviceBuffer> timeline;       // one buffer with -DMOE_A2A_TIMELINE; otherwise none
 };
 
 // ---- Launches, with the parameters that cuda/calls builds for the handlers
@@ -462,9 +448,6 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
     RankView& view = const_cast<RankView&>(view_of(ranks[i]));
     view.rank = call.view.rank;
     view.error = call.view.error;
-#ifdef MOE_A2A_TIMELINE
-    view.timeline = call.data.timeline[0].as<uint64_t>();
-#endif
     kind.Point({a.args.addresses.data(), a.args.addresses.size()},
                {a.results.addresses.data(), a.results.addresses.size()}, &ranks[i]);
   }
@@ -704,39 +687,6 @@ void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
   std::fflush(stdout);
 }
 
-// Prints when the last launch of rank 0 passed each mark, first and last, in ns since its first
-// block began.
-void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
-#ifdef MOE_A2A_TIMELINE
-  constexpr const char* kNames[kNumMarks] = {"start",  "entered",  "planned", "credit", "written",
-                                             "raised", "heads",    "ids",     "rows",   "await",
-                                             "landed", "received", "arrive",  "end"};
-  const DeviceBuffer& buffer = ranks.data[0]->timeline[0];
-  std::vector<uint64_t> times(kTimelineMarks);
-  CHECK(cudaSetDevice(0));
-  CHECK(cudaMemcpy(times.data(), buffer.as<void>(), buffer.bytes, cudaMemcpyDeviceToHost));
-  CHECK(cudaMemset(buffer.as<void>(), 0, buffer.bytes));
-  uint64_t begin = UINT64_MAX;
-  for (int64_t i = 0; i < kTimelineMarks; i += kNumMarks) {
-    if (times[i] > 0) begin = std::min(begin, times[i]);
-  }
-  std::printf("  timeline");
-  for (int mark = 0; mark < kNumMarks; ++mark) {
-    uint64_t first = UINT64_MAX, last = 0;
-    for (int64_t i = mark; i < kTimelineMarks; i += kNumMarks) {
-      if (times[i] < begin) continue;
-      first = std::min(first, times[i]);
-      last = std::max(last, times[i]);
-    }
-    if (last == 0) continue;
-    std::printf(" %s=%lld..%lld", kNames[mark], static_cast<long long>(first - begin),
-                static_cast<long long>(last - begin));
-  }
-  std::printf("\n");
-  std::fflush(stdout);
-#endif
-}
-
 void Measure(const Options& options, const Ranks& ranks, const std::string& name,
              const Tuning& tuning, Fingerprints* checked) {
   const Op operation = kOperations.at(name);
@@ -753,7 +703,6 @@ void Measure(const Options& options, const Ranks& ranks, const std::string& name
   }
   if (options.check) CheckResults(ranks, operation, checked);
   PrintLine(ranks.workload, name, tuning, Summary(us), options.check);
-  PrintTimeline(ranks);
 }
 
 // Returns every combination of the lists.

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import compat
 from ..checks import PyTree, Tail, check_floats, short
-from ..formats.formats import NvFp4, TokenFormat, paired
+from ..formats.formats import NvFp4, TokenFormat, paired, with_global_scales
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
+from .bind import bind
+from .dispatch_combine import DISPATCH
 from .payload_checks import (
     check_leaves,
     check_options,
@@ -24,7 +27,6 @@ from .payload_checks import (
 )
 from .record import Options
 from .recv import Recv, recv_of
-from .straight_through import decoded, encoded
 
 
 class DispatchArguments(NamedTuple):
@@ -101,7 +103,9 @@ class DispatchArguments(NamedTuple):
     def encoded_payload(self) -> list[jax.Array]:
         """Return the operands of a dispatch that does not quantize, without the routing."""
         fmt = self.options.token_format
-        leaves = self.leaves if fmt is None else encoded(self.leaves, fmt)
+        leaves = self.leaves
+        if fmt is not None:
+            leaves = [part for leaf in leaves for part in fmt.travelling.encode(leaf)]
         return [*leaves, *self._travelling_scales, *self.choice_arrays]
 
     @property
@@ -135,7 +139,7 @@ class DispatchArguments(NamedTuple):
             moved[num_leaves:],
         )
         if self.options.decode:
-            parts = decoded(parts, self.leaves, routing, self.options, _as_scales(bits))
+            parts = _decoded(parts, self.leaves, routing, self.options, _as_scales(bits))
         return self._recv(routing, parts, bits, weights)
 
     def _recv(
@@ -197,6 +201,61 @@ def check_dispatch(
     if has_shared_weights:
         choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]
     return DispatchArguments(source, leaves, treedef, choice_arrays, options)
+
+
+# Rows of a dispatch whose primitive does not decode: of a split one, or of one over two levels
+
+
+def _decoded(
+    parts: Sequence[jax.Array],
+    x: Sequence[jax.Array],
+    routing: AnyRouting,
+    options: Options,
+    global_scales: jax.Array | None,
+) -> list[jax.Array]:
+    """Return the rows of dispatched values and scales, with straight-through derivatives.
+
+    Args:
+      parts: values and scales of each array, alternating, after the dispatch.
+      x: the arrays that were encoded.
+      routing: the routing of the dispatch.
+      options: of the dispatch. Its wire dtype is for the gradient.
+      global_scales: the global scale of each row, [C], or None if it is the format's.
+
+    Returns:
+      An array [C, ...] for each array of ``x``, in its dtype.
+    """
+    pairs = zip(paired(parts), x, strict=True)
+    assert options.token_format is not None
+    fmt = with_global_scales(options.token_format.travelling, global_scales)
+    rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
+    params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
+    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
+
+
+# Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format. The
+# rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx. The
+# transpose is ct(x) = D^T ct(rows), a combine.
+def _with_derivatives_of_dispatch(
+    rows: list[jax.Array], x: list[jax.Array], routing: AnyRouting, params: dict[str, Any]
+) -> list[jax.Array]:
+    """Return ``rows`` unchanged, with the derivatives of a dispatch of ``x``."""
+
+    @jax.custom_jvp
+    def straight_through(rows: Any, x: Any, routing: Any) -> Any:
+        del x, routing
+        return rows
+
+    @straight_through.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        rows = straight_through(*primals)  # not primals[0]: the next derivative needs the rule
+        moved = bind(DISPATCH, tangents[1], primals[2], **params)
+        # The rows may vary over more mesh axes: the axes of the router weights that moved with
+        # them.
+        pairs = zip(moved, rows, strict=True)
+        return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
+
+    return straight_through(rows, x, routing)
 
 
 class CombineArguments(NamedTuple):

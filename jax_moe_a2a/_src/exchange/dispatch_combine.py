@@ -24,11 +24,11 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, zero_tangent
-from ..formats.formats import Quantized, TokenFormat
+from ..formats.formats import NvFp4, Quantized, TokenFormat
+from ..group import native
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .lowering.combine import combine_calls
-from .lowering.dispatch import dispatch_calls
+from .lowering import FORMAT_NUM_SMS, CallPlacement, KernelCall
 from .record import CHOICE, ROW, TOKEN, Layout, Layouts, Options, Record, split_routing
 
 # Layouts and types
@@ -82,6 +82,99 @@ def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
         part(hidden // fmt.values_per_item, fmt.value_dtype),
         part(hidden // fmt.group_size, fmt.scale_dtype),
     )
+
+
+# Kernel calls
+
+
+def global_scale(fmt: TokenFormat | None) -> float:
+    """Return the global scale of a format as an attribute; 1 if the format has no global scale."""
+    return float(fmt.global_scale) if isinstance(fmt, NvFp4) else 1.0
+
+
+def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
+    """Return how a dispatch moves its payload, and quantizes it if there is a format."""
+    options: Options = params["options"]
+    attributes = dict(
+        num_choice_arrays=params["num_choice_arrays"],
+        leaves_tail=options.tail == "unspecified",
+    )
+    if options.token_format is None:
+        return attributes
+    return dict(
+        attributes,
+        num_leaves=params["num_leaves"],
+        format=type(options.token_format).__name__,
+        decode=options.decode,
+        has_token_scales=options.has_token_scales,
+        global_scale=global_scale(options.token_format),
+    )
+
+
+def dispatch_calls(
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
+    """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
+    quantizes the leaves if there is a format."""
+    options: Options = params["options"]
+    arrays, attributes = range(len(payload)), dispatch_attributes(params)
+    if options.token_format is None:
+        return [KernelCall("moe_a2a_dispatch", arrays, arrays, attributes)]
+    num_results = options.results_per_leaf * params["num_leaves"] + params["num_choice_arrays"]
+    num_sms = call_placement.group.sms_of("dispatch") or FORMAT_NUM_SMS
+    return [KernelCall("moe_a2a_format_dispatch", arrays, range(num_results), attributes, num_sms)]
+
+
+def combine_calls(
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
+    """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
+    the first call also moves the choice arrays. The payload may end with addends of the leaves."""
+    num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
+    leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
+    has_addends = params["options"].num_addends > 0
+    calls = []
+    choice_arrays_left = list(range(num_leaves, num_moved))
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: choice arrays only
+        own = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
+        addends = [num_moved + i for i in own if has_addends]
+        results = own + choice_arrays_left
+        counts = dict(
+            num_choice_arrays=len(choice_arrays_left), num_pairs=0, num_addends=len(addends)
+        )
+        calls.append(combine_call(call_placement, results + addends, results, dtype, wire, counts))
+        choice_arrays_left = []
+    return calls
+
+
+def combine_call(
+    call_placement: CallPlacement,
+    arrays: Sequence[int],
+    results: Sequence[int],
+    dtype: Any,
+    wire: Any,
+    counts: dict[str, int],
+) -> KernelCall:
+    """Return a call whose partial sums of ``dtype`` rows travel in ``wire``: a dtype, a token
+    format, or None for ``dtype``. If ``dtype`` is None, there are no sums."""
+    fmt = wire if isinstance(wire, TokenFormat) else None
+    num_sms = None
+    if fmt and call_placement.group.size > 1:
+        num_sms = call_placement.group.sms_of("combine") or FORMAT_NUM_SMS
+    attributes = dict(counts, wire=_wire_name(wire, dtype), global_scale=global_scale(fmt))
+    return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
+
+
+def _wire_name(wire: Any, dtype: Any) -> str:
+    """Return the kernels' name of ``wire``; '' if there are no sums."""
+    if dtype is None:
+        return ""
+    if isinstance(wire, TokenFormat):
+        return type(wire).__name__
+    return native.type_name(dtype if wire is None else wire)
+
+
+# The primitives
 
 
 def bind_dispatch(*operands: Any, **params: Any) -> list[Any]:

@@ -93,7 +93,7 @@ class Record:
     layouts: Callable[..., Layouts]
     """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
     kernel_calls: Callable[..., Any]
-    """Returns the kernel calls that make the exchange (see ``lowering.exchange``). It receives a
+    """Returns the kernel calls that make the exchange (see ``lowering.py``). It receives a
     ``CallPlacement``, the abstract payload of one rank and the parameters."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
     """Receives the parameters, and returns what computes the results with other exchanges on GPUs

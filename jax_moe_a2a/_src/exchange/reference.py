@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
+from .. import compat
 from ..ad import accumulation_dtype
-from ..compat import align_varying
 from ..formats.formats import TokenFormat, paired, with_global_scales
 from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
-from .swap import swap
 
 # XLA:CPU compiles a sum of few terms in half the time of a loop. More and larger terms are added in
 # a loop, because the program would grow with their number, and XLA might hold all of them.
@@ -356,7 +356,8 @@ def send_sums(
     """
     num_ranks, num_tokens, _ = routing.slot_rows.shape
     zeros = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
-    zeros, *_ = align_varying([zeros, *(x for pair in pairs for x in pair if x is not None)], ())
+    given = (x for pair in pairs for x in pair if x is not None)
+    zeros, *_ = compat.align_varying([zeros, *given], ())
 
     def terms(index: jax.Array) -> list[jax.Array]:
         terms = []
@@ -431,7 +432,7 @@ def receive_sums(
     order, then the addends [T, ...]. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
-    total, _ = align_varying([total, returned], ())
+    total, _ = compat.align_varying([total, returned], ())
     slots = routing.token_slot.T
     first = num_tokens * lax.broadcasted_iota(jnp.int32, slots.shape, 0)
     sums = _merge(returned, 2)
@@ -539,3 +540,38 @@ def _exchange(
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:
     """Merge the first ``num_axes`` axes into one."""
     return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])
+
+
+# The swap between ranks
+
+# XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation of as many
+# operands. An all_gather has none, but moves and holds the blocks of all pairs of ranks.
+MAX_GATHERED_BYTES = 4 * 2**20
+
+# A primitive, because CPUs compile small blocks in less time another way. It has no derivative and
+# no batching rule, because the portable path is traced when a program is lowered.
+swap_p = compat.Primitive("moe_a2a_swap")
+
+
+def swap(blocks: jax.Array, group: Group) -> jax.Array:
+    """Send block r of [R, ...] to rank r. Return the blocks from all ranks, [R, ...], bit for bit
+    unless XLA computes the collectives of the dtype in another dtype."""
+    if blocks.size == 0 or group.size == 1:
+        return blocks
+    return swap_p.bind(blocks, axis_name=group.axis_name)
+
+
+def _all_to_all(blocks: jax.Array, *, axis_name: Any) -> jax.Array:
+    return lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
+
+
+def _on_cpu(blocks: jax.Array, *, axis_name: Any) -> jax.Array:
+    if len(blocks) * blocks.nbytes > MAX_GATHERED_BYTES:
+        return _all_to_all(blocks, axis_name=axis_name)
+    every = lax.all_gather(blocks, axis_name)
+    return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), 1, keepdims=False)
+
+
+swap_p.def_abstract_eval(lambda blocks, **_: blocks)
+mlir.register_lowering(swap_p, mlir.lower_fun(_all_to_all, multiple_results=False))
+mlir.register_lowering(swap_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")

@@ -6,28 +6,46 @@ or only the dispatch, it rewrites a routed dispatch as two primitives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from .. import compat
-from ..ad import select, zero_tangent
+from ..ad import register_constant, select, zero_tangent
+from ..group import native
 from ..group.group import Group
 from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
 from . import reference, rules
-from .devices import for_own_devices
-from .dispatch_combine import DISPATCH, keep_arrays, moved_tangents, used_payload
-from .lowering import route as lowered
-from .lowering.call_placement import register
+from .dispatch_combine import (
+    DISPATCH,
+    dispatch_attributes,
+    keep_arrays,
+    moved_tangents,
+    used_payload,
+)
+from .lowering import CallPlacement, custom_call, half_bytes_of, num_sms_of, register
 from .record import crossed_axes
 from .rules import is_own_axis, move_or_broadcast
 
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
+
+# The identity on the ids of a group whose devices the program decides. JAX reuses a lowered program
+# for other devices, but lowers a program with this primitive again for each device assignment. The
+# other primitives cannot have this property, because it requires devices, and an export may have
+# none.
+on_own_devices_p = compat.Primitive("on_own_devices")
+
+
+def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
+    """Mark the program if the group has no devices and uses the devices of ``jax.set_mesh``."""
+    takes_devices = group.placed_on(compat.mesh_in_context()) is not group
+    return on_own_devices_p.bind(ids) if takes_devices else ids
 
 
 def bind_route(
@@ -35,7 +53,7 @@ def bind_route(
 ) -> RoutePlan:
     """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
     (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
-    ids = for_own_devices(ids, group)
+    ids = _for_own_devices(ids, group)
     return RoutePlan.of_results(
         route_p.bind(ids, group=group, emulated=emulated, plan_options=plan_options)
     )
@@ -52,7 +70,7 @@ def bind_routed_dispatch(
     """
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
-    ids = for_own_devices(ids, group)
+    ids = _for_own_devices(ids, group)
     _, *payload = compat.align_varying([ids, *payload], axes)
     return _split_plan(
         routed_dispatch_p.bind(ids, *payload, group=group, emulated=emulated, **params)
@@ -263,7 +281,115 @@ def _routed_remat(
     return forward, backward, unknown_out, of_backward, needs
 
 
-register(route_p, reference.route, lowered.route)
+# Kernel calls
+
+
+def _lower_route(ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any) -> list[Any]:
+    """Lower ``route_p`` to one call with two launches.
+
+    The rank of this device is an operand, because the exchange of ids needs it.
+    """
+    group = call_placement.group
+    (aval,) = ctx.avals_in
+    *lead, num_tokens, top_k = call_placement.of_rank(aval).shape
+    batch = math.prod(lead)
+    options: PlanOptions = params["plan_options"]
+    tokens_per_chunk, chunks = route_chunks(num_tokens)
+    levels = 1 if options.first_choice is None else top_k
+
+    def int32(*shape: int) -> Any:
+        shape = (*aval.shape[: call_placement.lead], *shape)
+        return compat.result_aval(aval, shape, jnp.dtype(jnp.int32))
+
+    scratch = [
+        int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
+        # choices per expert (for each choice index if rows may drop), and tokens for this rank
+        int32(batch, group.size, chunks, levels * options.num_local_experts + 1),
+        int32(batch, chunks, group.size),  # own tokens per destination
+    ]
+    attributes = _attributes(params) | dict(tokens_per_chunk=tokens_per_chunk, parts=options.parts)
+    return _call(ctx, call_placement, "route", [ids], attributes, scratch)[: len(ctx.avals_out)]
+
+
+def _lower_routed_dispatch(
+    ctx: Any, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
+) -> list[Any]:
+    """Lower ``routed_dispatch_p`` to one launch."""
+    attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
+    return _call(ctx, call_placement, "routed_dispatch", [ids, *payload], attributes)
+
+
+def _attributes(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a route. ``first_choice`` is -1 if the capacity holds any
+    routing."""
+    options: PlanOptions = params["plan_options"]
+    return dict(
+        num_experts=options.num_local_experts * params["group"].size,
+        alignment=options.alignment,
+        first_choice=-1 if options.first_choice is None else options.first_choice,
+    )
+
+
+def _call(
+    ctx: Any,
+    call_placement: CallPlacement,
+    name: str,
+    operands: Sequence[Any],
+    attributes: dict[str, Any],
+    scratch: Sequence[Any] = (),
+) -> list[Any]:
+    """Emit a call whose first operand is the ids, and whose second operand is this device's
+    rank. The scratch arrays are its last results."""
+    (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
+    avals_in = [ids_aval, _rank_aval(ctx, call_placement), *payload_avals]
+    avals_out = [*ctx.avals_out, *scratch]
+    target = f"moe_a2a_{name}"
+    half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
+    num_tokens = ids_aval.shape[-2]
+    return custom_call(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        target,
+        [ids, *_own_rank(ctx, call_placement), *payload],
+        call_placement,
+        attributes,
+        num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
+        half_bytes=half_bytes,
+    )
+
+
+def route_chunks(num_tokens: int) -> tuple[int, int]:
+    """Return the number of tokens that share a flag of the route, and the number of flags."""
+    few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
+    tokens_per_chunk = native.tuning(
+        "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"
+    )
+    return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
+
+
+def _rank_aval(ctx: Any, call_placement: CallPlacement) -> Any:
+    """Return the type of ``_own_rank``: int32 [], or int32 [ranks] if the ranks share a GPU."""
+    shape = (call_placement.group.size,) * call_placement.lead
+    return compat.result_aval(ctx.avals_in[0], shape, jnp.dtype(jnp.int32))
+
+
+def _own_rank(ctx: Any, call_placement: CallPlacement) -> Any:
+    """Return the rank of this device, or all ranks if they share a GPU."""
+    size = call_placement.group.size
+
+    def rank() -> Any:
+        return (
+            jnp.arange(size, dtype=jnp.int32)
+            if call_placement.lead
+            else reference.own_rank(call_placement.group)
+        )
+
+    avals_out = [_rank_aval(ctx, call_placement)]
+    return mlir.lower_fun(rank, multiple_results=False)(
+        ctx.replace(avals_in=[], avals_out=avals_out)
+    )
+
+
+register(route_p, reference.route, _lower_route)
 route_p.def_abstract_eval(_route_abstract)
 ad.primitive_jvps[route_p] = _route_jvp
 batching.fancy_primitive_batchers[route_p] = _route_batch
@@ -271,7 +397,7 @@ batching.fancy_primitive_batchers[route_p] = _route_batch
 register(
     routed_dispatch_p,
     reference.routed_dispatch,
-    lowered.routed_dispatch,
+    _lower_routed_dispatch,
     lambda **_: _route_and_dispatch,
 )
 routed_dispatch_p.def_abstract_eval(_routed_abstract)
@@ -280,3 +406,6 @@ batching.fancy_primitive_batchers[routed_dispatch_p] = _routed_batch
 compat.register_dce_rule(routed_dispatch_p, _routed_dce)
 compat.register_remat_rule(routed_dispatch_p, _routed_remat)
 compat.register_partial_eval_rule(routed_dispatch_p, _with_known_ids)
+
+register_constant(on_own_devices_p)
+compat.lower_for_devices(on_own_devices_p)

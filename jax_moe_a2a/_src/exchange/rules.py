@@ -14,19 +14,14 @@ from .. import compat
 from ..group.group import Group
 from ..plan.plan import RoutingArrays, fold_batch
 from ..routing.types import check_arrays
-from .lowering import exchange as lowered
-from .lowering.call_placement import register
+from . import lowering
 from .record import Layout, Record, split_routing
 
 
 def register_exchange(exchange: Record) -> None:
     """Register the lowering, the abstract values and the batching of an exchange."""
-    register(
-        exchange.primitive,
-        exchange.reference,
-        partial(lowered.whole, exchange),
-        exchange.unfused,
-    )
+    by_kernels = partial(lowering.whole, exchange)
+    lowering.register(exchange.primitive, exchange.reference, by_kernels, exchange.unfused)
     register_shapes(exchange)
 
 

@@ -18,10 +18,8 @@ from jax.interpreters import ad, batching, mlir
 from .. import compat
 from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, spread, zero_tangent
 from ..plan.plan import RoutingArrays
-from . import reference, rules
+from . import lowering, reference, rules
 from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
-from .lowering import exchange as lowered
-from .lowering.call_placement import barrier, register
 from .record import Layout, Layouts, Record, split_routing
 from .weighted import WEIGHTED_COMBINE, combine_jvp
 
@@ -57,9 +55,9 @@ def add_halves(whole: Record) -> None:
         ]
         return Layouts([*in_flight_layouts, *kept_layouts], layouts.results, sources)
 
-    for phase, layouts, compute, lower in (
-        ("start", start_layouts, reference.start, lowered.start),
-        ("done", done_layouts, reference.done, lowered.done),
+    for phase, layouts, compute, by_kernels in (
+        ("start", start_layouts, reference.start, lowering.start),
+        ("done", done_layouts, reference.done, lowering.done),
     ):
         half = Record(
             f"{whole.name}_{phase}",
@@ -69,7 +67,7 @@ def add_halves(whole: Record) -> None:
             kernel_calls=whole.kernel_calls,
         )
         setattr(whole, phase, half)
-        register(half.primitive, half.reference, partial(lower, whole))
+        lowering.register(half.primitive, half.reference, partial(by_kernels, whole))
         rules.register_shapes(half)
 
 
@@ -196,7 +194,7 @@ def _tie_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 tie_p.multiple_results = True
 tie_p.def_impl(partial(compat.apply_primitive, tie_p))
 tie_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(tie_p, barrier)
+mlir.register_lowering(tie_p, lowering.barrier)
 ad.primitive_jvps[tie_p] = _tie_jvp
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = _tie_batch

@@ -28,9 +28,8 @@ from ..ad import (
 from ..group.group import Group
 from ..plan.plan import RoutingArrays
 from . import reference, rules
-from .dispatch_combine import added_tangents, bind_dispatch, cotangents_of_addends
-from .lowering.combine import weighted_combine_calls
-from .lowering.dispatch import weighted_dispatch_calls
+from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
+from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
 from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
@@ -75,6 +74,36 @@ def _dispatch_types(
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
+def _combine_calls(
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
+    """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
+    them. The payload may end with an addend."""
+    num_pairs = params["num_leaves"]
+    options = params["options"]
+    counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
+    arrays, dtype = range(len(payload)), payload[0].dtype
+    return [combine_call(call_placement, arrays, [0], dtype, options.wire_dtype, counts)]
+
+
+def _dispatch_calls(
+    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+) -> list[KernelCall]:
+    """Return the call of a weighted dispatch, which weighs rows as they arrive."""
+    if call_placement.group.size == 1:
+        raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
+    num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
+    return [
+        KernelCall(
+            "moe_a2a_weighted_dispatch",
+            range(len(payload)),
+            range(num_rows + num_weights),
+            dict(num_rows=num_rows, num_weights=num_weights),
+            call_placement.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
+        )
+    ]
+
+
 _dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)
 _whole_reference = partial(reference.weighted_dispatch, reference.dispatch)
 
@@ -89,7 +118,7 @@ WEIGHTED_COMBINE = Record(
     is_outward=False,
     reference=reference.weighted_combine,
     layouts=_combine_layouts,
-    kernel_calls=weighted_combine_calls,
+    kernel_calls=_combine_calls,
     keeps_payload=True,
 )
 WEIGHTED_DISPATCH = Record(
@@ -97,7 +126,7 @@ WEIGHTED_DISPATCH = Record(
     is_outward=True,
     reference=_whole_reference,
     layouts=_dispatch_layouts,
-    kernel_calls=weighted_dispatch_calls,
+    kernel_calls=_dispatch_calls,
     unfused=_unfused,
     result_types=_dispatch_types,
 )

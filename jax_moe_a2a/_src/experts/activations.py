@@ -66,6 +66,16 @@ class FusedActivation:
         """The kernels' number of the kind."""
         return list(KINDS).index(self.kind)
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of a call of a kernel."""
+        return dict(
+            activation=self.code,
+            gated=int(self.gated),
+            alpha=float(self.alpha),
+            limit=float(self.limit),
+        )
+
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 

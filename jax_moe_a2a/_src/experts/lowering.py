@@ -59,12 +59,12 @@ def dot_act(
 ) -> list[jax.Array]:
     o = tree.unflatten(operands)
     columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
-    return _product(o, columns, keep, num_sms, attributes_of(activation))
+    return _product(o, columns, keep, num_sms, activation.attributes)
 
 
 def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
     o = tree.unflatten(operands)
-    attributes = dict(attributes_of(FusedActivation("silu")), activation=SCALED_BIAS)
+    attributes = dict(FusedActivation("silu").attributes, activation=SCALED_BIAS)
     columns = arrays_of(o.w)[0].shape[-1]
     return _product(o, columns, False, num_sms, attributes)[0]
 
@@ -125,7 +125,7 @@ def act_dot_grad(
         (ct2, w3, groups, pre2, weights.reshape(-1), *spare),
         num_sms,
         aliases={3: 0},  # a warp reads its elements before it writes them
-        **attributes_of(activation),
+        **activation.attributes,
     )
     # The sum in the order of columns, which no choice of XLA changes.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
@@ -134,12 +134,3 @@ def act_dot_grad(
         h.reshape(*pre.shape[:-1], columns),
         ct_weights.reshape(weights.shape),
     ]
-
-
-def attributes_of(activation: FusedActivation) -> dict[str, Any]:
-    return dict(
-        activation=activation.code,
-        gated=int(activation.gated),
-        alpha=float(activation.alpha),
-        limit=float(activation.limit),
-    )

@@ -55,7 +55,7 @@ from ..grouped.primitives import (
 )
 from ..grouped.primitives import sum_of as _sum
 from ..grouped.primitives import unspecified_dot as _dot
-from ..grouped.reference import arrays_of
+from ..grouped.reference import arrays_of, scaled
 from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
@@ -186,18 +186,6 @@ def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.A
     if bias is None:
         return pre
     return pre + bias_of_rows(bias, jnp.ones(rows.shape[:-1], rows.dtype), sizes, num_sms)
-
-
-def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
-    """Return rows times their weights, in the dtype of sums.
-
-    Args:
-      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative by a
-        weight of 0 would then be 0, too, so derivatives are those of the plain product.
-    """
-    weights = weights[..., None]
-    scaled = x.astype(weights.dtype) * weights
-    return jnp.where(weights != 0, scaled, 0) if selects else scaled
 
 
 def _dot_act(

@@ -185,3 +185,15 @@ def _for_each(
         flat.append(jnp.broadcast_to(x, (*lead, *own)).reshape(-1, *own))
     out = lax.map(lambda args: of_one(*args), tuple(flat))
     return out.reshape(*lead, *out.shape[1:])
+
+
+def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
+    """Return rows times their weights, in the dtype of sums.
+
+    Args:
+      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative by a
+        weight of 0 would then be 0, too, so derivatives are those of the plain product.
+    """
+    weights = weights[..., None]
+    scaled = x.astype(weights.dtype) * weights
+    return jnp.where(weights != 0, scaled, 0) if selects else scaled

@@ -25,7 +25,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import is_zero
-from .encode_rows import bind_encode_rows
+from .act_encode import bind_act_encode
 from .primitives import (
     bilinear_tangents,
     bind,
@@ -74,7 +74,7 @@ def _dot(
         if values is None:  # a program was differentiated after _dce
             values = jnp.swapaxes(quantized.values, -1, -2)
         quantized = QuantizedExperts(values, jnp.swapaxes(quantized.scales, -1, -2))
-    encoded = bind_encode_rows(rows, sizes, params["num_sms"])
+    encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
     return bind_dot_fp8(encoded, quantized, sizes, **params)
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..checks import Tail, short
-from ..experts.act_encode import bind_act_encode
 from ..experts.activations import FusedActivation
 from ..formats.formats import BlockwiseFp8, Quantized, TokenFormat
+from ..grouped.act_encode import bind_act_encode
 from ..grouped.quantized import (
     RESULT_DTYPES,
     bind_dot_fp8,

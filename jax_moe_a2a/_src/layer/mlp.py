@@ -28,11 +28,11 @@ from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.recv import Recv
-from ..experts.act_encode import why_no_act_encode
 from ..experts.activations import FusedActivation, recognize
 from ..experts.lowering import why_not_dot_act
 from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
+from ..grouped.act_encode import why_no_act_encode
 from ..grouped.api import check_arrays, grouped_dot
 from ..grouped.lowering import why_no_kernel
 from ..grouped.primitives import unspecified_dot

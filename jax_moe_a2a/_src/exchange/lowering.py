@@ -1,0 +1,432 @@
+"""Lower primitives to custom calls of the CUDA kernels, or to the portable path.
+
+A device finds its rank from the mesh axes of the program, and the ``route`` kernel checks this rank
+against the rank of the workspace. If ranks share a GPU, one call runs all of them, and its arrays
+have a leading axis of ranks. The lowering rules see the arrays of one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from .. import compat, scopes
+from ..group import extension, native
+from ..group.group import Group
+from .record import Record, split_routing
+
+# True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
+DEFAULT_CUDA_GRAPHS = True
+# SMs of calls. These numbers are measured; cuda/tuning.h has their reasons. The handler limits a
+# budget to the SMs of the GPU.
+DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
+FEW_TOKENS = native.tuning("FEW_TOKENS")
+FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
+WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
+FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
+SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
+# The arrays of a routing that the kernels read, in the order of the handlers' operands.
+READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+# Where a call runs
+
+
+class Refused(Exception):
+    """The reason why the kernels do not support a call."""
+
+
+class CallPlacement(NamedTuple):
+    """The group and topology on which the kernels run a call."""
+
+    group: Group
+    """The group, with the devices of the program if each rank has its own device."""
+    topology: native.Topology
+    lead: int
+    """1 if the ranks share a GPU, and the arrays have a leading axis of ranks; otherwise 0."""
+
+    def of_rank(self, aval: Any) -> jax.ShapeDtypeStruct:
+        """Return the abstract value of an array of one rank."""
+        return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
+
+
+def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
+    """Return where the kernels run a call, or why it takes the portable path.
+
+    Raises:
+      ValueError: if the group requires the kernels, and the devices of the program are not known.
+    """
+    group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
+    if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return "the call has an array without elements"
+    has_devices = isinstance(group.mesh, Mesh)
+    if params["emulated"] or (group.size == 1 and not has_devices):
+        if group.implementation != "cuda":
+            return "ranks on one device run the kernels only with implementation='cuda'"
+        if has_devices:
+            raise ValueError(
+                "implementation='cuda' needs a group without a mesh inside jax.vmap over its axis; "
+                f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
+                f"size={group.size}, implementation='cuda')"
+            )
+        topology = native.on_one_gpu(None, group.size)
+        return CallPlacement(group, topology, lead=int(params["emulated"]))
+    if has_devices and group.path == "cuda":
+        return CallPlacement(group, group.topology, lead=0)
+    if has_devices:
+        return group.why_portable
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program whose devices are known when it is lowered; got "
+            f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
+            "pass the mesh to shard_map or to the group"
+        )
+    return "the devices of the program are not known when it is lowered"
+
+
+def register(
+    primitive: Any,
+    reference: Callable[..., Any],
+    kernels: Callable[..., Any],
+    unfused: Callable[..., Callable[..., Any] | None] = lambda **_: None,
+) -> None:
+    """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
+
+    Args:
+      reference: computes the results with jnp and lax from the operands and parameters.
+      kernels: emits custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns the
+        results. It raises ``Refused`` if the kernels do not support the call.
+      unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
+        replacement binds other exchanges, which may run the kernels.
+    """
+
+    def of_only_rank(*operands: Any, **params: Any) -> list[Any]:
+        ranks = [jnp.squeeze(x, 0) for x in operands]
+        results = primitive.bind(*ranks, **dict(params, emulated=False))
+        return [jnp.expand_dims(x, 0) for x in results]
+
+    lower_only_rank = mlir.lower_fun(of_only_rank, multiple_results=True)
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
+
+    def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if not native.has_kernels() and params["group"].implementation is None:
+            extension.warn_of_missing_kernels()
+        found, composition, what = _placement_of(ctx, params), unfused(**params), "portable path"
+        if isinstance(found, CallPlacement):
+            if found.lead and found.group.size == 1:
+                # A handler expects an axis of ranks only if several ranks share a launch.
+                return lower_only_rank(ctx, *operands, **params)
+            try:
+                return kernels(ctx, found, *operands, **params)
+            except Refused as refused:
+                why = str(refused)
+            if composition is None:
+                check_may_refuse(found.group, primitive, why)
+            else:
+                what = "not fused"
+        else:
+            why = found
+        logger.info("%s: %s, because %s", primitive, what, why)
+        if composition is None:
+            return lower_reference(ctx, *operands, **params)
+        return mlir.lower_fun(composition, multiple_results=True)(ctx, *operands, **params)
+
+    def on_others(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if params["group"].implementation == "cuda":
+            raise ValueError(
+                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
+            )
+        logger.info("%s: portable path, because the program is not for NVIDIA GPUs", primitive)
+        return lower_reference(ctx, *operands, **params)
+
+    primitive.multiple_results = True
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    compat.register_lowering_per_call(primitive, cuda=on_gpus, others=on_others)
+
+
+def check_may_refuse(group: Group, primitive: Any, why: str) -> None:
+    """Check that a call may take the portable path.
+
+    Raises:
+      ValueError: if the group requires the kernels.
+    """
+    if group.implementation == "cuda":
+        raise ValueError(
+            f"implementation must be None or 'portable' for a {primitive} that the kernels do not "
+            f"support ({why}); got implementation='cuda'"
+        )
+
+
+barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
+"""Lowers the identity. No result is available before all operands have been computed."""
+
+
+# Custom calls
+
+
+def default_num_sms(num_tokens: int) -> int:
+    """Return the default number of SMs of a route, dispatch or combine."""
+    return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
+
+
+def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
+    """Return the SMs of a route or a whole exchange with this number of tokens per rank."""
+    if group.size == 1:  # all SMs, because only local memory limits the speed
+        return group.sms_of(operation) or ALONE_NUM_SMS
+    return group.sms_of(operation) or default_num_sms(num_tokens)
+
+
+def half_bytes_of(
+    target: str,
+    attributes: dict[str, Any],
+    call_placement: CallPlacement,
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+) -> int:
+    """Return the bytes of a ring half that a call needs.
+
+    Raises:
+      Refused: if the kernels do not support the call.
+    """
+    operands, results = (map(call_placement.of_rank, avals) for avals in (avals_in, avals_out))
+    why, half_bytes = native.why_not(
+        target, attributes, operands, results, call_placement.topology, bool(call_placement.lead)
+    )
+    if why:
+        raise Refused(why)
+    return half_bytes
+
+
+def custom_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    call_placement: CallPlacement,
+    attributes: dict[str, Any],
+    *,
+    num_sms: int,
+    half_bytes: int,
+    is_split: bool = False,
+    aliases: dict[int, int] | None = None,
+) -> list[Any]:
+    """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
+    and the bytes of a ring half to reserve."""
+    native.register_targets()
+    group, topology = call_placement.group, call_placement.topology
+    where = f"devices {topology.devices}" if topology.devices else "one GPU"
+    logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
+    kind = native.SPLIT if is_split else native.WHOLE
+    if is_split:  # never merged, never dropped, never captured in a graph
+        rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+    else:
+        graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
+        rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
+    results = rule(
+        ctx,
+        *operands,
+        devices=np.array(topology.devices, np.int64),
+        num_ranks=np.int64(topology.num_ranks),
+        workspace_kind=np.int64(kind),
+        num_sms=np.int64(num_sms),
+        timeout_ns=np.int64(group.timeout * 1e9),
+        first_timeout_ns=np.int64(group.patience * 1e9),
+        raise_failures=group.on_failure == "raise",
+        half_bytes=np.int64(half_bytes),
+        scopes=_hash("/".join(scopes.of_user(ctx))),
+        **{name: native.attribute(value) for name, value in attributes.items()},
+    )
+    # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
+    # the copy. Each result has a separate barrier, because XLA removes unused results from a shared
+    # barrier. Two equal calls with different used results would then not be merged.
+    alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
+    return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
+
+
+def _hash(text: str) -> np.int64:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return np.int64(int.from_bytes(digest, "big", signed=True))
+
+
+# Whole exchanges and split phases, as the kernel calls of an operation
+
+
+class KernelCall(NamedTuple):
+    """One custom call of an exchange."""
+
+    target: str
+    arrays: Sequence[int]
+    """Indices of the payload operands that the call reads."""
+    results: Sequence[int]
+    """Indices of the results that the call computes."""
+    attributes: dict[str, Any]
+    num_sms: int | None = None
+    """SMs of the call, or None for the default budget."""
+
+
+def _inputs(operands: Sequence[Any]) -> list[Any]:
+    """Return the payload of an exchange, then the routing arrays that the kernels read, from the
+    operands of its primitive or from their types."""
+    payload, routing = split_routing(operands)
+    return [*payload, *(getattr(routing, name) for name in READ_BY_KERNELS)]
+
+
+def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs that a call reads."""
+    return [*(inputs[i] for i in call.arrays), *inputs[-len(READ_BY_KERNELS) :]]
+
+
+def whole(
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+) -> list[Any]:
+    """Lower an exchange."""
+    avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
+    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
+    return _make(exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
+
+
+def start(
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+) -> list[Any]:
+    """Lower the start of an exchange."""
+    avals = _inputs(ctx.avals_in)
+    sources = exchange.layouts(**params).sources
+    num_results = len(sources)
+    # In flight, the arrays at the tokens come before the arrays at the rows.
+    is_outward = exchange.is_outward
+    avals_out = ctx.avals_out[num_results:] if is_outward else ctx.avals_out[:num_results]
+    calls = _kernel_calls(exchange, call_placement, avals, avals_out, params)
+    held = _held(ctx, _inputs(operands), avals)
+    results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
+    payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
+    if is_outward:
+        return [*payload, *results]
+    return [*results, *(payload[source[0]] for source in sources)]
+
+
+def done(
+    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+) -> list[Any]:
+    """Lower the done of an exchange.
+
+    The done has the operands of its start, so that XLA keeps them in place. Its other operands are
+    the arrays in flight, which become its results.
+    """
+    num_results = len(exchange.layouts(**params).results)
+
+    def divide(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the inputs of the start, and the results in flight."""
+        moved, routing = split_routing(arrays)
+        at_tokens, at_rows = moved[:num_results], moved[num_results : 2 * num_results]
+        if exchange.is_outward:
+            return _inputs([*at_tokens, *routing]), at_rows
+        kept_payload = moved[2 * num_results :]
+        return _inputs([*(kept_payload or at_rows), *routing]), at_tokens
+
+    avals, in_flight_avals = divide(ctx.avals_in)
+    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
+    inputs, in_flight = divide(operands)
+    held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
+    inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
+    args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
+    return _make(*args, phase="done", in_flight=in_flight)
+
+
+def _kernel_calls(
+    exchange: Record,
+    call_placement: CallPlacement,
+    avals: Sequence[Any],
+    avals_out: Sequence[Any],
+    params: dict[str, Any],
+) -> list[tuple[KernelCall, int]]:
+    """Return the calls of an exchange, each with the bytes of a ring half that it needs.
+
+    Raises:
+      Refused: if the kernels do not support a call.
+    """
+    payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
+    found = []
+    for call in exchange.kernel_calls(call_placement, payload, params):
+        types = _of_call(call, avals), [avals_out[i] for i in call.results]
+        half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
+        found.append((call, half_bytes))
+    return found
+
+
+def _hold(*arrays: Any) -> Any:
+    in_order = [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
+    return lax.optimization_barrier(in_order)
+
+
+_lower_hold = mlir.lower_fun(_hold, multiple_results=True)
+
+
+def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Return arrays after one barrier for all of them.
+
+    The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
+    call with slices of its operands, and with the update of a larger array by a result. XLA would
+    also copy a constant for each call that reads it, but the done must read the memory of the
+    start. Where XLA chooses another layout, such as for a batch axis that was moved, it would copy
+    an array for the start and again for the done: so the arrays already have the calls' layout.
+    """
+    return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
+
+
+def _make(
+    exchange: Record,
+    calls: Sequence[tuple[KernelCall, int]],
+    ctx: Any,
+    call_placement: CallPlacement,
+    inputs: Sequence[Any],
+    avals: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    phase: str = "",
+    in_flight: Sequence[Any] = (),
+) -> list[Any]:
+    """Emit the calls of an exchange or of a phase, and return the results."""
+    group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"
+    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
+    num_slots = choice_rank.shape[call_placement.lead]
+    results: list[Any] = [None] * len(avals_out)
+    for call, half_bytes in calls:
+        results_in_flight = [in_flight[i] for i in call.results] if in_flight else []
+        call_avals_out = [avals_out[i] for i in call.results]
+        call_avals_in = _of_call(call, avals)
+        num_inputs = len(call_avals_in)
+        num_sms = call.num_sms or num_sms_of(group, operation, num_slots)
+        if phase:
+            num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
+        call_results = custom_call(
+            ctx.replace(
+                avals_in=[*call_avals_in, *call_avals_out[: len(results_in_flight)]],
+                avals_out=call_avals_out,
+            ),
+            f"{call.target}_{phase}" if phase else call.target,
+            [*_of_call(call, inputs), *results_in_flight],
+            call_placement,
+            call.attributes,
+            num_sms=num_sms,
+            half_bytes=half_bytes,
+            is_split=bool(phase),
+            aliases={num_inputs + i: i for i in range(len(results_in_flight))},
+        )
+        for i, result in zip(call.results, call_results, strict=True):
+            results[i] = result
+    return results

@@ -1,0 +1,125 @@
+"""Quantize rows to ``BlockwiseFp8`` for a product, perhaps after an activation, as a primitive.
+
+``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
+[*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, a last operand is the weights
+[*B, C] float32 of rows, and ``h = weights * act(rows)`` is quantized, rounded to the dtype of the
+rows. Without one, I = P, and the rows themselves are quantized. As in ``primitives.py``, a leading
+axis of sizes is 1 if the batch shares the array. A row of weight 0 has exact zeros whatever it
+holds, and rows after the last group are unspecified. The other parameter is ``num_sms``.
+
+The primitive has no derivatives, because a float8 array cannot hold a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import compat, scopes
+from ..formats.formats import BlockwiseFp8, Quantized
+from ..group import native
+from . import lowering as lowered
+from .primitives import bind, register, rows_like
+from .quantized import refusing_jvp
+from .reference import lead_of, scaled
+from .weights import BLOCK
+
+act_encode_p = compat.Primitive("moe_a2a_act_encode")
+act_encode_p.multiple_results = True
+
+# The attributes of a call without an activation.
+_IDENTITY = dict(activation=0, gated=0, alpha=0.0, limit=0.0)
+
+
+@scopes.quantization
+def bind_act_encode(
+    rows: jax.Array,
+    weights: jax.Array | None,
+    sizes: jax.Array,
+    *,
+    activation: Any = None,
+    num_sms: int | None = None,
+) -> Quantized:
+    """Bind ``act_encode_p``.
+
+    Args:
+      rows: bfloat16 or float32 [C, P]. I is a multiple of 128.
+      weights: float32 [C], 0 for rows without a token; None without an activation.
+      sizes: int32 [L].
+      activation: a ``FusedActivation``, which maps P columns to I, or None.
+      num_sms: the most multiprocessors that a kernel uses, or None.
+    """
+    operands = (rows, sizes) if weights is None else (rows, sizes, weights)
+    params = dict(activation=activation, num_sms=num_sms)
+    return Quantized(*bind(act_encode_p, *operands, **params))
+
+
+def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
+    """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
+    process; '' if it does."""
+    return lowered.why_no_call(num_rows, num_groups, width)
+
+
+def _columns(rows: Any, activation: Any) -> int:
+    return rows.shape[-1] // (1 if activation is None else activation.width(1))
+
+
+def _abstract(rows: Any, *_: Any, activation: Any, **__: Any) -> list[Any]:
+    columns = _columns(rows, activation)
+    values = rows_like(rows, columns, jnp.float8_e4m3fn)
+    return [values, rows_like(rows, columns // BLOCK, jnp.float32)]
+
+
+def _composition(
+    rows: jax.Array, _: jax.Array, *weights: jax.Array, activation: Any, **__: Any
+) -> list[jax.Array]:
+    if weights:
+        rows = scaled(activation(rows), weights[0], selects=True).astype(rows.dtype)
+    return list(BlockwiseFp8().encode(rows))
+
+
+def _kernel(
+    rows: jax.Array,
+    sizes: jax.Array,
+    *weights: jax.Array,
+    activation: Any,
+    num_sms: int | None,
+) -> list[jax.Array]:
+    lead, (num_rows, width) = lead_of(rows), rows.shape[-2:]
+    # The table is that of the product before or after, so XLA computes it once.
+    groups = lowered.table(
+        sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
+    )
+    flat, columns = (math.prod(lead), num_rows), _columns(rows, activation)
+    results = [
+        jax.ShapeDtypeStruct((*flat, columns), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((*flat, columns // BLOCK), jnp.float32),
+    ]
+    row_weights = weights[0].reshape(flat) if weights else jnp.zeros(0, jnp.float32)
+    found = native.call_product(
+        "moe_a2a_act_encode",
+        results,
+        (rows.reshape(*flat, width), groups, row_weights),
+        num_sms=num_sms or 0,
+        **(_IDENTITY if activation is None else activation.attributes),
+    )
+    return [x.reshape(*lead, num_rows, x.shape[-1]) for x in found]
+
+
+def _why_no_kernel(rows: Any, sizes: Any, *_: Any, **__: Any) -> str:
+    num_rows, num_groups, *_rest = lowered.sizes_of(rows, sizes, rows.shape)
+    return why_no_act_encode(num_rows, num_groups, rows.shape[-1])
+
+
+register(
+    act_encode_p,
+    abstract=_abstract,
+    jvp=partial(refusing_jvp, act_encode_p),
+    is_full=lambda activation, **_: (True, False) + (True,) * (activation is not None),
+    composition=_composition,
+    cuda=lowered.by_kernel(_why_no_kernel, _kernel, _composition),
+)
