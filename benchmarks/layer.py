@@ -235,7 +235,7 @@ class Bench:
                 exchange=ma.Exchange(capacity=workload.capacity),
                 **OF_MOE_MLP[method],
             )
-            return lambda ids, x, *rest: one_call(x, ids, *rest)
+            return lambda ids, x, weights, *rest: one_call(x, ma.RouterChoices(ids, weights), *rest)
         made = MAKERS[method](workload, self.group)
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:

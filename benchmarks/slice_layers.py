@@ -54,7 +54,8 @@ def moe_mlp(workload: Workload, activation: Any, axis: str = "ep", **options: An
         num_experts = experts["w_in"].shape[0] * lax.axis_size(axis)
         routing = ma.route(ids, group=axis, num_experts=num_experts)
         more = options if prepared is None else dict(options, quantized=prepared)
-        y = ma.moe_mlp(x, routing, weights, activation=activation, **experts, **more)
+        choices = ma.RouterChoices(routing, weights)
+        y = ma.moe_mlp(x, choices, activation=activation, **experts, **more)
         return y, routing.num_dropped
 
     return layer

@@ -23,14 +23,15 @@ from jax_moe_a2a.integrations.nnx import MoE
 
 VOCAB, HIDDEN, HEADS, LENGTH, BATCH = 64, 32, 4, 16, 16
 EXCHANGE = ma.Exchange(capacity_factor=2.0)
-EXPERTS = dict(expert_hidden=48, num_experts=8, top_k=2, exchange=EXCHANGE)
+EXPERTS = dict(expert_hidden=48, num_experts=8, choose=ma.TopK(2), exchange=EXCHANGE)
+AXES = ma.Axes("ep", data="data")
 
 
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1, self.norm2 = (nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(HEADS, HIDDEN, decode=False, rngs=rngs)
-        self.moe = MoE(HIDDEN, **EXPERTS, group="ep", data_axes="data", rngs=rngs)
+        self.moe = MoE(HIDDEN, **EXPERTS, axes=AXES, rngs=rngs)
 
     def __call__(self, x):
         x += self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))

@@ -67,13 +67,7 @@ def expert_parallel_block(x: jax.Array, weights: Weights, config: Any) -> jax.Ar
       output of the shared expert if there is one.
     """
     # The default capacity has room for every row, because the original drops none.
-    y, _ = ma.moe(
-        x,
-        **weights,
-        **hf.router_arguments(config),
-        activation=hf.expert_activation(config),
-        group="ep",
-    )
+    y, _ = ma.moe(x, **weights, activation=hf.expert_activation(config), axes="ep")
     return y
 
 
@@ -174,8 +168,15 @@ def original(
     return {
         "output": y.detach().reshape(x.shape).numpy(),
         "tokens": tokens.grad.numpy(),
-        **weights_of(block, gradient, config),
+        **by_name(weights_of(block, gradient, config)),
     }
+
+
+def by_name(weights: Weights) -> dict[str, Any]:
+    """Return each array of the weights, or of their gradients, by a name of its own."""
+    router = weights["router"]
+    own = {"router": router.kernel, "router_bias": router.bias, "select_bias": router.select_bias}
+    return {name: array for name, array in (weights | own).items() if array is not None}
 
 
 def expert_parallel(
@@ -187,10 +188,9 @@ def expert_parallel(
     def output_and_gradients(x: jax.Array, weights: Weights, dy: jax.Array) -> dict:
         y, pullback = jax.vjp(partial(expert_parallel_block, config=config), x, weights)
         dx, dweights = pullback(dy)
-        return {"output": y, "tokens": dx, **dweights}
+        return {"output": y, "tokens": dx, **by_name(dweights)}
 
-    specs = ma.moe_partition_specs("ep")
-    specs = P("ep"), {name: specs[name] for name in weights}, P("ep")
+    specs = P("ep"), ma.moe_partition_specs(weights, "ep"), P("ep")
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):  # GPUs would round to TF32
         args = jax.device_put((x, weights, dy), jax.tree.map(partial(NamedSharding, mesh), specs))
         return jax.device_get(output_and_gradients(*args))

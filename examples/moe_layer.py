@@ -6,6 +6,7 @@ Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
 """
 
 import os
+from typing import Any
 
 # Read when JAX starts; it concerns the CPU only.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -18,7 +19,7 @@ import jax_moe_a2a as ma
 NUM_EXPERTS, TOP_K, HIDDEN, EXPERT_HIDDEN, TOKENS = 16, 4, 64, 128, 512
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-Params = dict[str, jax.Array]
+Params = dict[str, Any]  # a router, and arrays
 
 
 def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
@@ -26,16 +27,14 @@ def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
 
     Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
     """
-    y, stats = ma.moe(
-        x, **params, top_k=TOP_K, group="ep", exchange=ma.Exchange(capacity_factor=2.0)
-    )
+    y, stats = ma.moe(x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=2.0))
     return y, stats.load
 
 
 def dense_moe(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
     """Apply the layer on one device: every expert computes every token."""
-    topk_ids, topk_weights, _ = ma.top_k_router(x @ params["router"], TOP_K)
-    weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(topk_ids, NUM_EXPERTS), topk_weights)
+    choices = ma.TopK(TOP_K)(x @ params["router"].kernel)
+    weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(choices.ids, NUM_EXPERTS), choices.weights)
     gate, up = jnp.unstack(jnp.einsum("th,ehgi->geti", x, params["w_gate_up"]))
     y = (jax.nn.silu(gate) * up) @ params["w_down"]
     return jnp.einsum("et,eth->th", weights, y), None
@@ -49,12 +48,14 @@ def value_and_grads(layer, params: Params, x: jax.Array) -> tuple[dict, ma.Exper
         return jnp.sum(jnp.sin(y)), (y, load)
 
     (_, (y, load)), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
-    return jax.device_get({"y": y, "x": grads[1], **grads[0]}), load
+    found = {"y": y, "x": grads[1], **grads[0], "router": grads[0]["router"].kernel}
+    return jax.device_get(found), load
 
 
 def main() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
-    params = ma.init_moe(jax.random.key(0), HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS)
+    sizes = HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS
+    params = ma.init_moe(jax.random.key(0), *sizes, choose=ma.TopK(TOP_K))
     x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN))
     dense, _ = value_and_grads(dense_moe, params, x)
     with jax.set_mesh(mesh):

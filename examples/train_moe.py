@@ -96,6 +96,8 @@ def init(key: jax.Array, g: Geometry) -> Params:
     def matrix(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
 
+    sizes = g.hidden, g.expert_hidden, g.experts
+
     def layer(key: jax.Array) -> Params:
         q, kv, out, moe = jax.random.split(key, 4)
         return {
@@ -104,7 +106,7 @@ def init(key: jax.Array, g: Geometry) -> Params:
             "kv": matrix(kv, g.hidden, 2 * g.kv_heads * g.head),
             "out": matrix(out, g.heads * g.head, g.hidden),
             "moe_norm": jnp.ones(g.hidden),
-            "moe": ma.init_moe(moe, g.hidden, g.expert_hidden, g.experts),
+            "moe": ma.init_moe(moe, *sizes, choose=ma.TopK(g.top_k)),
         }
 
     embed, layers, unembed = jax.random.split(key, 3)
@@ -118,15 +120,11 @@ def init(key: jax.Array, g: Geometry) -> Params:
 
 def specs_of(params: Params) -> Params:
     """Return where parameters are stored: experts over "ep", and one more axis over "data"."""
-    experts = ma.moe_partition_specs("ep", fsdp_axes="data")
-
-    def spec(path: tuple, array: Any) -> P:
-        keys = [entry.key for entry in path]
-        if "moe" in keys:
-            return P(None, *experts[keys[-1]])
-        return P(None, "data") if array.ndim == 3 else P()
-
-    return jax.tree.map_with_path(spec, params)
+    moe = jax.eval_shape(lambda moe: jax.tree.map(lambda w: w[0], moe), params["layers"]["moe"])
+    of_layer = ma.moe_partition_specs(moe, ma.Axes("ep", fsdp="data"))
+    specs = jax.tree.map(lambda array: P(None, "data") if array.ndim == 3 else P(), params)
+    specs["layers"]["moe"] = jax.tree.map(lambda spec: P(None, *spec), of_layer)
+    return specs
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -155,13 +153,12 @@ def attention(x: jax.Array, layer: Params, g: Geometry) -> jax.Array:
     return y.reshape(*x.shape[:2], -1) @ layer["out"]
 
 
-def dense_moe(x: jax.Array, params: Params, select_bias: jax.Array, options: dict) -> tuple:
+def dense_moe(x: jax.Array, params: Params) -> tuple:
     """Apply every expert to every token: the reference of `ma.moe`, without an exchange."""
     tokens = x.reshape(-1, x.shape[-1])
-    logits = tokens.astype(jnp.float32) @ params["router"]
-    choices = ma.top_k_router(
-        logits, options["top_k"], score=options["score"], select_bias=select_bias
-    )
+    router = params["router"]
+    logits = tokens.astype(jnp.float32) @ router.kernel
+    choices = router.choose(logits, select_bias=router.select_bias)
     num_experts = logits.shape[-1]
     chosen = jax.nn.one_hot(choices.ids, num_experts, dtype=choices.weights.dtype)
     weights = jnp.einsum("tke,tk->te", chosen, choices.weights)
@@ -191,18 +188,17 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
     x = x + attention(rms_norm(x, layer["attention_norm"]), layer, g)
     tokens = rms_norm(x, layer["moe_norm"])
     # Scores of a sigmoid do not compete with each other, which suits the bias (DeepSeek-V3).
-    router = {"top_k": g.top_k, "score": "sigmoid" if o.balance == "bias" else "softmax"}
-    bias = select_bias if o.balance == "bias" else None
+    moe = layer["moe"]
+    if o.balance == "bias":
+        choose = ma.TopK(g.top_k, score="sigmoid")
+        moe = moe | {"router": moe["router"].replace(choose=choose, select_bias=select_bias)}
     if o.experts == "dense":
-        y, report = dense_moe(tokens, layer["moe"], bias, router)
+        y, report = dense_moe(tokens, moe)
         return x + y, report
     y, stats = ma.moe(
         tokens,
-        **layer["moe"],
-        **router,
-        select_bias=bias,
-        group=o.group,
-        data_axes="data",
+        **moe,
+        axes=ma.Axes(o.group, data="data"),
         exchange=ma.Exchange(capacity_factor=o.capacity_factor),
         experts_format=ma.BlockwiseFp8() if o.experts == "fp8" else None,
     )
@@ -224,7 +220,8 @@ def model(params: Params, select_bias: Any, text: jax.Array, g: Geometry, o: Opt
 
     def low(path: tuple, master: jax.Array) -> jax.Array:
         # Rounded logits would choose other experts, so the router stays in float32.
-        return master if path[-1].key == "router" else master.astype(o.dtype)
+        is_router = any(getattr(entry, "key", None) == "router" for entry in path)
+        return master if is_router else master.astype(o.dtype)
 
     params = jax.tree.map_with_path(low, params)
     layer = functools.partial(block, g=g, o=o)

@@ -34,6 +34,7 @@ from ._src.group.group import Group as Group
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
 from ._src.grouped.weights import quantize_experts as quantize_experts
+from ._src.layer.axes import Axes as Axes
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
 from ._src.layer.balance import router_z_loss as router_z_loss
 from ._src.layer.balance import update_select_bias as update_select_bias
@@ -48,8 +49,9 @@ from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
 from ._src.layer.parameters import init_moe as init_moe
 from ._src.layer.parameters import moe_partition_specs as moe_partition_specs
-from ._src.layer.router import RouterChoices as RouterChoices
-from ._src.layer.router import top_k_router as top_k_router
+from ._src.layer.router import Replay as Replay
+from ._src.layer.router import Router as Router
+from ._src.layer.top_k import TopK as TopK
 from ._src.placement.choice import choose_slots as choose_slots
 from ._src.placement.choice import gather_counts as gather_counts
 from ._src.placement.planner import plan_placement as plan_placement
@@ -58,7 +60,7 @@ from ._src.plan.memory import DeviceMemory as DeviceMemory
 from ._src.plan.memory import MemoryEstimate as MemoryEstimate
 from ._src.plan.memory import memory_estimate as memory_estimate
 from ._src.plan.options import Exchange as Exchange
-from ._src.routing.from_map import Choices as Choices
+from ._src.routing.choices import RouterChoices as RouterChoices
 from ._src.routing.from_map import choices_from_map as choices_from_map
 from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.routing.types import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME

@@ -220,11 +220,13 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
     act = ma.gated(act) if " " in name else act
 
     def loss(params, x, **options):
-        return ma.moe(x, **params, top_k=1, group="ep", activation=act, **options)[0].sum()
+        return ma.moe(x, **params, axes="ep", activation=act, **options)[0].sum()
 
     with jax.set_mesh(harness.mesh_of(2)):
         for size, options in ((8, {}), (128, dict(experts_format=ma.BlockwiseFp8()))):
-            params = ma.init_moe(jax.random.key(0), size, size, 2, shared_hidden=size)
+            sizes = size, size, 2
+            router = dict(choose=ma.TopK(1))
+            params = ma.init_moe(jax.random.key(0), *sizes, shared_hidden=size, **router)
             if not is_gated:
                 gates = {n: params[n][..., 0, :] for n in ("w_gate_up", "shared_gate_up")}
                 params |= gates

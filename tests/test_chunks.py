@@ -44,10 +44,9 @@ def layer(ids, floats, *, group=None, num_experts=RANKS * LOCAL, **options):
     x, topk_weights, w_in, w_out, *biases = floats
     options |= dict(zip(("b_in", "b_out"), biases))
     group = group or harness.emulated_group(RANKS)
-    weights = topk_weights, w_in, w_out
-    return ma.moe_mlp(
-        x, ids, *weights, group=group, num_experts=num_experts, **harness.exchanging(options)
-    )
+    choices = ma.RouterChoices(ids, topk_weights)
+    options = harness.exchanging(options)
+    return ma.moe_mlp(x, choices, w_in, w_out, group=group, num_experts=num_experts, **options)
 
 
 def of_ranks(**options):

@@ -72,14 +72,16 @@ def recipes(request, monkeypatch):
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, tmp_path):
     recipes["optimizer"] = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=2)
-    specs, mesh = ma.moe_partition_specs("ep", fsdp_axes="data"), recipes["mesh"]
+    axes, mesh = ma.Axes("ep", data="data", fsdp="data"), recipes["mesh"]
     with jax.set_mesh(mesh):
-        params, state = recipes["start"](specs)
+        params, state = recipes["start"](axes)
+        specs = ma.moe_partition_specs(params, axes)
         moments = state.inner_opt_state[0].mu, state.inner_opt_state[0].nu, state.acc_grads
         for tree in (params, *moments):
-            for name, array in tree.items():
-                wanted = NamedSharding(mesh, specs[name])
-                assert array.sharding.is_equivalent_to(wanted, array.ndim), name
+            is_placed = lambda array, spec: array.sharding.is_equivalent_to(
+                NamedSharding(mesh, spec), array.ndim
+            )
+            assert all(jax.tree.leaves(jax.tree.map(is_placed, tree, specs)))
         step, x = recipes["train_step"](), recipes["x"]
         params, state, *_ = step(params, state, x)
         with counted() as compiled:
@@ -121,10 +123,19 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         assert bool(compiled) == is_auto  # Explicit axes carry the placement into the state
 
 
-@pytest.mark.parametrize("options", (dict(), dict(two_arrays=True), dict(quantized=True)), ids=str)
-@pytest.mark.parametrize("fsdp_axes", (None, "data", ("data", "more")))
-@pytest.mark.parametrize("tensor_axis", (None, "tensor"))
-def test_no_placement_ends_with_an_axis_that_is_not_divided(tensor_axis, fsdp_axes, options):
-    specs = ma.moe_partition_specs("ep", tensor_axis=tensor_axis, fsdp_axes=fsdp_axes, **options)
+def parameters(two_arrays, quantized):
+    options = dict(choose=ma.TopK(2), two_arrays=two_arrays, bias=True, shared_hidden=128)
+    params = ma.init_moe(jax.random.key(0), 128, 128, 2, **options)
+    if quantized:
+        params |= {name: ma.quantize_experts(params[name]) for name in ("w_gate_up", "w_down")}
+    return params
+
+
+@pytest.mark.parametrize("options", ((False, False), (True, False), (False, True)), ids=str)
+@pytest.mark.parametrize("fsdp", (None, "data", ("data", "more")))
+@pytest.mark.parametrize("tensor", (None, "tensor"))
+def test_no_placement_ends_with_an_axis_that_is_not_divided(tensor, fsdp, options):
+    shapes = jax.eval_shape(lambda: parameters(*options))
+    specs = ma.moe_partition_specs(shapes, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
     for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec)):
         assert not spec or spec[-1] is not None

@@ -53,7 +53,8 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
 
     def on_rank(ids, x, topk_weights, *weights):
         biases = dict(zip(("b_in", "b_out"), weights[2:]))
-        return ma.moe_mlp(x, ids, topk_weights, *weights[:2], **biases, **options)
+        choices = ma.RouterChoices(ids, topk_weights)
+        return ma.moe_mlp(x, choices, *weights[:2], **biases, **options)
 
     layer = jax.vmap(on_rank, axis_name="ep")
 

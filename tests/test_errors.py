@@ -288,7 +288,7 @@ def test_another_symbolic_size_is_refused_with_advice():
 
     def layer(x, i, topk_weights, w_in, w_out):
         mlp = functools.partial(ma.moe_mlp, activation=jnp.tanh, **route_args())
-        return mlp(x, i, topk_weights, w_in, w_out)
+        return mlp(x, ma.RouterChoices(i, topk_weights), w_in, w_out)
 
     w_in, w_out = array((2, HIDDEN, size)), array((2, size, HIDDEN))
     x = array((TOKENS, HIDDEN))
@@ -507,7 +507,8 @@ SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]
 
 def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
     options = dict(activation=jnp.tanh, group=harness.emulated_group(RANKS), num_experts=EXPERTS)
-    return ma.moe_mlp(x, ids, None, *(jnp.ones(w, x.dtype) for w in (w_in, w_out)), **options)
+    weights = (jnp.ones(w, x.dtype) for w in (w_in, w_out))
+    return ma.moe_mlp(x, ma.RouterChoices(ids, None), *weights, **options)
 
 
 @pytest.mark.parametrize(
@@ -589,11 +590,11 @@ def assert_raises(fn, remedy):
 @pytest.mark.several_devices("its meshes have several devices")
 def test_an_error_of_a_whole_layer_names_the_remedy():
     mesh = harness.mesh_of(harness.FEW)
-    params = ma.init_moe(jax.random.key(0), HIDDEN, 3, 3 * harness.FEW + 1)
-    layer = lambda: ma.moe(jnp.ones((TOKENS, HIDDEN)), **params, top_k=2, group="ep")[0]
+    params = ma.init_moe(jax.random.key(0), HIDDEN, 3, 3 * harness.FEW + 1, choose=ma.TopK(2))
+    layer = lambda: ma.moe(jnp.ones((TOKENS, HIDDEN)), **params, axes="ep")[0]
     inside = jax.shard_map(layer, mesh=mesh, in_specs=(), out_specs=PartitionSpec())
     assert_raises(inside, "got 'ep' inside a jax.shard_map.*call moe_mlp inside with group='ep'")
     with mesh:
         assert_raises(layer, r"only the mesh of `with mesh:`.*`with jax.set_mesh\(mesh\):`")
     with jax.set_mesh(mesh):
-        assert_raises(layer, r"got float32\[5,7\]. Use 6 or 8 experts, or 1 rank")
+        assert_raises(layer, r"got 7. Use 6 or 8 experts, or 1 rank")

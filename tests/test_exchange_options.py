@@ -134,9 +134,9 @@ def test_a_single_exchange_refuses_chunks(fn):
 def test_moe_refuses_a_shared_expert_without_weights():
     with pytest.raises(ValueError, match="shared_expert must be omitted .*Pass .* shared_down"):
         with jax.set_mesh(harness.mesh_of(harness.FEW)):
-            params = ma.init_moe(jax.random.key(0), 4, 4, 4)
+            params = ma.init_moe(jax.random.key(0), 4, 4, 4, choose=ma.TopK(1))
             exchange = ma.Exchange(shared_expert=True)
-            ma.moe(jnp.ones((2, 4)), **params, top_k=1, group="ep", exchange=exchange)
+            ma.moe(jnp.ones((2, 4)), **params, axes="ep", exchange=exchange)
 
 
 ACCEPTING = (ma.route, ma.dispatch, ma.dispatch_start, ma.moe_mlp, ma.moe, ma.memory_estimate)

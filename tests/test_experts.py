@@ -317,7 +317,8 @@ def test_the_layer_makes_no_pass_over_rows(policy):
 
     def run(x, weights, w_in, w_out, ids, options=options):
         group = harness.emulated_group(ranks)
-        return ma.moe_mlp(x, ids, weights, w_in, w_out, group=group, **harness.exchanging(options))
+        choices = ma.RouterChoices(ids, weights)
+        return ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options))
 
     fn = run if policy is None else jax.checkpoint(run, policy=policy)
     every = jax.vmap(fn, axis_name=harness.AXIS)

@@ -51,16 +51,9 @@ def layer(*args, **options):
     """Call `ma.moe_mlp` with one rank's arrays."""
     x, topk_weights, w_in, w_out, b_in, b_out, ids = args
     given = dict(small_layer.route_args(harness.group_of(RANKS), LAYOUT), activation=SWIGLU)
-    return ma.moe_mlp(
-        x,
-        ids,
-        topk_weights,
-        w_in,
-        w_out,
-        b_in=b_in,
-        b_out=b_out,
-        **harness.exchanging(dict(given, **options)),
-    )
+    given = harness.exchanging(dict(given, **options))
+    choices = ma.RouterChoices(ids, topk_weights)
+    return ma.moe_mlp(x, choices, w_in, w_out, b_in=b_in, b_out=b_out, **given)
 
 
 def explicit(*args):
@@ -320,7 +313,8 @@ def test_errors_are_those_of_the_page(row):
 @pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 def test_modules_hold_weights_in_fp8(make):
     mesh = mesh_of(ep=2)
-    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep", dtype=jnp.bfloat16)
+    sizes = dict(expert_hidden=128, num_experts=4, choose=ma.TopK(2), axes="ep")
+    sizes |= dict(dtype=jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (6, 128), jnp.bfloat16)
     with jax.set_mesh(mesh):
         if make is NnxMoE:
@@ -336,10 +330,9 @@ def test_modules_hold_weights_in_fp8(make):
             name: ma.QuantizedExperts(params[name], params[f"{name}_scales"])
             for name in ("w_gate_up", "w_down")
         }
-        run = quick_jit(
-            lambda x, router, w: ma.moe(x, router, **harness.exchanging(w), top_k=2, group="ep")[0]
-        )
-        np.testing.assert_array_equal(y, run(x, params["router"], experts))
+        router = ma.Router(params["router"], choose=ma.TopK(2))
+        run = quick_jit(lambda x, router, w: ma.moe(x, router, **w, axes="ep")[0])
+        np.testing.assert_array_equal(y, run(x, router, experts))
     assert params["w_gate_up"].dtype == jnp.float8_e4m3fn
     assert params["w_gate_up"].sharding.spec[0] == params["w_down_scales"].sharding.spec[0] == "ep"
     with pytest.raises(ValueError, match="weights_format must be BlockwiseFp8"):
@@ -352,7 +345,7 @@ def test_modules_hold_weights_in_fp8(make):
 @pytest.mark.promotes("Flax relies on it")
 @pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 def test_modules_read_weights_that_were_quantized_once(make):
-    sizes = dict(expert_hidden=128, num_experts=4, top_k=2, group="ep")
+    sizes = dict(expert_hidden=128, num_experts=4, choose=ma.TopK(2), axes="ep")
     sizes |= dict(experts_format=FP8, exchange=ma.Exchange(num_chunks=2))
     x = jax.random.normal(jax.random.key(1), (6, 128))
     with jax.set_mesh(mesh_of(ep=2)):
@@ -375,15 +368,14 @@ def test_modules_read_weights_that_were_quantized_once(make):
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_over_expert_and_tensor_axes():
     mesh = mesh_of(AxisType.Auto, ep=2, tensor=2)
-    params = ma.init_moe(jax.random.key(0), 128, 256, 4, dtype=jnp.float32, bias=True)
+    params = ma.init_moe(jax.random.key(0), 128, 256, 4, choose=ma.TopK(2), bias=True)
     params = jax.tree.map(np.asarray, params)
     x = np.random.default_rng(1).normal(size=(6, 128)).astype(np.float32)
     experts = {name: ma.quantize_experts(params[name]) for name in ("w_gate_up", "w_down")}
     in_fp8 = params | experts
-    specs = ma.moe_partition_specs("ep", tensor_axis="tensor", quantized=True)
-    options = dict(top_k=2, group="ep", tensor_axis="tensor", num_chunks=2)
+    axes = ma.Axes("ep", tensor="tensor")
+    options, specs = dict(axes=axes, num_chunks=2), ma.moe_partition_specs(in_fp8, axes)
     with jax.set_mesh(mesh):
-        specs = {name: specs[name] for name in in_fp8}
         placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), in_fp8, specs)
         run = quick_jit(lambda x, params: ma.moe(x, **params, **harness.exchanging(options))[0])
         found = run(x, placed)
@@ -402,8 +394,7 @@ def test_moe_over_expert_and_tensor_axes():
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
     """The weights are stored in parts that are no whole squares: of 192 rows."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
-    where = dict(tensor_axis="tensor", two_arrays=True, fsdp_axes="data")
-    options = dict(top_k=2, group="ep", data_axes="data", tensor_axis="tensor")
+    axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)
 
     def step(params, other, x):
@@ -412,9 +403,7 @@ def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
         once = other and (quantize(jnp.stack(other["w_gate_up"], 2)), quantize(other["w_down"]))
 
         def loss(params, x):
-            y, _ = ma.moe(
-                x, **params, **harness.exchanging(options), experts_format=FP8, quantized=once
-            )
+            y, _ = ma.moe(x, **params, axes=axes, experts_format=FP8, quantized=once)
             return jnp.sin(y).sum(), y
 
         def add(total, x):
@@ -424,8 +413,8 @@ def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)
 
     with jax.set_mesh(mesh):
-        specs = ma.moe_partition_specs("ep", **where)
-        params = ma.init_moe(jax.random.key(0), 384, 256, 4, two_arrays=True, specs=specs)
+        make = functools.partial(ma.init_moe, choose=ma.TopK(2), two_arrays=True, axes=axes)
+        params = make(jax.random.key(0), 384, 256, 4)
         run = quick_jit(step)
         expected, y = run(params, None, x)
         found, same = run(params, params, x)
@@ -439,8 +428,9 @@ def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
 @pytest.mark.exchanges(0)
 def test_moe_checks_weights_that_were_quantized_once():
     gate, w_down = np.ones((4, 128, 256), np.float32), np.ones((4, 256, 128), np.float32)
-    layer = functools.partial(ma.moe, top_k=2, group="ep", experts_format=FP8)
-    args = np.ones((6, 128), np.float32), np.ones((128, 4), np.float32), (gate, gate), w_down
+    layer = functools.partial(ma.moe, axes="ep", experts_format=FP8)
+    router = ma.Router(np.ones((128, 4), np.float32), choose=ma.TopK(2))
+    args = np.ones((6, 128), np.float32), router, (gate, gate), w_down
     quantize = functools.partial(ma.quantize_experts, transposed=True)
     once = jax.eval_shape(lambda w: (quantize(jnp.stack(w[2], 2)), quantize(w[3])), args)
     wrong = [
@@ -458,4 +448,4 @@ def test_moe_checks_weights_that_were_quantized_once():
             with pytest.raises(error, match=message):
                 jax.eval_shape(lambda once: layer(*args, quantized=make(*once)), once)
         with pytest.raises(ValueError, match="w_gate_up must .* multiple of 128 times the size 4"):
-            layer(*args, tensor_axis="tensor")
+            layer(*args, axes=ma.Axes("ep", tensor="tensor"))

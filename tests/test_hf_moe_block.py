@@ -1,5 +1,6 @@
 """The blocks of Hugging Face transformers, where torch and transformers are installed."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -74,9 +75,9 @@ WRONG_ROUTERS = {
 @needs_both
 @pytest.mark.parametrize("name", WRONG_ROUTERS)
 def test_a_mistake_in_a_router_is_noticed(example, name, monkeypatch):
-    right = example.hf.router_arguments
-    wrong = lambda config: right(config) | WRONG_ROUTERS[name]
-    monkeypatch.setattr(example.hf, "router_arguments", wrong)
+    right = example.hf.top_k
+    wrong = lambda config: dataclasses.replace(right(config), **WRONG_ROUTERS[name])
+    monkeypatch.setattr(example.hf, "top_k", wrong)
     found = example.differences(model_called(example, name), harness.group_of(harness.FEW).mesh)
     # Far from the tolerance, as its comment says.
     assert found["output"] > 1e-2 and found["router"] > 1e-2
@@ -90,6 +91,8 @@ def test_a_mistake_in_a_router_is_noticed(example, name, monkeypatch):
 def test_weights_left_out_are_noticed(example, name, left_out, monkeypatch):
     def without_it(x, weights, config, *, block=example.expert_parallel_block):
         rest = {name: w for name, w in weights.items() if not name.startswith(left_out)}
+        if left_out == "select_bias":
+            rest["router"] = weights["router"].replace(select_bias=None)
         return block(x, rest, config)
 
     monkeypatch.setattr(example, "expert_parallel_block", without_it)

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.usefixtures("exact_products"),
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
-SIZES = dict(expert_hidden=WIDTH, num_experts=EXPERTS, top_k=TOP_K)
+SIZES = dict(expert_hidden=WIDTH, num_experts=EXPERTS, choose=ma.TopK(TOP_K))
 MODULES = pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 
 
@@ -46,18 +46,18 @@ def dense_module(params, x):
     return dense(x, *choose(x @ params["router"]), w_in, params["w_down"], swiglu)
 
 
-def apply_and_params(make, mesh, x=X, **options):
+def apply_and_params(make, mesh, x=X, call=None, **options):
     """Return a module as a function of parameters and tokens, and its parameters by name."""
-    options = SIZES | options
+    options, call = SIZES | options, call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
-            model = NnxMoE(HIDDEN, group="ep", rngs=nnx.Rngs(0), **options)
+            model = NnxMoE(HIDDEN, axes="ep", rngs=nnx.Rngs(0), **options)
             graph, params, rest = nnx.split(model, nnx.Param, ...)
-            return lambda params, x: nnx.merge(graph, params, rest)(x), params
-        module = LinenMoE(group="ep", **options)
-        variables = quick_jit(module.init)(jax.random.key(0), x)
+            return lambda params, x: nnx.merge(graph, params, rest)(x, **call), params
+        module = LinenMoE(axes="ep", **options)
+        variables = quick_jit(module.init)(jax.random.key(0), x, **call)
         params, rest = variables.pop("params"), variables
-        return lambda params, x: module.apply({"params": params, **rest}, x), params
+        return lambda params, x: module.apply({"params": params, **rest}, x, **call), params
 
 
 def plain(params):
@@ -111,11 +111,11 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
 @MODULES
 def test_a_module_with_all_parameters_is_moe(make):
     mesh = mesh_of(AxisType.Auto, data=2, ep=2, tensor=2)
-    options = dict(data_axes=("data",), tensor_axis="tensor")
+    axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     call = dict(mask=np.arange(12).reshape(4, 3) != 3, shared_weights=0.5)
     with jax.set_mesh(mesh):
-        more = dict(bias=True, select_bias=True, shared_expert=True, fsdp_axes="data", **options)
-        make_module = functools.partial(make, **SIZES, group="ep", dtype="bfloat16", **more)
+        more = dict(bias=True, select_bias=True, shared_expert=True)
+        make_module = functools.partial(make, **SIZES, axes=axes, dtype="bfloat16", **more)
         if make is NnxMoE:
             model = make_module(HIDDEN, rngs=nnx.Rngs(0))
             specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model)))
@@ -133,15 +133,16 @@ def test_a_module_with_all_parameters_is_moe(make):
             y, stats = quick_jit(lambda v, x: module.apply(v, x, **call))(variables, X)
             names = plain(variables)
             names = names["params"] | names["router_state"]
-        cast = lambda name, a: a if "rout" in name or "select" in name else a.astype("bfloat16")
-        arguments = {name: cast(name, a) for name, a in names.items()} | call | options
-        layer = lambda x: ma.moe(
-            x, **harness.exchanging(arguments), top_k=TOP_K, group="ep", return_logits=True
-        )
+        own = [names.pop(name) for name in ("router", "router_bias", "select_bias")]
+        params = {name: a.astype("bfloat16") for name, a in names.items()}
+        params["router"] = ma.Router(*own, choose=ma.TopK(TOP_K))
+        layer = lambda x: ma.moe(x, **params, **call, axes=axes, outputs=("logits",))
         expected = quick_jit(layer)(X.astype("bfloat16"))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)
-    wanted = ma.moe_partition_specs("ep", tensor_axis="tensor", fsdp_axes="data")
+    wanted = ma.moe_partition_specs(params, axes)
+    router = wanted.pop("router")
+    wanted |= dict(router=router.kernel, router_bias=router.bias, select_bias=router.select_bias)
     # NNX has an entry in each placement.
     assert {name: P(*spec if any(spec) else ()) for name, spec in specs.items()} == wanted
 
@@ -154,8 +155,8 @@ def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=metadata)
     def create(rngs):
-        group = ma.Group(mesh, "ep")
-        return NnxMoE(HIDDEN, **SIZES, group=group, select_bias=True, rngs=rngs)
+        axes = ma.Group(mesh, "ep")
+        return NnxMoE(HIDDEN, **SIZES, axes=axes, select_bias=True, rngs=rngs)
 
     @nnx.jit
     def step(models, x):
@@ -193,7 +194,7 @@ def test_linen_module_scans_over_layers_with_remat():
     class Block(linen.Module):
         @linen.compact
         def __call__(self, x, _):
-            y, _ = LinenMoE(**SIZES, group="ep", name="moe")(x)
+            y, _ = LinenMoE(**SIZES, axes="ep", name="moe")(x)
             return x + y, None
 
     layers = linen.scan(
@@ -221,16 +222,15 @@ def test_linen_module_scans_over_layers_with_remat():
 def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
     renamed = {
         "x": "x",
-        "router": "num_experts",
-        "router_bias": "bias",
+        "router": "choose",
+        "group": "axes",
+        "choices": "choose",
         "w_gate_up": "expert_hidden",
         "w_down": "expert_hidden",
         "b_gate_up": "bias",
         "b_down": "bias",
         "shared_gate_up": "shared_expert",
         "shared_down": "shared_expert",
-        "topk_ids": "top_k",
-        "topk_weights": "score",
         "num_experts": "num_experts",
         "w_in": "expert_hidden",
         "w_out": "expert_hidden",
@@ -242,7 +242,7 @@ def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
     for function in (ma.moe, ma.moe_mlp):
         names = {renamed.get(name, name) for name in parameters(function)}
         assert names <= set(options)
-    own = "x", "group", "select_bias", "return_logits", *renamed
+    own = "axes", "outputs", *renamed
     for name, parameter in parameters(ma.moe).items():
         assert name in own or parameter.default == options[name].default, name
     both = [set(parameters(module.__init__)) for module in (NnxMoE, LinenMoE)]
@@ -253,11 +253,11 @@ def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
 @pytest.mark.exchanges(0)
 def test_options_that_do_not_fit_are_refused_at_construction(make):
     more = dict(hidden=HIDDEN, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
-    group = ma.Group(axis_name="ep", size=4)
+    axes = ma.Group(axis_name="ep", size=4)
     with pytest.raises(ValueError, match="multiple of the group's size 4; got 6. Use 4 or 8"):
-        make(**dict(SIZES, num_experts=6), group=group, **more)
+        make(**dict(SIZES, num_experts=6), axes=axes, **more)
     with pytest.raises(ValueError, match="shared_hidden must be None without a shared expert"):
-        make(**SIZES, group=group, shared_hidden=4, **more)
+        make(**SIZES, axes=axes, shared_hidden=4, **more)
 
 
 @MODULES
@@ -266,3 +266,21 @@ def test_a_call_without_a_mesh_names_set_mesh(make):
     apply, params = apply_and_params(make, mesh_of(ep=2))
     with pytest.raises(ValueError, match=r"got no mesh in scope.*jax.set_mesh\(mesh\)"):
         jax.eval_shape(apply, params, X)
+
+
+@MODULES
+def test_a_module_replays_choices_and_passes_arrays_to_a_router(make):
+    mesh = mesh_of(AxisType.Explicit, ep=2)
+    ids = np.arange(12 * TOP_K).reshape(4, 3, TOP_K) % EXPERTS
+    run = {"replay": dict(replay=ids), "own": dict(per_token=ids, whole=np.float32(1))}
+    found = {}
+    for name, choose_with in (("replay", ma.TopK(TOP_K)), ("own", given_ids)):
+        apply, params = apply_and_params(make, mesh, x=X, choose=choose_with, call=run[name])
+        with jax.set_mesh(mesh):
+            found[name] = quick_jit(lambda p, x, apply=apply: apply(p, x)[0])(params, X)
+    assert_close(found["replay"], found["own"])
+
+
+def given_ids(tokens, logits, ids, factor):
+    chosen = jax.nn.one_hot(ids, EXPERTS) * logits[:, None, :]
+    return ma.RouterChoices(ids, jax.nn.softmax(chosen.sum(-1)) * factor)

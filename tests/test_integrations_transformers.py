@@ -97,12 +97,12 @@ def test_a_round_trip_returns_the_same_names_and_bits(kind, per_expert, dtype):
     params = hf.from_state_dict(others | block, CONFIGS[kind], PREFIX[:-1])
     back = hf.to_state_dict(params, CONFIGS[kind], PREFIX, per_expert=per_expert)
     assert {name: bits(x) for name, x in back.items()} == {n: bits(x) for n, x in block.items()}
-    assert params.keys() <= ma.moe_partition_specs("ep").keys()
-    for array in params.values():
+    assert ma.moe_partition_specs(params, "ep").keys() == params.keys()
+    for array in jax.tree.leaves(params):
         assert not any(np.shares_memory(array, x) for x in [*block.values(), *back.values()])
 
     # As JAX arrays, and gate and up as two arrays.
-    two = {name: jnp.asarray(x) for name, x in params.items()}
+    two = jax.tree.map(jnp.asarray, params)
     pairs = [name for name in params if name.endswith("gate_up")]
     two |= {name: tuple(jnp.moveaxis(two[name], -2, 0)) for name in pairs}
     again = hf.to_state_dict(two, CONFIGS[kind], PREFIX, per_expert=per_expert)
@@ -150,9 +150,9 @@ def original(kind, block, x):
 def converted(params, config, x):
     """Return the same, with the converted weights, the router of the package and all experts."""
     act = hf.expert_activation(config)
-    logits = x @ params["router"] + params.get("router_bias", np.zeros(E, x.dtype))[None]
-    bias = params.get("select_bias")
-    choices = ma.top_k_router(logits, select_bias=bias, **hf.router_arguments(config))
+    router, zeros = params["router"], np.zeros(E, x.dtype)
+    logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
+    choices = router.choose(logits, select_bias=router.select_bias)
     w_in = params["w_gate_up"].reshape(E, H, -1)
     b_in = params.get("b_gate_up", np.zeros((E, 2, I), x.dtype)).reshape(E, -1)
     b_out = params.get("b_down", np.zeros((E, H), x.dtype))
@@ -189,9 +189,8 @@ def test_converted_weights_compute_what_the_block_computes(kind, per_expert):
 
 def test_the_configuration_selects_router_and_activation():
     deepseek, gpt_oss = CONFIGS["deepseek_v3"], CONFIGS["gpt_oss"]
-    assert hf.router_arguments(deepseek | dict(n_group=1)) == dict(
-        top_k=2, renormalize=True, score="sigmoid", scale=2.5
-    )
+    found = hf.top_k(deepseek | dict(n_group=1))
+    assert found == ma.TopK(2, renormalize=True, score="sigmoid", scale=2.5)
     assert hf.expert_activation(gpt_oss) == ma.clamped_swiglu(7.0, 1.702)
     assert hf.expert_activation(gpt_oss | dict(swiglu_limit=5.0)) == ma.clamped_swiglu(5.0, 1.702)
     x = jnp.array([[0.5, -1.0, 2.0, 3.0]])
@@ -292,7 +291,7 @@ def test_parameters_with_mistakes(name, change, message):
 def test_configurations_with_mistakes(kind, change, message):
     config = CONFIGS[kind] | change
     with pytest.raises(ValueError, match=message):
-        hf.router_arguments(config)
+        hf.top_k(config)
         hf.expert_activation(config)
 
 
@@ -353,4 +352,4 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     )
     from_files = hf.from_state_dict(files, config, prefix)
     assert jax.tree.map(bits, from_files) == jax.tree.map(bits, params)
-    assert hf.router_arguments(config) == hf.router_arguments(model.config)
+    assert hf.top_k(config) == hf.top_k(model.config)

@@ -57,8 +57,7 @@ def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
     route_args = small_layer.route_args(group or harness.group_of(RANKS), layout)
     return ma.moe_mlp(
         x,
-        ids,
-        topk_weights,
+        ma.RouterChoices(ids, topk_weights),
         w_in,
         w_out,
         activation=activation,
@@ -365,7 +364,11 @@ def refused(naming, error, **changed):
     for name, value in changed.items():
         is_array = isinstance(value, tuple)
         (arrays if is_array else options)[name] = array(*value) if is_array else value
-    fn = lambda arrays: ma.moe_mlp(**harness.exchanging(arrays, options))
+
+    def fn(arrays):
+        choices = ma.RouterChoices(arrays.pop("topk_ids"), arrays.pop("topk_weights"))
+        return ma.moe_mlp(**harness.exchanging(arrays, options), choices=choices)
+
     with pytest.raises(error) as caught:
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
     for text in naming:
@@ -403,10 +406,9 @@ def test_every_array_has_one_dtype(name):
 
     def fn(arrays):
         arrays[name] = arrays[name].astype(jnp.bfloat16)
-        given = dict(topk_ids=jnp.zeros((6, 3), int), topk_weights=None, activation=SWIGLU)
-        return ma.moe_mlp(
-            **harness.exchanging(arrays, given), group=harness.emulated_group(2), num_experts=4
-        )
+        choices = ma.RouterChoices(jnp.zeros((6, 3), int), None)
+        given = dict(choices=choices, activation=SWIGLU)
+        return ma.moe_mlp(**arrays, **given, group=harness.emulated_group(2), num_experts=4)
 
     arrays = {n: jax.ShapeDtypeStruct((2, *s), "float32") for n, s in shapes.items()}
     with pytest.raises(TypeError, match="must have the dtype of x"):
@@ -431,9 +433,8 @@ def test_a_routing_in_place_of_ids_says_what_was_dropped():
         routing = ma.route(ids, **small_layer.route_args(harness.group_of(RANKS), CUT))
         x, topk_weights, w_in, w_out, b_in, b_out = floats
         biases = dict(b_in=b_in, b_out=b_out)
-        out = ma.moe_mlp(
-            x, routing, topk_weights, w_in, w_out, activation=SWIGLU, **harness.exchanging(biases)
-        )
+        choices = ma.RouterChoices(routing, topk_weights)
+        out = ma.moe_mlp(x, choices, w_in, w_out, activation=SWIGLU, **biases)
         return out, routing.num_dropped, ma.expert_load(routing).dropped_per_rank
 
     program = small_layer.compiled(of_all_ranks(run))
@@ -497,8 +498,9 @@ def test_a_routing_is_not_divided():
 
     def fn(x, weights, w_in, w_out, ids):
         routing = ma.route(ids, group=group, num_experts=2 * RANKS)
+        choices = ma.RouterChoices(routing, weights)
         return ma.moe_mlp(
-            x, routing, weights, w_in, w_out, activation=SWIGLU, exchange=ma.Exchange(num_chunks=2)
+            x, choices, w_in, w_out, activation=SWIGLU, exchange=ma.Exchange(num_chunks=2)
         )
 
     with pytest.raises(TypeError, match="topk_ids must be integers .* num_chunks.*got a Routing"):

@@ -67,13 +67,17 @@ def raises(call, group, *patterns):
         assert re.search(pattern, str(error.value)), f"no {pattern!r} in: {error.value}"
 
 
+def unweighted(ids):
+    return ma.RouterChoices(ids, None)
+
+
 FLAT, TWO_LEVEL = group_of(2, 4, two_level=False), group_of(2, 4, two_level=True)
 USES = {
     "dispatch": lambda recv: ma.dispatch(X, recv.routing),
     "dispatch_start": lambda recv: ma.dispatch_done(ma.dispatch_start(X, recv.routing)),
     "combine": lambda recv: ma.combine(recv.rows, recv),
     "combine_start": lambda recv: ma.combine_done(ma.combine_start(recv.rows, recv)),
-    "moe_mlp": lambda recv: ma.moe_mlp(X, recv.routing, None, W_IN, W_OUT, activation=SWIGLU),
+    "moe_mlp": lambda recv: ma.moe_mlp(X, unweighted(recv.routing), W_IN, W_OUT, activation=SWIGLU),
     "expert_load": ma.expert_load,
 }
 FITTING = {
@@ -129,7 +133,7 @@ WRONG_PLANS = {
 
 def mlp(placement, ids=IDS, weights=(W_IN, W_OUT), group=FLAT, num_experts=EXPERTS):
     options = dict(activation=SWIGLU, group=group, num_experts=num_experts)
-    return ma.moe_mlp(X, ids, None, *weights, **options, placement=placement)
+    return ma.moe_mlp(X, unweighted(ids), *weights, **options, placement=placement)
 
 
 def routed(placement, recv=OF_SLOTS):
@@ -141,7 +145,7 @@ PLACED = {
     "fetch_experts": lambda plan: ma.fetch_experts(W_IN, plan, group=FLAT),
     "moe_mlp": mlp,
     "moe_mlp in chunks": lambda plan: ma.moe_mlp(
-        *(X, IDS, None, W_IN, W_OUT),
+        *(X, unweighted(IDS), W_IN, W_OUT),
         **dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS, placement=plan),
         exchange=ma.Exchange(num_chunks=2),
     ),
@@ -180,8 +184,8 @@ def test_a_placement_of_other_experts_is_refused():
 
 def test_moe_refuses_each_wrong_plan_as_an_argument_of_jit():
     mesh = jax.make_mesh((1,), ("ep",))
-    params = ma.init_moe(jax.random.key(0), 8, 4, EXPERTS)
-    layer = lambda plan: ma.moe(jnp.zeros((2, 8)), **params, top_k=2, group="ep", placement=plan)
+    params = ma.init_moe(jax.random.key(0), 8, 4, EXPERTS, choose=ma.TopK(2))
+    layer = lambda plan: ma.moe(jnp.zeros((2, 8)), **params, axes="ep", placement=plan)
     of_one = plan(num_ranks=1, spare=2)
     with jax.set_mesh(mesh):
         jax.eval_shape(layer, of_one)
@@ -212,13 +216,15 @@ def quantized(*shape, **options):
 
 
 def in_fp8(w_in, w_out):
-    return ma.moe_mlp(X, IDS, None, w_in, w_out, activation=SWIGLU, group=FLAT, num_experts=EXPERTS)
+    return ma.moe_mlp(
+        X, unweighted(IDS), w_in, w_out, activation=SWIGLU, group=FLAT, num_experts=EXPERTS
+    )
 
 
 def trained(w_in, w_out):
     options = dict(experts_format=ma.BlockwiseFp8(), quantized=(w_in, w_out))
     options |= dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS)
-    return ma.moe_mlp(X, IDS, None, W_IN, W_OUT, **options)
+    return ma.moe_mlp(X, unweighted(IDS), W_IN, W_OUT, **options)
 
 
 def test_quantized_weights_of_another_form_are_refused():

@@ -41,27 +41,27 @@ def draw(*lead, bias=True, two_arrays=False):
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     pair = lambda a: (a[:, ..., 0, :], a[:, ..., 1, :]) if two_arrays else a
     params = dict(
-        router=normal(HIDDEN, EXPERTS) / 2,
+        router=ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K)),
         w_gate_up=pair(normal(EXPERTS, HIDDEN, 2, WIDTH) / 2),
         w_down=normal(EXPERTS, WIDTH, HIDDEN) / 2,
     )
-    biases = dict(
-        router_bias=normal(EXPERTS),
-        b_gate_up=pair(normal(EXPERTS, 2, WIDTH)),
-        b_down=normal(EXPERTS, HIDDEN),
-    )
-    return normal(*lead, HIDDEN), params | (biases if bias else {})
+    router_bias = normal(EXPERTS)
+    biases = dict(b_gate_up=pair(normal(EXPERTS, 2, WIDTH)), b_down=normal(EXPERTS, HIDDEN))
+    if bias:
+        params |= dict(router=params["router"].replace(bias=router_bias), **biases)
+    return normal(*lead, HIDDEN), params
 
 
-def dense(x, params, mask=None, select_bias=None, choose=None):
+def dense(x, params, mask=None):
     """Return what `moe` returns, except for the load: each expert is applied to each token."""
-    logits = jnp.einsum("...h,he->...e", x, params["router"])
-    if "router_bias" in params:
-        logits += jnp.broadcast_to(params["router_bias"], logits.shape)
-    if choose is None:
-        choices = ma.top_k_router(logits, TOP_K, select_bias=select_bias, mask=mask)
+    router = params["router"]
+    logits = jnp.einsum("...h,he->...e", x, router.kernel)
+    if router.bias is not None:
+        logits += jnp.broadcast_to(router.bias, logits.shape)
+    if isinstance(router.choose, ma.TopK):
+        choices = router.choose(logits, select_bias=router.select_bias, mask=mask)
     else:
-        chosen = choose(logits)
+        chosen = router.choose(x, logits, None, None)
         nothing = ma.RouterChoices(*map(jnp.full_like, chosen, (-1, 0.0, 0.0)))
         choices = jax.tree.map(functools.partial(jnp.where, mask[..., None]), chosen, nothing)
     gate_up = params["w_gate_up"]
@@ -110,7 +110,7 @@ def value_and_grads(layer, params, x):
 
 def layer_of(**options):
     def layer(params, x):
-        y, stats = ma.moe(x, **params, top_k=TOP_K, group="ep", **harness.exchanging(options))
+        y, stats = ma.moe(x, **params, **harness.exchanging(dict(axes="ep") | options))
         return y, (stats.balance_loss, stats.z_loss), stats
 
     return layer
@@ -130,21 +130,19 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     x, params = draw(8, 3, two_arrays=two_arrays)
     mask = np.arange(24).reshape(8, 3) % 5 != 0
     select_bias = np.linspace(-0.3, 0.3, EXPERTS, dtype=np.float32)
-    options = dict(mask=mask, select_bias=select_bias)
+    params["router"] = params["router"].replace(select_bias=select_bias)
     tensor = "tensor" if "tensor" in sizes else None
     data = ("data",) if "data" in sizes else ()
-    layer = layer_of(data_axes=data, tensor_axis=tensor, **options)
     # Weights may also be stored in parts of the data axis; over Explicit axes, gradients are, too.
-    fsdp = "data" if axis_type is Explicit else None
-    specs = ma.moe_partition_specs("ep", tensor_axis=tensor, fsdp_axes=fsdp, two_arrays=two_arrays)
-    specs = {name: specs[name] for name in params}
+    axes = ma.Axes("ep", data=data, tensor=tensor, fsdp="data" if axis_type is Explicit else None)
+    layer, specs = layer_of(axes=axes, mask=mask), ma.moe_partition_specs(params, axes)
     with jax.set_mesh(mesh):
         placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs)
         spec = P((*data, "ep"))
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
         (y, losses, stats), grads = value_and_grads(layer, placed, x_placed)
     (y_dense, losses_dense), grads_dense = value_and_grads(
-        lambda params, x: dense(x, params, **options), params, x
+        lambda params, x: dense(x, params, mask), params, x
     )
     assert_close((y, losses, grads), (y_dense, losses_dense, grads_dense))
     assert y.sharding.is_equivalent_to(x_placed.sharding, y.ndim)
@@ -170,7 +168,7 @@ def test_any_number_of_tokens(axis_type, lead, grad):
     mesh = mesh_of(axis_type, data=2, ep=2)
     x, params = draw(*lead, bias=False)
     with jax.set_mesh(mesh):
-        layer = layer_of(data_axes="data")
+        layer = layer_of(axes=ma.Axes("ep", data="data"))
         if grad:
             (y, losses, stats), grads = value_and_grads(layer, params, x)
             assert_close(((y, losses), grads), value_and_grads(dense_layer, params, x))
@@ -218,8 +216,8 @@ def test_tokens_that_explicit_axes_divide_stay_where_they_are():
     spec = P("ep", "data")  # neither the order nor the axis that moe would choose
     with jax.set_mesh(mesh):
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
-        program = jax.make_jaxpr(layer_of(data_axes="data"))(params, x_placed)
-        y, _, _ = quick_jit(layer_of(data_axes="data"))(params, x_placed)
+        program = jax.make_jaxpr(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
+        y, _, _ = quick_jit(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
     (mapped,) = (eqn for eqn in program.eqns if eqn.primitive.name == "shard_map")
     assert mapped.params["in_specs"][0] == spec
     assert jax.typeof(y).sharding.spec == P("ep", "data", None)
@@ -229,19 +227,20 @@ def test_tokens_that_explicit_axes_divide_stay_where_they_are():
 def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
     x, params = draw(2, 3, bias=False)
     params["w_gate_up"] = params["w_gate_up"][:, :, 0]
-    options = dict(top_k=TOP_K, group=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
+    options = dict(axes=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
 
     def layer(params, x):
         y, stats = jax.vmap(lambda x: ma.moe(x, **params, **harness.exchanging(options)))(x)
         return y, (stats.balance_loss.sum(), stats.z_loss.sum()), stats
 
     def expected(params, x):
-        choices = ma.top_k_router(x @ params["router"], TOP_K)
+        logits = x @ params["router"].kernel
+        choices = ma.TopK(TOP_K)(logits)
         acts = jax.nn.relu(jnp.einsum("...h,ehi->...ei", x, params["w_gate_up"]))
         outputs = jnp.einsum("...ei,eih->...eh", acts, params["w_down"])
         weights = jax.nn.one_hot(choices.ids, EXPERTS) * choices.weights[..., None]
         balance = jax.vmap(ma.load_balancing_loss)(choices.scores, choices.ids)
-        z = jax.vmap(ma.router_z_loss)(x @ params["router"])
+        z = jax.vmap(ma.router_z_loss)(logits)
         return jnp.einsum("...eh,...ke->...h", outputs, weights), (balance.sum(), z.sum())
 
     y, losses, stats = quick_jit(layer)(params, x)
@@ -249,7 +248,7 @@ def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
     assert stats.load.rows_per_rank.shape == (2, 2)
 
 
-def sigmoid_router(logits):
+def sigmoid_router(tokens, logits, per_token, whole):
     scores, ids = jax.lax.top_k(logits, TOP_K)
     return ma.RouterChoices(ids, jax.nn.sigmoid(scores), jax.nn.softmax(logits))
 
@@ -265,7 +264,9 @@ def sigmoid_router(logits):
 def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
     x, params = draw(*lead, bias=False, two_arrays=two_arrays)
     sizes = HIDDEN, WIDTH, EXPERTS
-    shared = ma.init_moe(jax.random.key(3), *sizes, shared_hidden=6, two_arrays=two_arrays)
+    options = dict(choose=sigmoid_router, shared_hidden=6, two_arrays=two_arrays)
+    shared = ma.init_moe(jax.random.key(3), *sizes, **options)
+    params["router"] = params["router"].replace(choose=sigmoid_router)
     params |= {name: shared[name] for name in ("shared_gate_up", "shared_down")}
     params["shared_weights"] = np.linspace(0.5, 1.5, math.prod(lead), dtype="float32").reshape(lead)
     mask = np.arange(math.prod(lead)).reshape(lead) != 4
@@ -274,24 +275,21 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
         y, stats = ma.moe(
             jnp.where(mask[..., None], x, jnp.nan),
             **params,
-            top_k=TOP_K,
-            group="ep",
-            tensor_axis="tensor",
+            axes=ma.Axes("ep", tensor="tensor"),
             mask=mask,
-            choose=sigmoid_router,
-            return_logits=True,
+            outputs=("logits",),
             **harness.exchanging(more),
         )
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
     def expected(params, x):
         of_experts = {name: params[name] for name in ("router", "w_gate_up", "w_down")}
-        y, losses = dense(x, of_experts, mask, choose=sigmoid_router)
+        y, losses = dense(x, of_experts, mask)
         gate_up = params["shared_gate_up"]
         gate, up = gate_up if two_arrays else jnp.unstack(gate_up, axis=1)
         out = (jax.nn.silu(x @ gate) * (x @ up)) @ params["shared_down"]
         weights = jnp.where(mask, params["shared_weights"], 0)[..., None]
-        return y + out * weights, losses, jnp.where(mask[..., None], x @ params["router"], 0)
+        return y + out * weights, losses, jnp.where(mask[..., None], x @ params["router"].kernel, 0)
 
     with jax.set_mesh(mesh_of(Explicit, ep=2, tensor=2)):
         found = value_and_grads(layer, params, x)
@@ -313,8 +311,8 @@ def test_a_layer_makes_two_exchanges_forward_and_two_backward():
 @pytest.mark.exchanges(0)
 def test_every_option_of_moe_mlp_is_an_option_of_moe():
     in_moe = {
-        "topk_ids": "top_k",
-        "topk_weights": "router",
+        "choices": "router",
+        "group": "axes",
         "w_in": "w_gate_up",
         "w_out": "w_down",
         "b_in": "b_gate_up",
@@ -326,13 +324,11 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
     # Global weights have no quantized form for training yet.
     for name in inspect.signature(ma.moe_mlp).parameters.keys() - {"quantized"}:
         assert in_moe.get(name, name) in options
-    router = set(inspect.signature(ma.top_k_router).parameters) - {"logits"}
-    assert router < set(options)
-    drawn = jax.eval_shape(
-        lambda key: ma.init_moe(key, 8, 4, 4, bias=True, shared_hidden=4), jax.random.key(0)
-    )
-    specs = ma.moe_partition_specs("ep")
-    assert set(drawn) | {"select_bias"} == set(specs) < set(options)
+    make = functools.partial(ma.init_moe, choose=ma.TopK(2), bias=True, shared_hidden=4)
+    drawn = jax.eval_shape(lambda key: make(key, 8, 4, 4), jax.random.key(0))
+    assert set(drawn) < set(options)
+    specs = ma.moe_partition_specs(drawn, "ep")
+    assert jax.tree.structure(specs) == jax.tree.structure(drawn)
 
 
 def test_under_another_axis_that_is_manual():
@@ -357,12 +353,18 @@ def test_under_another_axis_that_is_manual():
 def traced(change=None, mesh=None, **options):
     """Trace `moe` with two ranks, and arguments that `change` names."""
     x, params = draw(2, 3)
-    arguments = dict(x=x, **params, top_k=TOP_K, group="ep") | (change or {}) | options
+    arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
         return jax.eval_shape(lambda: ma.moe(**harness.exchanging(arguments)))
 
 
 X, PARAMS = draw(2, 3)
+KERNEL, IDS = PARAMS["router"].kernel, np.zeros((2, 3, TOP_K), np.int32)
+
+
+def routed(kernel=KERNEL, **fields):
+    """Return a change of the router for `traced`."""
+    return dict(router=ma.Router(kernel, **dict(choose=ma.TopK(TOP_K)) | fields))
 
 
 @pytest.mark.exchanges(0)
@@ -374,7 +376,8 @@ def test_an_initializer_may_be_an_object_without_a_hash():
         def __call__(self, key, shape, dtype):
             return jnp.full(shape, self.value, dtype)
 
-    params = ma.init_moe(jax.random.key(0), 2, 3, 4, initializer=Constant(0.5))
+    options = dict(choose=ma.TopK(2), initializer=Constant(0.5))
+    params = ma.init_moe(jax.random.key(0), 2, 3, 4, **options)
     np.testing.assert_array_equal(params["w_down"], 0.5)
 
 
@@ -383,7 +386,7 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     with jax.enable_x64(True), jax.set_mesh(mesh_of(ep=2)):
         x, params = jax.tree.map(np.float64, draw(4, bias=False))
         params |= dict(shared_gate_up=np.ones((HIDDEN, 2, 1)), shared_down=np.ones((1, HIDDEN)))
-        layer = lambda weight: ma.moe(x, **params, top_k=2, group="ep", shared_weights=weight)
+        layer = lambda weight: ma.moe(x, **params, axes="ep", shared_weights=weight)
         traced = jax.make_jaxpr(layer)(np.float64(1))
     assert "new_dtype=float32" not in str(traced)
 
@@ -396,8 +399,36 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
         (dict(x=X[..., :0]), r"with H > 0; got float32\[.*,0\]"),
         (dict(w_gate_up=None), "w_gate_up must have one of .*got NoneType"),
-        (dict(router=PARAMS["router"].T), r"router must be an array \[H=8, E\].*float32\[4,8\]"),
-        (dict(router=PARAMS["router"][:, :3]), "multiple of the 2 ranks along 'ep'"),
+        (dict(router=KERNEL), r"router must be a Router.*got float32\[8,4\]. Pass ma.Router"),
+        (routed(KERNEL.T), r"kernel of the router must be .*\[H=8, E\].*float32\[4,8\]"),
+        (routed(KERNEL[:3]), r"kernel of the router must be .*\[H=8, E\].*float32\[3,4\]"),
+        (routed(KERNEL[:, :3]), "multiple of the 2 ranks along 'ep'; got 3"),
+        (routed(bias=KERNEL), r"bias of the router must have .* \[4\]; got float32\[8,4\]"),
+        (routed(select_bias=KERNEL), r"select_bias must have a number for each expert, \[4\]"),
+        (routed(choose=1), "choose of the router must be a TopK or a function; got 1"),
+        (routed(whole=KERNEL), "whole of the router must be None with choose=TopK"),
+        (routed(choose=sigmoid_router, select_bias=KERNEL[0]), "select_bias .* must be None with"),
+        (
+            routed(choose=sigmoid_router, per_token=dict(ids=KERNEL)),
+            r"per_token\['ids'\] of the router must have the leading axes .*\[2, 3\]; got",
+        ),
+        (
+            routed(choose=lambda *args: sigmoid_router(*args)[0]),
+            "the result of choose must be RouterChoices; got ",
+        ),
+        (
+            routed(choose=lambda *args: sigmoid_router(*args)._replace(ids=args[1])),
+            "ids of the result of choose must hold integers",
+        ),
+        (
+            dict(router=ma.Router(KERNEL, choose=sigmoid_router).replay(IDS)),
+            "replay needs a router whose choose is a TopK.*ma.RouterChoices",
+        ),
+        (dict(router=PARAMS["router"].replay(IDS[0])), r"ids of the replay must be \[2, 3, K\]"),
+        (dict(router=ma.RouterChoices(IDS, IDS)), "weights of router must hold floats"),
+        (dict(router=ma.RouterChoices(IDS, X)), r"weights .* the shape of ids, \[2, 3, 2\]"),
+        (dict(router=ma.RouterChoices(IDS, None, X[..., :3])), r"scores .*\[2, 3, 4\], a score"),
+        (dict(router_input=X[0]), r"router_input must have the leading axes of x, \[2, 3\]"),
         (
             dict(w_gate_up=PARAMS["w_gate_up"].reshape(4, 8, 8)),
             r"w_down must have the shape \[4, 8, 8\].*side by side",
@@ -409,28 +440,24 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(w_down=PARAMS["w_down"].astype(np.float16)), "w_down must have the dtype of x"),
         (dict(mask=np.ones((2, 3))), "mask must hold a boolean"),
         (dict(mask=np.ones(2, bool)), r"mask must hold a boolean for each token, \[2, 3\]"),
-        (dict(top_k=5), "top_k must be at most"),
+        (routed(choose=ma.TopK(5)), "k of TopK must be at most"),
         (dict(num_chunks=0), "num_chunks must be at least 1"),
         (dict(replicated="yes"), "replicated must be a bool"),
-        (dict(group="expert"), r"group must name axes of the mesh, which has \('ep',\)"),
-        (dict(data_axes="data"), "data_axes must name axes of the mesh"),
-        (dict(data_axes=["ep"]), "data_axes must be a str or a tuple"),
-        (dict(tensor_axis="ep"), "must name different axes; got 'ep' twice"),
-        (dict(tensor_axis=1), "tensor_axis must be a str or None"),
-        (dict(group=1), "group must be a Group, the name"),
-        (dict(choose=1), "choose must be a function"),
-        (dict(choose=sigmoid_router, score="sigmoid"), "choose must be None with score"),
-        (
-            dict(choose=lambda logits: sigmoid_router(logits)[:2]),
-            r"choose must return RouterChoices .*got int32\[3,2\], float32\[3,2\]",
-        ),
+        (dict(axes="expert"), r"experts of axes must name axes of the mesh, which has \('ep',\)"),
+        (dict(axes=ma.Axes("ep", data="data")), "data of axes must name axes of the mesh"),
+        (dict(axes=ma.Axes("ep", tensor="ep")), "must be different axes; got 'ep' twice"),
+        (dict(axes=1), "axes must be a Group, the name"),
         (dict(shared_down=PARAMS["w_down"][0]), "both be arrays or both be None; .*shared_gate_up"),
         (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
         (
             dict(shared_gate_up=PARAMS["w_gate_up"][0, :3], shared_down=PARAMS["w_down"][0]),
             r"shared_gate_up must have the shape \[8, 2, 4\].*without E",
         ),
-        (dict(return_logits=1), "return_logits must be a bool"),
+        (dict(outputs="logits"), "outputs must be a tuple of the names .*; got 'logits'"),
+        (
+            dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),
+            'outputs must not have "logits" if router is RouterChoices',
+        ),
         (
             dict(placement=ma.Placement.from_slots([0, 2, -1, 1, 3, -1], 4, num_ranks=2)),
             "placement must have the home form",
@@ -446,9 +473,7 @@ def test_errors_name_the_argument(change, message):
 @pytest.mark.exchanges(0)
 def test_a_mesh_with_devices_is_necessary():
     mesh = mesh_of(ep=2)
-    layer = lambda group: jax.eval_shape(
-        lambda: ma.moe(X, **harness.exchanging(PARAMS), top_k=2, group=group)
-    )
+    layer = lambda group: jax.eval_shape(lambda: ma.moe(X, **PARAMS, axes=group))
     for group in ("ep", ma.Group(mesh.abstract_mesh, "ep"), ma.Group(axis_name="ep", size=2)):
         with pytest.raises(ValueError, match=r"got no mesh in scope.*jax.set_mesh\(mesh\)"):
             layer(group)
@@ -474,10 +499,8 @@ def test_the_name_of_an_axis_is_a_group():
     options = dict(num_experts=EXPERTS, activation=ma.gated(jax.nn.silu))
 
     def on_rank(x, ids, w_in, w_out, group, **more):
-        weights = jnp.full(ids.shape, 0.5)
-        y = ma.moe_mlp(
-            x, ids, weights, w_in, w_out, group=group, **harness.exchanging(options, more)
-        )
+        choices = ma.RouterChoices(ids, jnp.full(ids.shape, 0.5))
+        y = ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options, more))
         routing = ma.route(ids, group=group, num_experts=EXPERTS)
         recv = ma.dispatch(x, routing, group=group)
         return y + ma.combine(recv.rows, recv)
@@ -512,18 +535,18 @@ def test_the_name_of_an_axis_is_a_group():
 @pytest.mark.parametrize("axis_type, two_arrays", [(Auto, True), (Explicit, False)])
 def test_parameters_are_drawn_where_their_specs_say(axis_type, two_arrays):
     mesh = mesh_of(axis_type, data=2, ep=2, tensor=2)
-    options = dict(tensor_axis="tensor", fsdp_axes="data", two_arrays=two_arrays)
-    specs = ma.moe_partition_specs("ep", **options)
+    axes = ma.Axes("ep", tensor="tensor", fsdp="data")
     sizes = HIDDEN, WIDTH, EXPERTS
-    init = functools.partial(
-        ma.init_moe, jax.random.key(0), *sizes, bias=True, two_arrays=two_arrays
-    )
+    options = dict(choose=ma.TopK(TOP_K), bias=True, two_arrays=two_arrays)
+    init = functools.partial(ma.init_moe, jax.random.key(0), *sizes, **options)
     with jax.set_mesh(mesh):
-        params = init(specs=specs)
+        params = init(axes=axes)
     assert_close(params, init())
-    for name, param in params.items():
-        is_stored = lambda p, spec: p.sharding.is_equivalent_to(NamedSharding(mesh, spec), p.ndim)
-        assert all(jax.tree.leaves(jax.tree.map(is_stored, param, specs[name]))), name
+    is_stored = lambda p, spec: p.sharding.is_equivalent_to(NamedSharding(mesh, spec), p.ndim)
+    assert all(
+        jax.tree.leaves(jax.tree.map(is_stored, params, ma.moe_partition_specs(params, axes)))
+    )
+    assert params["router"].kernel.sharding.spec[0] == "data"
     for matrices in jax.tree.leaves((params["w_down"], params["w_gate_up"])):
         assert 0.5 < float(matrices.std()) * matrices.shape[1] ** 0.5 < 1.5
 
@@ -532,8 +555,9 @@ def test_parameters_are_drawn_where_their_specs_say(axis_type, two_arrays):
 @pytest.mark.parametrize("router_dtype", ("bfloat16", "float16", "float32"))
 def test_experts_in_16_bits_with_any_router(router_dtype):
     x, params = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), draw(4, 3))
-    params["router"] = params["router"].astype(router_dtype)
-    options = dict(tensor_axis="tensor", select_bias=np.zeros(EXPERTS, np.float32))
+    router = params["router"].replace(kernel=params["router"].kernel.astype(router_dtype))
+    params["router"] = router.replace(select_bias=np.zeros(EXPERTS, np.float32))
+    options = dict(axes=ma.Axes("ep", tensor="tensor"))
     options |= dict(num_chunks=2, capacity=8, wire_dtype=jnp.float32)
     with jax.set_mesh(mesh_of(Explicit, ep=2, tensor=2)):
         y, losses, stats = jax.eval_shape(layer_of(**options), params, x)
@@ -554,9 +578,7 @@ def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
 
     def program(group):
         def loss(params, x):
-            y, stats = ma.moe(
-                x, **params, top_k=TOP_K, group=group, exchange=ma.Exchange(capacity_factor=1.0)
-            )
+            y, stats = ma.moe(x, **params, axes=group, exchange=ma.Exchange(capacity_factor=1.0))
             return jnp.sum(y**2), (y, stats.num_dropped)
 
         return jax.checkpoint(loss)

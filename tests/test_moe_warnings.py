@@ -22,7 +22,7 @@ pytestmark = [
 
 TOKENS, TOP_K, HIDDEN, EXPERTS = 8, 2, 8, 4
 PARAMS = dict(
-    router=np.eye(HIDDEN, EXPERTS, dtype=np.float32),
+    router=ma.Router(np.eye(HIDDEN, EXPERTS, dtype=np.float32), choose=ma.TopK(TOP_K)),
     w_gate_up=np.ones((EXPERTS, HIDDEN, 2, 4), np.float32),
     w_down=np.ones((EXPERTS, 4, HIDDEN), np.float32),
 )
@@ -35,9 +35,7 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 def warnings_of(mesh, x, known=False, **options):
     """Trace a layer twice, and return the messages that a user would see."""
-    layer = lambda x: ma.moe(
-        x, **harness.exchanging(PARAMS, dict(top_k=TOP_K, group="ep") | options)
-    )[0]
+    layer = lambda x: ma.moe(x, **PARAMS, **harness.exchanging(dict(axes="ep") | options))[0]
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(2):  # a new function, which JAX traces again
@@ -49,8 +47,8 @@ def warnings_of(mesh, x, known=False, **options):
 
 
 REPEATED = re.escape(
-    "the mesh axes 'data' of size 2, so their devices repeat its work. If they divide the tokens, "
-    "pass data_axes=('data',)"
+    "do not have 'data' of size 2, so their devices repeat its work. If they divide the tokens, "
+    "pass ma.Axes(..., data=('data',))"
 )
 
 
@@ -71,13 +69,13 @@ def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
     assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # may divide them
     for mesh in (explicit, auto):
         divided = over(mesh, "data")
-        assert not warnings_of(mesh, divided, data_axes="data")
-        assert not warnings_of(mesh, divided, tensor_axis="data")
-        assert not warnings_of(mesh, divided, group=("data", "ep"))
+        assert not warnings_of(mesh, divided, axes=ma.Axes("ep", data="data"))
+        assert not warnings_of(mesh, divided, axes=ma.Axes("ep", tensor="data"))
+        assert not warnings_of(mesh, divided, axes=("data", "ep"))
         assert not warnings_of(mesh, over(mesh, "data", x=jnp.ones((2, HIDDEN))))  # too few
     three = mesh_of(AxisType.Explicit, data=2, more=2, ep=2)
-    found = warnings_of(three, over(three, ("data", "more")), data_axes="data")
-    assert_warns_once(found, r"'more' of size 2.*pass data_axes=\('data', 'more'\)")
+    found = warnings_of(three, over(three, ("data", "more")), axes=ma.Axes("ep", data="data"))
+    assert_warns_once(found, r"'more' of size 2.*data=\('data', 'more'\)")
     assert not warnings_of(mesh_of(data=1, ep=2), x)
 
 
@@ -100,7 +98,8 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
     def on_rank(x, ids, w_in, w_out):
         options = dict(activation=jax.nn.silu, group=group, num_experts=2, shared_expert=True)
         return ma.moe_mlp(
-            x, ids, None, w_in, w_out, **harness.exchanging(options, capacity=TOKENS + 3)
+            *(x, ma.RouterChoices(ids, None), w_in, w_out),
+            **harness.exchanging(options, capacity=TOKENS + 3),
         )
 
     arrays = (2, TOKENS, HIDDEN), (2, 2, HIDDEN, 4), (2, 2, 4, HIDDEN)
@@ -110,7 +109,7 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
         jax.eval_shape(layer, x, jnp.zeros((2, TOKENS, TOP_K), jnp.int32), w_in, w_out)
 
 
-def choose(logits):
+def choose(tokens, logits, per_token, whole):
     """Choose expert 0, and next to it ids that are no experts."""
     num_tokens, num_experts = logits.shape
     seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
@@ -136,9 +135,8 @@ def test_statistics_count_ids_that_are_no_experts(num_tokens, options, expected)
         options = dict(placement=ma.Placement.from_slots(table, EXPERTS, num_ranks=2))
     if "mask" in options:
         options = dict(mask=np.array(options["mask"]))
-    layer = lambda x: ma.moe(
-        x, **harness.exchanging(PARAMS, options), top_k=TOP_K, group="ep", choose=choose
-    )
+    params = PARAMS | dict(router=ma.Router(PARAMS["router"].kernel, choose=choose))
+    layer = lambda x: ma.moe(x, **params, axes="ep", **harness.exchanging(options))
     with jax.set_mesh(mesh_of(ep=2)):
         y, statistics = jax.jit(layer)(jnp.ones((num_tokens, HIDDEN)))
     assert statistics.num_invalid == expected

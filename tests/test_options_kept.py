@@ -78,9 +78,8 @@ def split(x, ids, weights, *_, **options):
 def layer(x, ids, weights, w_in, w_out, **options):
     options.pop("decode", None)
     activation = ma.gated(jax.nn.silu)
-    return ma.moe_mlp(
-        x, ids, weights, w_in, w_out, activation=activation, **harness.exchanging(options)
-    )
+    choices = ma.RouterChoices(ids, weights)
+    return ma.moe_mlp(x, choices, w_in, w_out, activation=activation, **harness.exchanging(options))
 
 
 DISPATCHES = dict(whole=whole, by_routing=by_routing, split=split)

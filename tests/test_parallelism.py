@@ -113,9 +113,8 @@ def expert_layer(x, logits, w_in, w_out, group="expert", **options):
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     options |= dict(activation=swiglu, group=group, num_experts=EXPERTS)
-    return ma.moe_mlp(tokens, ids, weights, w_in, w_out, **harness.exchanging(options)).reshape(
-        *x.shape[:-1], HIDDEN
-    )
+    choices, options = ma.RouterChoices(ids, weights), harness.exchanging(options)
+    return ma.moe_mlp(tokens, choices, w_in, w_out, **options).reshape(*x.shape[:-1], HIDDEN)
 
 
 def on_mesh(body, mesh, *in_specs, out_spec=None, **options):

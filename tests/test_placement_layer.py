@@ -123,8 +123,7 @@ def layer(ids, floats, placement, *, group, activation=SWIGLU, **options):
     experts = LOCAL * group.size
     return ma.moe_mlp(
         x,
-        ids,
-        topk_weights,
+        ma.RouterChoices(ids, topk_weights),
         w_in,
         w_out,
         b_in=b_in,
@@ -218,11 +217,11 @@ def test_moe_with_replicas_equals_moe_without():
     placement = ma.Placement.from_slots([0, 1, 3, 0, 2, 3, 0, -1], 4, num_ranks=2)
     sizes = dict(hidden=8, expert_hidden=4, num_experts=4, bias=True, shared_hidden=4)
     with jax.set_mesh(mesh):
-        params = ma.init_moe(jax.random.key(0), **sizes, specs=ma.moe_partition_specs("ep"))
+        params = ma.init_moe(jax.random.key(0), **sizes, choose=ma.TopK(2), axes="ep")
         x = jax.random.normal(jax.random.key(1), (12, 8))
 
         def loss(params, x, placement):
-            y, stats = ma.moe(x, **params, top_k=2, group="ep", placement=placement)
+            y, stats = ma.moe(x, **params, axes="ep", placement=placement)
             return (y**2).sum(), stats
 
         run = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -78,8 +78,10 @@ def num_kernels(fn):
 
 
 def test_an_expert_layer_is_a_few_kernels():
-    def layer(*args, group):
-        return ma.moe_mlp(*args, activation=jax.nn.silu, group=group, num_experts=8)
+    def layer(x, ids, weights, *experts, group):
+        choices = ma.RouterChoices(ids, weights)
+        options = dict(activation=jax.nn.silu, group=group, num_experts=8)
+        return ma.moe_mlp(x, choices, *experts, **options)
 
     def gradients(x, ids, *weights, group):
         def loss(*args):

@@ -1,5 +1,6 @@
 """What docs/reproducibility.md promises, and no other test checks."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -56,14 +57,15 @@ def test_the_sum_of_a_token_does_not_depend_on_the_capacity_or_on_other_tokens()
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_two_runs_of_a_training_step_return_the_same_bytes(dtype):
     with jax.set_mesh(harness.mesh_of(RANKS)):
-        params = ma.init_moe(jax.random.key(0), 64, 32, EXPERTS, dtype=dtype, shared_hidden=32)
+        make = functools.partial(ma.init_moe, choose=ma.TopK(2), dtype=dtype, shared_hidden=32)
+        params = make(jax.random.key(0), 64, 32, EXPERTS)
         x = jax.random.normal(jax.random.key(1), (4 * RANKS, 64), dtype)
 
         @jax.jit
         def step(params, x):
             def loss(params, x):
                 y, stats = ma.moe(
-                    x, **params, top_k=2, group="ep", exchange=ma.Exchange(capacity_factor=1.25)
+                    x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=1.25)
                 )
                 return (y.astype(jnp.float32) ** 2).sum() + stats.balance_loss + stats.z_loss
 

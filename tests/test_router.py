@@ -17,7 +17,7 @@ pytestmark = pytest.mark.exchanges(0)
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
 GROUPS = dict(num_groups=4, top_groups=2)
-# Arguments of top_k_router.
+# Options of TopK, and the bias of its choice.
 ROUTERS = {
     "softmax": {},
     "softmax, not renormalized": dict(renormalize=False),
@@ -27,10 +27,14 @@ ROUTERS = {
 all_routers = pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
 
 
+def choose(logits, k, *, select_bias=None, mask=None, **options):
+    return ma.TopK(k, **options)(logits, select_bias=select_bias, mask=mask)
+
+
 # One program compiles faster than one for each of its operations.
 route = jax.jit(
-    ma.top_k_router,
-    static_argnames=("top_k", "score", "num_groups", "top_groups", "renormalize", "scale"),
+    choose,
+    static_argnames=("k", "score", "num_groups", "top_groups", "renormalize", "scale"),
 )
 
 
@@ -46,7 +50,7 @@ def logits_of(seed, *batch):
 
 def objective(logits, mask=None, **options):
     """Return a number that depends on the weights and on both losses."""
-    found = ma.top_k_router(logits, TOP_K, mask=mask, **options)
+    found = choose(logits, TOP_K, mask=mask, **options)
     factors = jnp.arange(1, TOP_K + 1, dtype=found.weights.dtype)
     balance = ma.load_balancing_loss(found.scores, found.ids)
     return (found.weights**2).sum(0) @ factors + balance + ma.router_z_loss(logits, mask=mask)
@@ -130,7 +134,7 @@ def test_derivatives_are_those_of_finite_differences(options):
 
 def test_the_selection_bias_has_no_gradient():
     def weights(bias):
-        found = ma.top_k_router(logits_of(7), TOP_K, score="sigmoid", select_bias=bias)
+        found = choose(logits_of(7), TOP_K, score="sigmoid", select_bias=bias)
         return found.weights.sum() + found.scores.sum()
 
     np.testing.assert_array_equal(jax.grad(weights)(BIAS), 0)
@@ -206,7 +210,7 @@ def test_ids_alone_are_right_over_auto_axes(options):
     devices = np.array(harness.devices(harness.SEVERAL))
     mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     logits = logits_of(14)
-    ids_of = jax.jit(lambda logits: ma.top_k_router(logits, TOP_K, **options).ids)
+    ids_of = jax.jit(lambda logits: choose(logits, TOP_K, **options).ids)
     put = harness.put(logits, jax.NamedSharding(mesh, jax.P("data")))
     found = harness.numpy_of(ids_of(put))
     np.testing.assert_array_equal(found, route(logits, TOP_K, **options).ids)
@@ -230,12 +234,12 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 def test_no_tokens_choose_no_experts():
     for options in ROUTERS.values():
-        found = ma.top_k_router(np.zeros((2, 0, EXPERTS), np.float32), TOP_K, **options)
+        found = choose(np.zeros((2, 0, EXPERTS), np.float32), TOP_K, **options)
         assert (found.ids.shape, found.scores.shape) == ((2, 0, TOP_K), (2, 0, EXPERTS))
 
 
 def test_the_balance_loss_of_one_token_is_that_of_a_batch_of_one():
-    found = ma.top_k_router(logits_of(15)[0], TOP_K)
+    found = choose(logits_of(15)[0], TOP_K)
     loss = ma.load_balancing_loss(found.scores, found.ids)
     assert loss == ma.load_balancing_loss(found.scores[None], found.ids[None])
 
@@ -246,7 +250,7 @@ def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float3
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):
-        found = ma.top_k_router(logits, TOP_K, score="sigmoid")
+        found = choose(logits, TOP_K, score="sigmoid")
         return ma.load_balancing_loss(found.scores, found.ids)
 
     found = jax.jit(jax.value_and_grad(loss))(logits)
@@ -266,7 +270,7 @@ def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float3
 def test_numpy_logits_of_float64_raise_no_warning():
     logits = np.asarray(logits_of(7), np.float64)
     with warnings.catch_warnings(action="error"):
-        assert jax.eval_shape(lambda: ma.top_k_router(logits, TOP_K)).weights.dtype == np.float32
+        assert jax.eval_shape(lambda: choose(logits, TOP_K)).weights.dtype == np.float32
 
 
 def test_logits_of_bfloat16_are_routed_in_float32():
@@ -290,7 +294,7 @@ def test_logits_of_bfloat16_are_routed_in_float32():
 
 def balance(logits, axis_name=None):
     """Return the sum of both losses, and the losses and the next bias."""
-    found = ma.top_k_router(logits, TOP_K)
+    found = choose(logits, TOP_K)
     counts = jax.nn.one_hot(found.ids, EXPERTS).sum(axis=(0, 1))
     balance_loss = ma.load_balancing_loss(found.scores, found.ids, axis_name=axis_name)
     z_loss = ma.router_z_loss(logits, axis_name=axis_name)
@@ -383,17 +387,17 @@ IDS = np.zeros((TOKENS, TOP_K), np.int32)
     (
         (dict(logits=LOGITS.astype(int)), ("logits must hold floats", "int", "Cast")),
         (dict(logits=np.float32(1)), (r"logits must be .*\[\.\.\., num_experts\]", r"float32\[\]")),
-        (dict(top_k=0), ("top_k must be at least 1; got 0",)),
-        (dict(top_k=2.0), (r"top_k must be an int; got 2.0", "use int")),
-        (dict(top_k=17), ("top_k must be at most the number of experts, 16; got 17", "last axis")),
-        (dict(logits=np.zeros((2, 64), "f"), top_k=33), ("top_k", "32", "33")),
+        (dict(k=0), ("k must be at least 1; got 0",)),
+        (dict(k=2.0), (r"k must be an int; got 2.0", "use int")),
+        (dict(k=17), ("k of TopK must be at most the number of experts, 16; got 17", "last axis")),
+        (dict(logits=np.zeros((2, 64), "f"), k=33), ("^k must", "32", "33")),
         (dict(score="tanh"), ('score must be "softmax" or "sigmoid"; got \'tanh\'',)),
         (dict(select_bias=BIAS[:4]), (r"select_bias must .* \[16\]", r"float32\[4\]", "one layer")),
         (dict(select_bias=BIAS.astype(int)), ("select_bias must hold floats", "Cast")),
         (dict(num_groups=4), ("num_groups and top_groups must both", "num_groups=4", "top_groups")),
         (dict(num_groups=5, top_groups=2), ("num_groups must divide the 16 exp", "got 5", "Omit")),
         (dict(num_groups=16, top_groups=4), ("num_groups must divide", "2 or more; got 16")),
-        (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "top_k=4", "got 1")),
+        (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "k=4", "got 1")),
         (dict(num_groups=8, top_groups=9), ("at most num_groups=8; got 9",)),
         (dict(renormalize=1), ("renormalize must be a bool; got 1",)),
         (dict(scale=0), ("scale must be a finite number above 0; got 0",)),
@@ -402,8 +406,8 @@ IDS = np.zeros((TOKENS, TOP_K), np.int32)
     ),
 )
 def test_bad_arguments_of_a_router_are_refused(changed, naming):
-    arguments = dict(logits=LOGITS, top_k=TOP_K) | changed
-    assert_refuses(lambda: ma.top_k_router(**arguments), naming)
+    arguments = dict(logits=LOGITS, k=TOP_K) | changed
+    assert_refuses(lambda: choose(**arguments), naming)
 
 
 @pytest.mark.parametrize(
@@ -455,3 +459,36 @@ def assert_refuses(call, naming):
         jax.eval_shape(call)
     for pattern in naming:
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+@all_routers
+def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
+    """Ids that choose nothing have the weight 0, and no share of the others' sum."""
+    options = dict(options)
+    select_bias = options.pop("select_bias", None)
+    topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0
+    logits = np.where(mask[:, None], logits_of(8), np.nan)
+
+    def results(logits, ids=None):
+        choices = topk(logits, select_bias=select_bias, mask=mask)
+        if ids is not None:
+            choices = topk.replay(logits, ids, mask=mask)
+        return (choices.weights**2).sum() + (choices.scores**2).sum(), choices
+
+    @jax.jit
+    def both(logits):
+        of = functools.partial(jax.value_and_grad, has_aux=True)
+        expected = of(results)(logits)
+        return expected, of(results)(logits, expected[0][1].ids)
+
+    expected, found = both(logits)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, expected)
+    ids = np.asarray(expected[0][1].ids).copy()
+    ids[:, 1:], ids[1] = -1, EXPERTS
+    (_, few), gradient = jax.jit(jax.value_and_grad(results, has_aux=True))(logits, ids)
+    assert np.isfinite(gradient).all()
+    weights = np.asarray(few.weights)
+    assert (weights[:, 1:] == 0).all() and (weights[1] == 0).all()
+    if options.get("renormalize", True):
+        np.testing.assert_allclose(weights[mask][1:, 0], options.get("scale", 1.0), rtol=1e-6)

@@ -40,7 +40,7 @@ def test_the_balance_loss_of_all_layers_has_a_factor_of_top_k(masked, torch):
     expected = module.load_balancing_loss_func(
         tuple(torch.tensor(logits)), EXPERTS, TOP_K, torch.tensor(mask)[None] if masked else None
     )
-    found = ma.top_k_router(logits, TOP_K, mask=np.tile(mask, (3, 1)))
+    found = ma.TopK(TOP_K)(logits, mask=np.tile(mask, (3, 1)))
     loss = ma.load_balancing_loss(found.scores, found.ids)
     np.testing.assert_allclose(TOP_K * loss, expected, rtol=1e-5)
 
@@ -52,7 +52,7 @@ def test_losses_of_switch(torch):
     np.testing.assert_allclose(
         ma.router_z_loss(logits), module.router_z_loss_func(torch.tensor(logits)), rtol=1e-5
     )
-    found = ma.top_k_router(logits, 1)
+    found = ma.TopK(1)(logits)
     probs, ids = torch.softmax(torch.tensor(logits), -1), torch.tensor(np.array(found.ids[..., 0]))
     np.testing.assert_allclose(
         jax.vmap(ma.load_balancing_loss)(found.scores, found.ids).mean(),

@@ -62,8 +62,11 @@ def compiled(routing_map, probs, top_k):
     return ma.choices_from_map(routing_map, probs, top_k=top_k)
 
 
-def check(choices, routing_map, probs, top_k):
-    for actual, wanted in zip(choices, expected(routing_map, probs, top_k), strict=True):
+def check(found, routing_map, probs, top_k):
+    choices, num_dropped = found
+    assert choices.scores is None
+    found = choices.ids, choices.weights, num_dropped
+    for actual, wanted in zip(found, expected(routing_map, probs, top_k), strict=True):
         harness.assert_same_bytes(actual, wanted)
 
 
@@ -78,11 +81,10 @@ def test_choices_are_those_of_the_map(shape, density):
 
 def test_the_example_of_the_docstring():
     routing_map = np.array([[0, 1, 1], [0, 0, 0], [1, 1, 1]], bool)
-    choices = ma.choices_from_map(routing_map, top_k=2)
-    assert choices.topk_ids.tolist() == [[1, 2], [-1, -1], [0, 1]]
-    assert choices.topk_weights is None
-    assert choices.num_dropped == 1
-    assert choices.num_dropped.shape == ()
+    choices, num_dropped = ma.choices_from_map(routing_map, top_k=2)
+    assert choices.ids.tolist() == [[1, 2], [-1, -1], [0, 1]]
+    assert choices.weights is None
+    assert (num_dropped, num_dropped.shape) == (1, ())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,8 +95,8 @@ def test_weights_and_gradients_have_the_dtype_of_the_probs(dtype):
         cotangent[expected(routing_map, probs, 3)[0] < 0] = np.nan  # of nothing, so it goes nowhere
 
         def weights(probs):
-            choices = ma.choices_from_map(routing_map, probs, top_k=3)
-            return choices.topk_weights, choices
+            found = ma.choices_from_map(routing_map, probs, top_k=3)
+            return found[0].weights, found
 
         @jax.jit
         def gradient_and_choices(probs, cotangent):
@@ -113,7 +115,7 @@ def test_a_tangent_moves_as_its_prob():
     _, tangent = inputs((6, 9), seed=1)
     tangent = np.where(routing_map, 1.5 * probs, tangent)
     _, moved = jax.jvp(
-        lambda p: ma.choices_from_map(routing_map, p, top_k=3).topk_weights, (probs,), (tangent,)
+        lambda p: ma.choices_from_map(routing_map, p, top_k=3)[0].weights, (probs,), (tangent,)
     )
     np.testing.assert_array_equal(moved, expected(routing_map, tangent, 3)[1])
 
@@ -202,14 +204,14 @@ def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_numb
 
     def of_one_rank(routing_map, x, others, probs, other_probs, cotangent):
         def first(probs):
-            choices = ma.choices_from_map(routing_map, probs, top_k=top_k)
+            choices, _ = ma.choices_from_map(routing_map, probs, top_k=top_k)
             route_args = dict(num_experts=num_experts, capacity=num_rows, alignment=pad_multiple)
             recv = ma.dispatch(x, *choices[:2], group=group, **harness.exchanging(route_args))
             return jnp.sum(recv.weights * cotangent), recv
 
         gradient, recv = jax.grad(first, has_aux=True)(probs)
-        choices = ma.choices_from_map(routing_map, other_probs, top_k=top_k)
-        return gradient, recv, ma.dispatch(others, recv.routing, choices.topk_weights)
+        choices, _ = ma.choices_from_map(routing_map, other_probs, top_k=top_k)
+        return gradient, recv, ma.dispatch(others, recv.routing, choices.weights)
 
     args = (routing_map, x, others, probs, other_probs, cotangent)
     gradient, recv, again = harness.on_each_rank(of_one_rank, harness.mesh_of(ranks))(*args)

@@ -1,5 +1,6 @@
 """Operations of a layer have names in a compiled program, forward and backward."""
 
+import functools
 import re
 
 import harness
@@ -27,17 +28,12 @@ def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
     def loss(params, x):
         with jax.named_scope("my_layer"):
             y, found = ma.moe(
-                x,
-                **params,
-                top_k=2,
-                group=group,
-                placement=placement,
-                **harness.exchanging(options),
+                x, **params, axes=group, placement=placement, **harness.exchanging(options)
             )
         return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
-    make = lambda: ma.init_moe(jax.random.key(0), hidden, width, experts, shared_hidden=width)
-    params = jax.eval_shape(make)
+    make = functools.partial(ma.init_moe, choose=ma.TopK(2), shared_hidden=width)
+    params = jax.eval_shape(lambda: make(jax.random.key(0), hidden, width, experts))
     x = jax.ShapeDtypeStruct((num_tokens, hidden), jnp.float32)
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
     return re.findall(r'op_name="([^"]+)"', compiled.as_text())

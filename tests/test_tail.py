@@ -281,7 +281,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         )
 
     def layer(x, w, **more):
-        return ma.moe_mlp(x, ids, None, w, w, **harness.exchanging(more, options))
+        return ma.moe_mlp(x, ma.RouterChoices(ids, None), w, w, **harness.exchanging(more, options))
 
     def gradient(activation, **more):
         fn = on_ranks(functools.partial(layer, activation=activation, **more))

@@ -386,8 +386,9 @@ def decode_with_scales_of_tokens(x, ids, **options):
 
 def layer_in_chunks(x, ids, **options):
     weights = jnp.ones((1, 32, 4)), jnp.ones((1, 4, 32))
+    options |= dict(activation=jax.nn.silu)
     return ma.moe_mlp(
-        x, ids, None, *weights, activation=jax.nn.silu, **harness.exchanging(options, num_chunks=2)
+        x, ma.RouterChoices(ids, None), *weights, **harness.exchanging(options, num_chunks=2)
     )
 
 
@@ -430,14 +431,8 @@ def test_a_layer_of_global_arrays_refuses_scales_of_tokens():
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
     message = r"format .*global_scale.*moe divides.*float32\[2\].*moe_mlp"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        params = ma.init_moe(jax.random.key(0), 32, 8, 2, specs=ma.moe_partition_specs("ep"))
-        ma.moe(
-            jnp.ones((2, 32)),
-            **params,
-            top_k=1,
-            group="ep",
-            exchange=ma.Exchange(token_format=SCALES),
-        )
+        params = ma.init_moe(jax.random.key(0), 32, 8, 2, choose=ma.TopK(1), axes="ep")
+        ma.moe(jnp.ones((2, 32)), **params, axes="ep", exchange=ma.Exchange(token_format=SCALES))
 
 
 def test_the_estimate_counts_the_scales():

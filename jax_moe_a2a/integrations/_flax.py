@@ -13,17 +13,20 @@ from jax.sharding import PartitionSpec as P
 import jax_moe_a2a as ma
 
 from .._src.checks import fitting_experts
+from .._src.layer.axes import AxesLike as AxesLike
+from .._src.layer.axes import as_axes
+from .._src.layer.parameters import NUM_AXES
+from .._src.layer.router import Choose as Choose
 
 Activation = Callable[[jax.Array], jax.Array]
-Choose = Callable[[jax.Array], ma.RouterChoices]
 Initializer = Callable[..., jax.Array]
-GroupOrAxes = ma.Group | str | tuple[str, ...]
 
 # Weights that a module may hold in FP8. Their scales are parameters with these names.
 SCALES = {name: f"{name}_scales" for name in ("w_gate_up", "w_down")}
-# Arrays, which are parameters of a module, or arguments of each of its calls.
-PARAMETERS = *ma.moe_partition_specs("ep"), *SCALES.values()
-OF_A_CALL = "x", "mask", "shared_weights", "quantized", "placement"
+# Arrays of a module, or arguments of each of its calls.
+OF_ROUTER = {"kernel": "router", "bias": "router_bias", "select_bias": "select_bias"}
+PARAMETERS = *OF_ROUTER.values(), *NUM_AXES, *SCALES.values()
+OF_A_CALL = "x", "mask", "router_input", "shared_weights", "quantized", "placement"
 # Options of ``moe`` that the modules have, too.
 OPTIONS = tuple(
     name for name in inspect.signature(ma.moe).parameters if name not in (*PARAMETERS, *OF_A_CALL)
@@ -34,39 +37,41 @@ OPTIONS = tuple(
 class Layer:
     """``moe`` with the options of a module. Layers of equal options are equal."""
 
+    choose: Choose
     options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Layer:
         """Return the layer whose options are among ``given``."""
-        return cls(tuple((name, given[name]) for name in OPTIONS))
+        return cls(given["choose"], tuple((name, given[name]) for name in OPTIONS))
 
     def __call__(
         self, params: Mapping[str, jax.Array], dtype: Any, given: Mapping[str, Any]
     ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer in a dtype to the arguments of a call of the module, among ``given``. The
         router computes in the larger one of both dtypes."""
-        keeps_dtype = "router", "router_bias", "select_bias"
         arguments = dict(self.options) | {name: given[name] for name in OF_A_CALL}
         arguments["x"] = given["x"].astype(dtype)
+        router = ma.Router(
+            *(params.get(name) for name in OF_ROUTER.values()),
+            choose=self.choose,
+            per_token=given["per_token"],
+            whole=given["whole"],
+        )
+        arguments["router"] = router if given["replay"] is None else router.replay(given["replay"])
         for name, param in params.items():
             scales = SCALES.get(name, "")
             if scales in params:
                 arguments[name] = ma.QuantizedExperts(param, params[scales])
-            elif name not in SCALES.values():
-                arguments[name] = param if name in keeps_dtype else param.astype(dtype)
+            elif name in NUM_AXES:
+                arguments[name] = param.astype(dtype)
         return ma.moe(**arguments)
 
 
-def specs_of(given: Mapping[str, Any]) -> dict[str, P]:
+def specs_of(hidden: int, given: Mapping[str, Any]) -> dict[str, P]:
     """Return where the parameters of a module with these options belong."""
-    specs = ma.moe_partition_specs(
-        given["group"],
-        tensor_axis=given["tensor_axis"],
-        fsdp_axes=given["fsdp_axes"],
-        quantized=given["weights_format"] is not None,
-    )
-    return _with_scales(specs)
+    shapes = jax.eval_shape(lambda key: _draw(key, hidden, given, None), jax.random.key(0))
+    return _flat(ma.moe_partition_specs(shapes, given["axes"])) | {"select_bias": P()}
 
 
 def mesh_in_scope() -> bool:
@@ -76,22 +81,28 @@ def mesh_in_scope() -> bool:
 
 def init_moe(key: jax.Array, hidden: int, given: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Draw the parameters of a module with these options, where they belong if a mesh is known."""
-    specs = None
-    if mesh_in_scope():
-        specs = specs_of(dict(given, weights_format=None))
-    same = "expert_hidden", "num_experts", "router_dtype", "bias", "initializer"
-    options = {name: given[name] for name in same} | dict(dtype=given["param_dtype"], specs=specs)
+    return _flat(_draw(key, hidden, given, given["axes"] if mesh_in_scope() else None))
+
+
+def _draw(
+    key: jax.Array, hidden: int, given: Mapping[str, Any], axes: AxesLike | None
+) -> dict[str, Any]:
+    """Return the parameters of ``moe`` for a module with these options."""
+    same = "expert_hidden", "num_experts", "choose", "router_dtype", "bias", "initializer"
+    options = {name: given[name] for name in same} | dict(dtype=given["param_dtype"], axes=axes)
     if given["shared_expert"]:
         options["shared_hidden"] = given["shared_hidden"] or given["expert_hidden"]
     params = ma.init_moe(key, hidden, **options)
     if given["weights_format"] is not None:
         params |= {name: ma.quantize_experts(params[name]) for name in SCALES}
-    return _with_scales(params)
+    return params
 
 
-def _with_scales(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters or their placements by name, with those of scales next to values."""
-    found = dict(params)
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of ``moe`` or their placements, each array by its name in a module."""
+    arrays = {name: getattr(params["router"], field) for field, name in OF_ROUTER.items()}
+    found = dict(params) | arrays
+    found = {name: array for name, array in found.items() if array is not None}
     for name, scales in SCALES.items():
         if isinstance(params[name], ma.QuantizedExperts):
             found[name], found[scales] = params[name].values, params[name].scales
@@ -100,7 +111,7 @@ def _with_scales(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_module(given: Mapping[str, Any]) -> None:
     """Raise an error if options of a module do not fit together."""
-    group, num_experts = given["group"], given["num_experts"]
+    group, num_experts = as_axes(given["axes"]).experts, given["num_experts"]
     fmt = given["weights_format"]
     if fmt is not None and not isinstance(fmt, ma.BlockwiseFp8):
         raise ValueError(f"weights_format must be BlockwiseFp8() or None; got {fmt!r}")

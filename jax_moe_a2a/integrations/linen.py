@@ -14,8 +14,8 @@ import jax_moe_a2a as ma
 
 from ._flax import (
     Activation,
+    AxesLike,
     Choose,
-    GroupOrAxes,
     Initializer,
     Layer,
     check_module,
@@ -43,26 +43,16 @@ class MoE(linen.Module):
     Attributes:
       expert_hidden: I, width of an expert.
       num_experts: E, number of experts of all ranks together; a multiple of the group's size.
-      top_k: K, number of experts of each token, at most 32.
-      group: the name of the mesh axis over which experts are divided, as in ``moe``; or a
-        ``Group``.
-      data_axes: as in ``moe``.
-      tensor_axis: as in ``moe``.
-      fsdp_axes: as in ``moe_partition_specs``.
+      choose: a ``TopK``, or a function, as in ``Router``.
+      axes: as in ``moe``. Parameters are stored where ``moe_partition_specs`` says.
       activation: as in ``moe``. None means ``silu(gate) * up``.
       bias: True to add biases to the router and to both products of the experts.
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
       shared_expert: True to add an expert that all tokens have.
       shared_hidden: J, width of the shared expert; None means ``expert_hidden``.
-      score: as in ``top_k_router``.
-      num_groups: as in ``top_k_router``.
-      top_groups: as in ``top_k_router``.
-      renormalize: as in ``top_k_router``.
-      scale: as in ``top_k_router``.
-      choose: as in ``moe``.
       exchange: how tokens travel, an ``Exchange``, as in ``moe``.
       experts_format: as in ``moe``.
-      return_logits: as in ``moe``, but True by default.
+      outputs: as in ``moe``, but ``("logits",)`` by default.
       dtype: dtype of the experts' computation and of the result.
       param_dtype: dtype of the experts' parameters.
       router_dtype: dtype of the router's parameters.
@@ -78,25 +68,16 @@ class MoE(linen.Module):
 
     expert_hidden: int
     num_experts: int
-    top_k: int
-    group: GroupOrAxes
-    data_axes: str | tuple[str, ...] = ()
-    tensor_axis: str | None = None
-    fsdp_axes: str | tuple[str, ...] | None = None
+    choose: Choose
+    axes: AxesLike
     activation: Activation | None = None
     bias: bool = False
     select_bias: bool = False
     shared_expert: bool = False
     shared_hidden: int | None = None
-    score: Any = "softmax"
-    num_groups: int | None = None
-    top_groups: int | None = None
-    renormalize: bool | None = None
-    scale: float = 1.0
-    choose: Choose | None = None
     exchange: ma.Exchange | None = None
     experts_format: ma.TokenFormat | None = None
-    return_logits: bool = True
+    outputs: tuple[str, ...] = ("logits",)
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     router_dtype: DTypeLike = jnp.float32
@@ -113,6 +94,10 @@ class MoE(linen.Module):
         x: jax.Array,
         *,
         mask: ArrayLike | None = None,
+        router_input: ArrayLike | None = None,
+        replay: ArrayLike | None = None,
+        per_token: Any = None,
+        whole: Any = None,
         shared_weights: ArrayLike | None = None,
         quantized: tuple[ma.QuantizedExperts, ma.QuantizedExperts] | None = None,
         placement: ma.Placement | None = None,
@@ -122,16 +107,23 @@ class MoE(linen.Module):
         Args:
           x: floats [..., H].
           mask: as in ``moe``.
+          router_input: as in ``moe``.
+          replay: ids of the experts to use, as in ``Router.replay``; or None.
+          per_token: arrays for the function ``choose``, as in ``Router``.
+          whole: arrays for the function ``choose``, as in ``Router``.
           shared_weights: as in ``moe``.
           quantized: as in ``moe``, of the parameters in ``dtype``.
           placement: as in ``moe``, in the home form, because parameters have E experts.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
-          the load, which counts drops, and the logits.
+          the load, which counts drops, and ``outputs``.
         """
         given = vars(self)
-        specs, draw = specs_of(given), partial(init_moe, hidden=x.shape[-1], given=given)
+        specs, draw = (
+            specs_of(x.shape[-1], given),
+            partial(init_moe, hidden=x.shape[-1], given=given),
+        )
         shapes = jax.eval_shape(draw, jax.random.key(0))
         drawn = draw(self.make_rng("params")) if self.is_initializing() else {}
 

@@ -358,8 +358,7 @@ def _moe_body(
     side_by_side = lambda *names: jnp.concatenate([arrays[name] for name in names], axis=-1)
     y = ma.moe_mlp(
         tokens,
-        ids,
-        row_weights,
+        ma.RouterChoices(ids, row_weights),
         side_by_side("w0_kernel", "w1_kernel"),
         arrays["wo_kernel"],
         b_in=side_by_side("w0_bias", "w1_bias") if "w0_bias" in arrays else None,

@@ -43,6 +43,8 @@ _MODELS = {
     "deepseek_v3": _Model(is_deepseek=True),
     "gpt_oss": _Model("intermediate_size", is_gpt_oss=True),
 }
+_OF_ROUTER = {"kernel": "router", "bias": "router_bias", "select_bias": "select_bias"}
+"""Fields of a ``Router``, and their names among arrays."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -54,7 +56,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 def from_state_dict(
     state_dict: Mapping[str, Any], config: Config, prefix: str = ""
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Return the parameters of one block of Mixtral, Qwen3-MoE, DeepSeek-V3 or GPT-OSS.
 
     A block has one tensor for all experts, as in transformers 5, or one for each expert, as in
@@ -70,11 +72,12 @@ def from_state_dict(
         ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict holds one block only.
 
     Returns:
-      Arguments of ``ma.moe``, numpy arrays by name, for H features and E experts of width I:
-      ``router`` [H, E], ``w_gate_up`` [E, H, 2, I] with the gate at index 0, and ``w_down``
-      [E, I, H]. DeepSeek-V3 also has ``select_bias`` [E], and the shared expert ``shared_gate_up``
-      [H, 2, J] and ``shared_down`` [J, H]. GPT-OSS also has ``router_bias`` [E], ``b_gate_up``
-      [E, 2, I] and ``b_down`` [E, H]. ``w_in`` of ``ma.moe_mlp`` is ``w_gate_up`` reshaped to
+      Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I:
+      ``router``, a ``Router`` with a kernel [H, E] and the ``TopK`` of ``top_k``, ``w_gate_up``
+      [E, H, 2, I] with the gate at index 0, and ``w_down`` [E, I, H]. DeepSeek-V3 also has the
+      router's ``select_bias`` [E], and the shared expert ``shared_gate_up`` [H, 2, J] and
+      ``shared_down`` [J, H]. GPT-OSS also has the router's ``bias`` [E], ``b_gate_up`` [E, 2, I]
+      and ``b_down`` [E, H]. ``w_in`` of ``ma.moe_mlp`` is ``w_gate_up`` reshaped to
       [E, H, 2 * I]. The bfloat16 of the arrays is that of ``jax.numpy``.
 
     Raises:
@@ -91,6 +94,7 @@ def from_state_dict(
       from jax_moe_a2a.integrations import transformers as hf
 
       config = dict(model_type="qwen3_moe", hidden_size=2, moe_intermediate_size=3, num_experts=1)
+      config |= dict(num_experts_per_tok=1, norm_topk_prob=True)
       state_dict = {
           "mlp.gate.weight": np.zeros((1, 2)),
           "mlp.experts.gate_up_proj": np.arange(12).reshape(1, 6, 2) / 1,
@@ -129,7 +133,8 @@ def from_state_dict(
             )
         view = tensor.view(array)
         view[...] = value.reshape(view.shape)
-    return arrays
+    own = (arrays.pop(name, None) for name in _OF_ROUTER.values())
+    return {"router": ma.Router(*own, choose=top_k(config)), **arrays}
 
 
 def to_state_dict(
@@ -140,8 +145,8 @@ def to_state_dict(
     This is the inverse of ``from_state_dict``: it returns the same names, bits and dtypes.
 
     Args:
-      params: numpy or JAX arrays by name, as ``from_state_dict`` returns them. The arrays of gate
-        and up may also be tuples (gate, up).
+      params: parameters with numpy or JAX arrays, as ``from_state_dict`` returns them. The arrays
+        of gate and up may also be tuples (gate, up).
       config: as in ``from_state_dict``.
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
@@ -157,6 +162,10 @@ def to_state_dict(
     """
     model, sizes, prefix = _model_of(config), _sizes_of(config), _with_dot(prefix)
     arrays, shapes = dict(params), _shapes(model, sizes)
+    if isinstance(arrays.get("router"), ma.Router):
+        router = arrays.pop("router")
+        own = {name: getattr(router, field) for field, name in _OF_ROUTER.items()}
+        arrays |= {name: array for name, array in own.items() if array is not None}
     _check_names("params", arrays, shapes, "Pass all arrays that from_state_dict returns")
     for name, shape in shapes.items():
         array = arrays[name]
@@ -192,15 +201,13 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {name: tensor(array) for name, array in state_dict.items()}
 
 
-def router_arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``ma.top_k_router`` and ``ma.moe`` for a model's router.
+def top_k(config: Config) -> ma.TopK:
+    """Return how a model's router chooses experts: ``choose`` of ``ma.Router``.
+
+    Noise on logits, which Mixtral can have in training, is not included.
 
     Args:
       config: as in ``from_state_dict``.
-
-    Returns:
-      ``top_k`` and ``renormalize``; for DeepSeek-V3 also ``score``, ``scale``, ``num_groups`` and
-      ``top_groups``. Noise on logits, which Mixtral can have in training, is not among them.
 
     Raises:
       ValueError: if the model is unknown, or the configuration lacks a field.
@@ -209,23 +216,23 @@ def router_arguments(config: Config) -> dict[str, Any]:
       ```python
       from jax_moe_a2a.integrations import transformers as hf
 
-      print(hf.router_arguments(dict(model_type="mixtral", num_experts_per_tok=2)))
+      print(hf.top_k(dict(model_type="mixtral", num_experts_per_tok=2)))
       ```
 
       ```text
-      {'top_k': 2, 'renormalize': True}
+      TopK(k=2, score='softmax', num_groups=None, top_groups=None, renormalize=True, scale=1.0)
       ```
     """
-    model, top_k = _model_of(config), _field(config, "num_experts_per_tok")
+    model, k = _model_of(config), _field(config, "num_experts_per_tok")
     if model in (_MODELS["mixtral"], _MODELS["gpt_oss"]):
-        return dict(top_k=top_k, renormalize=True)
-    arguments = dict(top_k=top_k, renormalize=_field(config, "norm_topk_prob"))
+        return ma.TopK(k, renormalize=True)
+    options = dict(renormalize=_field(config, "norm_topk_prob"))
     if model.is_deepseek:
-        arguments |= dict(score="sigmoid", scale=_field(config, "routed_scaling_factor"))
+        options |= dict(score="sigmoid", scale=_field(config, "routed_scaling_factor"))
         if _field(config, "n_group", default=1) > 1:
             groups = {"num_groups": "n_group", "top_groups": "topk_group"}
-            arguments |= {name: _field(config, field) for name, field in groups.items()}
-    return arguments
+            options |= {name: _field(config, field) for name, field in groups.items()}
+    return ma.TopK(k, **options)
 
 
 def expert_activation(config: Config) -> Callable[[jax.Array], jax.Array]:

@@ -65,10 +65,10 @@ def tokens(mesh, *lead, num=TOKENS):
 
 
 def parameters(mesh):
-    make = functools.partial(ma.init_moe, dtype=jnp.bfloat16)
+    make = functools.partial(ma.init_moe, choose=ma.TopK(TOP_K), dtype=jnp.bfloat16)
     shapes = jax.eval_shape(lambda: make(jax.random.key(0), HIDDEN, INTERMEDIATE, EXPERTS))
-    specs = ma.moe_partition_specs(AXIS)
-    return {name: argument(mesh, specs[name], w.shape, w.dtype) for name, w in shapes.items()}
+    specs = ma.moe_partition_specs(shapes, AXIS)
+    return jax.tree.map(lambda w, spec: argument(mesh, spec, w.shape, w.dtype), shapes, specs)
 
 
 def capacity(mesh, num_tokens=TOKENS):
@@ -77,7 +77,7 @@ def capacity(mesh, num_tokens=TOKENS):
 
 def moe(params, x, *, statistics, **options):
     """Return the output of a layer, and the losses and the load if they are used."""
-    y, found = ma.moe(x, **params, top_k=TOP_K, group=AXIS, **options)
+    y, found = ma.moe(x, **params, axes=AXIS, **options)
     return (y, found.balance_loss + found.z_loss, found.load) if statistics else y
 
 
@@ -117,8 +117,8 @@ def layers(mesh):
     @functools.partial(jax.checkpoint, policy=saved)
     def layer(x, weights):
         router, w_in, w_out = weights
-        choices = ma.top_k_router(jnp.dot(x, router), TOP_K)
-        y = ma.moe_mlp(x, choices.ids, choices.weights, w_in, w_out, **options)
+        choices = ma.TopK(TOP_K)(jnp.dot(x, router))
+        y = ma.moe_mlp(x, choices, w_in, w_out, **options)
         return x + y, None
 
     def on_rank(weights, x, ct):

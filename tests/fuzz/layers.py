@@ -274,8 +274,7 @@ def of_one_rank(program, group):
             source, routed = ma.route(ids, **routed), {}
         y = ma.moe_mlp(
             a["x"],
-            source,
-            a.get("topk_weights"),
+            ma.RouterChoices(source, a.get("topk_weights")),
             a["w_in"],
             a["w_out"],
             activation=lambda h: ACTIVATIONS[p.activation][0](h, a.get("p")),

@@ -87,7 +87,7 @@ def integers(shape, salt, step, rank, largest, dtype="float32"):
 
 def fused(layout, ids, x, topk_weights, *w):
     options = dict(group=KERNELS, **layout.route_args)
-    return ma.moe_mlp(x, ids, topk_weights, *w, activation=activation, **options)
+    return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), *w, activation=activation, **options)
 
 
 def unfused(layout, ids, x, topk_weights, w_in, w_out):

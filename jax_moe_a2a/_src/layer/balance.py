@@ -14,7 +14,7 @@ from .. import scopes
 from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, is_known, short
 from ..compat import align_varying
-from .router import check_logits, check_mask, one_hot
+from .top_k import check_logits, check_mask, one_hot
 
 AxisNames: TypeAlias = str | Sequence[str] | None
 
@@ -42,9 +42,9 @@ def load_balancing_loss(
     the mean of ``jax.vmap(load_balancing_loss)``.
 
     Args:
-      scores: floats [..., E], not negative: the ``scores`` of ``top_k_router``, or others, such as
+      scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or others, such as
         sigmoids.
-      ids: integers [..., K]: the ``ids`` of ``top_k_router``. Ids outside [0, E), such as -1, are
+      ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
         shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
@@ -106,7 +106,7 @@ def router_z_loss(
 
     Args:
       logits: floats [..., E] of 16 bits or more.
-      mask: booleans [...], False for tokens that do not take part, as in ``top_k_router``; or None.
+      mask: booleans [...], False for tokens that do not take part, as in ``TopK``; or None.
       axis_name: names of the mesh axes that divide the tokens, as in ``load_balancing_loss``. The
         call makes one ``lax.psum`` of two numbers.
 
@@ -267,7 +267,7 @@ def _check_scores(value: Any) -> jax.Array:
     if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
         raise ValueError(
             f"scores must not be negative; got {short(scores)} with the number {least:.3g}. Pass "
-            "the scores of top_k_router, or jax.nn.softmax(logits) in place of logits"
+            "the scores of TopK, or jax.nn.softmax(logits) in place of logits"
         )
     return scores
 

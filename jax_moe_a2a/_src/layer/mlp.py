@@ -43,6 +43,7 @@ from ..placement.types import Placement
 from ..plan.capacity import shared_tokens
 from ..plan.options import Exchange, check_exchange
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
+from ..routing.choices import RouterChoices
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .chunks import check_one_global_scale, in_chunks
@@ -77,8 +78,7 @@ class LayerOptions(NamedTuple):
 
 def moe_mlp(
     x: ArrayLike,
-    topk_ids: ArrayLike | AnyRouting,
-    topk_weights: ArrayLike | None,
+    choices: RouterChoices,
     w_in: ArrayLike | QuantizedExperts,
     w_out: ArrayLike | QuantizedExperts,
     *,
@@ -110,15 +110,16 @@ def moe_mlp(
     ``BlockwiseFp8``, their rows are multiplied as they arrive, and weighted activations are
     quantized before the second product. Gradients raise an error. docs/fp8.md has the details.
 
-    To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: a ``Routing``
-    has ``num_dropped``, and ``expert_load`` accepts it.
+    To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
+    ``num_dropped``, and ``expert_load`` accepts it.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
-      topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
-        arguments of ``route``, or pass equal values.
-      topk_weights: router weights, floats [T, K], or None for an unweighted sum. They multiply the
-        activations in float32, and the result is rounded to the dtype of ``x``.
+      choices: ``RouterChoices``, which ``TopK`` returns. Its ids are integers [T, K], the
+        ``topk_ids`` of ``route``; or a ``Routing``. With a ``Routing``, omit the arguments of
+        ``route``, or pass equal values. Its weights are floats [T, K], the ``topk_weights`` of
+        ``dispatch``; or None for an unweighted sum. They multiply the activations in float32, and
+        the result is rounded to the dtype of ``x``. Scores are not read.
       w_in: [L, H, I'] with the dtype of ``x``: the first weights of this rank's L experts. L is
         ``num_experts // group.size``, plus one with a shared expert, which comes first. Or both
         weights are ``QuantizedExperts``; ``x`` is then bfloat16 or float32.
@@ -136,7 +137,7 @@ def moe_mlp(
       exchange: how tokens travel, an ``Exchange``. With ``replicated``, the result is this rank's
         partial sum; add the partial sums of all ranks with ``lax.psum``.
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
-        Needs ``topk_weights``.
+        Needs weights of the choices.
       experts_format: ``BlockwiseFp8()`` to quantize rows and weights for the products, which is for
         training; or None. The products of gradients and weights are then in FP8, too. Quantization
         counts as the identity for all derivatives, and gradients of weights are computed from
@@ -176,21 +177,28 @@ def moe_mlp(
       w_in = jnp.array([[[[1.0]]], [[[2.0]]]])  # [ranks, local experts, hidden, intermediate]
       w_out = jnp.ones((2, 1, 1, 1))
 
+      choices = ma.RouterChoices(ids, weights)
+
       def on_rank(*args):
           return ma.moe_mlp(*args, activation=lambda rows: rows, group=group, num_experts=2)
 
-      print(jax.vmap(on_rank, axis_name="ep")(x, ids, weights, w_in, w_out)[..., 0].tolist())
+      print(jax.vmap(on_rank, axis_name="ep")(x, choices, w_in, w_out)[..., 0].tolist())
       ```
 
       ```text
       [[15.0, 20.0], [15.0, 60.0]]
       ```
     """
+    if not isinstance(choices, RouterChoices):
+        raise TypeError(
+            f"choices must be RouterChoices; got {type(choices).__name__}. Pass "
+            "ma.RouterChoices(ids, weights)"
+        )
     exchange = check_exchange(exchange, has_chunks=True)
     route_arguments = RouteArguments(group, num_experts, exchange)
     options = LayerOptions(activation, experts_format, placement)
     per_token: dict[str, Any] = dict(
-        x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights
+        x=x, topk_ids=choices.ids, topk_weights=choices.weights, shared_weights=shared_weights
     )
     weights: dict[str, Any] = dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
     shapes = {name: np.shape(weights[name]) for name in SUMMED}

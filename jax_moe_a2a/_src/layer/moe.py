@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +18,7 @@ from jax.typing import ArrayLike
 
 from .. import compat, scopes
 from ..ad import accumulation_dtype
-from ..checks import as_array, check_bool, fitting_experts, short
+from ..checks import as_array, check_floats, fitting_experts, short
 from ..experts.activations import recognize
 from ..experts.gated import gated
 from ..formats.formats import TokenFormat
@@ -28,12 +27,13 @@ from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
 from ..placement.types import Placement, check_placement
 from ..plan.options import Exchange, check_exchange
-from ..routing.checks import GroupOrAxes, RouteArguments, axes_of
+from ..routing.checks import RouteArguments, axes_of
+from ..routing.choices import RouterChoices
+from .axes import Axes, AxesLike, as_axes
 from .balance import load_balancing_loss, router_z_loss
 from .chunks import check_one_global_scale, in_chunks
 from .fp8 import check_quantized
 from .load import ExpertLoad, expert_load
-from .logits import router_logits
 from .mlp import (
     QUANTIZED,
     SUMMED,
@@ -45,16 +45,10 @@ from .mlp import (
     with_fetched,
 )
 from .parameters import names_of, place, quantized_spec, spec_of
-from .router import RouterChoices, Score, top_k_router
+from .router import RouterLike, check_router, choose_experts, map_arrays, num_outputs
 
-Choose: TypeAlias = Callable[[jax.Array], RouterChoices]
 EXPERT_WEIGHTS = "w_gate_up", "w_down"  # parameters that may be quantized
-ROUTER_OPTIONS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(top_k_router).parameters.items()
-    if name not in ("logits", "top_k", "mask")
-}
-"""The options of the router and their defaults, which ``choose`` replaces."""
+OUTPUTS = "logits", "choices"
 OneOrTwo: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]  # gate and up as two arrays
 
 
@@ -62,14 +56,18 @@ class MoEStatistics(NamedTuple):
     """Result of ``moe`` next to its output: losses and load over the tokens of the whole batch."""
 
     balance_loss: jax.Array
-    """[] float32: the ``load_balancing_loss``, without a coefficient."""
+    """[] float32: the ``load_balancing_loss``, without a coefficient; 0 for choices without
+    scores."""
     z_loss: jax.Array
-    """[] float32: the ``router_z_loss``, without a coefficient."""
+    """[] float32: the ``router_z_loss``, without a coefficient; 0 without a router."""
     load: ExpertLoad
     """Rows of experts and ranks, summed over data axes and chunks. ``load.wanted_per_expert`` [E]
     is the argument of ``update_select_bias``."""
     logits: jax.Array | None = None
-    """[..., E] floats with the leading axes of the tokens; None without ``return_logits``."""
+    """[..., E] floats with the leading axes of the tokens, if ``outputs`` has ``"logits"``."""
+    choices: RouterChoices | None = None
+    """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. They are
+    -1 and 0 in masked tokens."""
 
     @property
     def num_dropped(self) -> jax.Array:
@@ -78,46 +76,36 @@ class MoEStatistics(NamedTuple):
 
     @property
     def num_invalid(self) -> jax.Array:
-        """Return the number of ids outside [-1, E) that ``choose`` returned, [] int32. Such choices
+        """Return the number of ids outside [-1, E), [] int32. Choices with such ids
         add nothing to the output."""
         return self.load.invalid_per_rank.sum(axis=-1)
 
 
 def moe(
     x: ArrayLike,
-    router: ArrayLike,
+    router: RouterLike,
     w_gate_up: OneOrTwo | QuantizedExperts,
     w_down: ArrayLike | QuantizedExperts,
     *,
-    top_k: int,
-    group: GroupOrAxes,
-    data_axes: str | tuple[str, ...] = (),
-    tensor_axis: str | None = None,
+    axes: AxesLike,
     activation: Activation | None = None,
-    router_bias: ArrayLike | None = None,
-    select_bias: ArrayLike | None = None,
     b_gate_up: OneOrTwo | None = None,
     b_down: ArrayLike | None = None,
-    score: Score = "softmax",
-    num_groups: int | None = None,
-    top_groups: int | None = None,
-    renormalize: bool | None = None,
-    scale: float = 1.0,
-    choose: Choose | None = None,
     mask: ArrayLike | None = None,
+    router_input: ArrayLike | None = None,
     shared_gate_up: OneOrTwo | None = None,
     shared_down: ArrayLike | None = None,
     shared_weights: ArrayLike | None = None,
     exchange: Exchange | None = None,
     experts_format: TokenFormat | None = None,
     quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
-    return_logits: bool = False,
+    outputs: tuple[str, ...] = (),
     placement: Placement | None = None,
 ) -> tuple[jax.Array, MoEStatistics]:
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
-    The call computes ``logits = x @ router + router_bias`` with the precision of float32, chooses
-    experts with ``top_k_router``, and applies them with ``moe_mlp``. Expert e maps a token to
+    The router computes logits with the precision of float32, and chooses experts, which the call
+    applies with ``moe_mlp``. Expert e maps a token to
     ``activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]``. The result does not
     depend on the mesh, except for rounding, and for drops if a capacity is given. Call it inside
     ``jax.jit``, because outside JAX compiles each operation alone.
@@ -127,55 +115,42 @@ def moe(
     of ``x``. ``moe_partition_specs`` returns the placements of the weights, which are best stored
     so.
 
-    - Tokens are divided over ``data_axes`` and the group's axes: the first axis of ``x``, or its
+    - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
       first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
       padded; padding chooses no expert and counts in no statistics. If all axes are Explicit and
       ``x`` is already divided over exactly these axes, its placement is kept.
     - With fewer tokens than ranks, the ranks of a group hold the same tokens (``replicated`` as in
-      ``route``), and with fewer tokens than ``data_axes`` have indices, all devices do.
-    - Experts are divided over the group's axes. Over ``tensor_axis``, the I columns of each expert
+      ``route``), and with fewer tokens than the axes of data have indices, all devices do.
+    - Experts are divided over their axes. Over the tensor axis, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
       repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
       JAX does not know how Auto axes divide an array in ``jax.jit``.
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
-      router: floats [H, E]. Logits are float32 (float64 for float64). If the dtypes of
-        router and ``x`` differ, both are first cast to float32, so keep the router in float32 for
-        exact logits.
+      router: what chooses the experts: a ``Router``; or ``router.replay(ids)`` to use given experts
+        with the router's weights; or ``RouterChoices`` with the leading axes of ``x``, which are
+        divided over the ranks like the tokens. The kernel of a ``TopK`` has E columns.
       w_gate_up: the first weights, with the dtype of ``x``: an array [E, H, 2, I] with the gate at
         index 0 and up at index 1; or a tuple (gate, up) of arrays [E, H, I], which are copied
         into one array in each call; or an array [E, H, I] for experts without a gate. Or
         ``QuantizedExperts`` of one array, for inference in FP8 as in ``moe_mlp``.
       w_down: [E, I, H] with the dtype of ``x``: the second weights; or ``QuantizedExperts``.
-      top_k: K, the number of experts of each token, as in ``top_k_router``.
-      group: the name of the mesh axis over which experts are divided, such as ``"ep"``; or a tuple
-        of names; or a ``Group`` for options such as ``num_sms`` or ``timeout``. The mesh is that of
-        ``jax.set_mesh``, or the mesh of the group. If one axis is on 2 to 32 hosts, and all axes of
-        the mesh are Auto, tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
-      data_axes: name or names of further mesh axes over which tokens are divided.
-      tensor_axis: name of the mesh axis over which each expert is divided, or None.
+      axes: the mesh axes of experts, data and tensor as ``Axes``; or what ``Axes(...)`` accepts as
+        its first argument, such as ``"ep"``. The mesh is that of ``jax.set_mesh``, or the mesh of a
+        ``Group``. If one axis of experts is on 2 to 32 hosts, and all axes of the mesh are Auto,
+        tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
       activation: as in ``moe_mlp``: a function of [C, 2I] with gate and up side by side, such as
         ``gated(jax.nn.gelu)``, or without a gate a function of [C, I]. With a tensor axis, I is
         the size of a part, so the function must be the same for each column. None means
         ``gated(jax.nn.silu)``, and is an error without a gate.
-      router_bias: floats [E], added to the logits, or None.
-      select_bias: floats [E], as in ``top_k_router``, or None.
       b_gate_up: biases of the first product, [E, 2, I], or a tuple of [E, I], or without a gate
         [E, I]; or None.
       b_down: [E, H]: biases of the second product, or None.
-      score: as in ``top_k_router``.
-      num_groups: as in ``top_k_router``.
-      top_groups: as in ``top_k_router``.
-      renormalize: as in ``top_k_router``.
-      scale: as in ``top_k_router``.
-      choose: a function that chooses experts in place of ``top_k_router``, whose options must then
-        be omitted; or None. It maps one rank's logits [T, E] to ``RouterChoices`` with ids [T, K],
-        weights [T, K] and scores [T, E]. Over Explicit axes, it cannot read traced arrays of the
-        enclosing function, because JAX refuses this in ``jax.shard_map``. The statistics count ids
-        outside [-1, E) as ``num_invalid``.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
+      router_input: floats [..., H'] that the router reads in place of ``x``, or None. For example,
+        the router reads the token, and the experts read a projection of it.
       shared_gate_up: the first weights of a shared expert, which all tokens have in addition, in
         one of the forms of ``w_gate_up`` without the axis E: for example [H, 2, J]. J may differ
         from I. None means that there is no shared expert.
@@ -185,8 +160,8 @@ def moe(
       experts_format: as in ``moe_mlp``.
       quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
         None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
-      return_logits: True to return the logits in the statistics. Results of a jitted function stay
-        in memory, so return them from there only if you need them.
+      outputs: names of arrays to return in the statistics: ``"logits"``, ``"choices"``, both, or
+        none. Results of a jitted function stay in memory, so return only what you need.
       placement: as in ``moe_mlp``: replicas of experts, or None. ``w_gate_up``, ``w_down`` and
         their biases then have the E experts, or, if they are already placed, the P slots of all
         ranks. The router and the statistics have E experts.
@@ -202,8 +177,8 @@ def moe(
         axis does not exist or is already manual.
 
     Example:
-      Eight devices as two domains of four ranks. ``init_moe`` draws the parameters where
-      ``moe_partition_specs`` says:
+      Eight devices as two domains of four ranks. ``init_moe`` draws the parameters where they
+      belong:
 
       ```python
       import jax
@@ -212,9 +187,10 @@ def moe(
 
       mesh = jax.make_mesh((2, 4), ("data", "ep"))
       with jax.set_mesh(mesh):
-          params = ma.init_moe(jax.random.key(0), 16, 32, 8, specs=ma.moe_partition_specs("ep"))
+          axes = ma.Axes("ep", data="data")
+          params = ma.init_moe(jax.random.key(0), 16, 32, 8, choose=ma.TopK(2), axes=axes)
           x = jax.random.normal(jax.random.key(1), (4, 6, 16))  # [batch, sequence, hidden]
-          layer = lambda params, x: ma.moe(x, **params, top_k=2, group="ep", data_axes="data")
+          layer = lambda params, x: ma.moe(x, **params, axes=axes)
           y, stats = jax.jit(layer)(params, x)
       print(y.shape, stats.load.wanted_per_expert.sum(), stats.num_dropped)
       ```
@@ -223,21 +199,43 @@ def moe(
       (4, 6, 16) 48 0
       ```
     """
-    given = dict(locals())
-    router_options = {name: given[name] for name in ROUTER_OPTIONS}
-    _check_choose(choose, router_options)
-    scope = _check_scope(group, data_axes, tensor_axis)
-    x, of_tokens, params, activation = _check_arrays(scope, given)
+    given = dict(
+        w_gate_up=w_gate_up,
+        w_down=w_down,
+        b_gate_up=b_gate_up,
+        b_down=b_down,
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        activation=activation,
+        experts_format=experts_format,
+        quantized=quantized,
+        placement=placement,
+    )
+    scope = _check_scope(as_axes(axes))
+    tensor_axis = scope.axes.tensor
+    x = _check_tokens(x)
+    read = x if router_input is None else _check_router_input(router_input, x)
+    num_experts, params, activation = _check_arrays(scope, x, given, num_outputs(router, read))
+    router = check_router(router, read, num_experts)
+    of_tokens = _check_of_tokens(x, mask, shared_weights, has_shared="shared_down" in params)
+    if router_input is not None:
+        of_tokens["router_input"] = read
+    _check_outputs(outputs, router)
     params |= _check_quantized(given)
     exchange = _check_exchange(exchange)
-    check_bool("return_logits", return_logits)
     shape = x.shape
     if x.ndim == 1:
         x, of_tokens = x[None], {name: array[None] for name, array in of_tokens.items()}
+        router = map_arrays(router, lambda array: array[None], lambda array: array)
     has_mask = mask is not None
     tokens = _divide_tokens(scope, x, exchange.replicated)
     _warn_of_repeated_work(scope, x)
-    x, of_tokens = _with_padding(scope, tokens, x, of_tokens)
+    if any(tokens.padding):
+        of_tokens.setdefault("mask", jnp.ones(tokens.sizes, bool))
+    padded = partial(_with_padding, scope, tokens)
+    x, of_tokens = padded(x), {name: padded(array) for name, array in of_tokens.items()}
+    router = map_arrays(router, padded, lambda array: place(array, P()))
+    router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
 
     in_fp8 = isinstance(w_gate_up, QuantizedExperts)
     specs = {}
@@ -255,29 +253,30 @@ def moe(
     def on_rank(
         x: jax.Array,
         of_tokens: Mapping[str, jax.Array],
+        router: RouterLike,
         params: Mapping[str, tuple[jax.Array, ...]],
         placement: Placement | None,
         exchange: Exchange,
-    ) -> tuple[jax.Array, jax.Array | None, MoEStatistics]:
+    ) -> tuple[jax.Array, dict[str, Any], MoEStatistics]:
         """Apply the layer to the tokens and the experts of one rank."""
-        rows = x.reshape(-1, x.shape[-1])
-        of_rows = {name: array.reshape(-1) for name, array in of_tokens.items()}
-        mask = of_rows.get("mask")
+        leading = x.shape[:-1]
+        flat = lambda array: array.reshape(-1, *array.shape[len(leading) :])
+        flat_x, per_token = flat(x), {name: flat(array) for name, array in of_tokens.items()}
+        mask, read = per_token.get("mask"), per_token.get("router_input")
         # Masked tokens may hold any value, which must not reach a gradient.
         if has_mask and mask is not None:
-            rows = jnp.where(mask[:, None], rows, 0)
+            flat_x = jnp.where(mask[:, None], flat_x, 0)
+            read = None if read is None else jnp.where(mask[:, None], read, 0)
         only = {name: arrays[0] for name, arrays in params.items()}
-        logits = router_logits(rows, only["router"], only.get("router_bias"))
-        if choose is None:
-            own = router_options | {"select_bias": only.get("select_bias")}
-            choices = top_k_router(logits, top_k, mask=mask, **own)
-        else:
-            choices = _check_choices(choose(logits), logits, top_k, mask)
+        flat_router = map_arrays(router, flat, lambda array: array)
+        choices, logits = choose_experts(
+            flat_router, flat_x if read is None else read, num_experts, mask
+        )
         b_down = only.get("b_down")
         if b_down is not None and tensor_axis is not None:
             # Partial sums are added over this axis, but biases count once.
             b_down = jnp.where(lax.axis_index(tensor_axis) == 0, b_down, 0)
-        of_experts = dict(x=rows, topk_ids=choices.ids, topk_weights=choices.weights)
+        of_experts = dict(x=flat_x, topk_ids=choices.ids, topk_weights=choices.weights)
         merged = _quantized if in_fp8 else _side_by_side
         weights = dict(
             w_in=merged(params["w_gate_up"]),
@@ -289,7 +288,7 @@ def moe(
             if QUANTIZED + name in params:
                 weights[QUANTIZED + of_mlp] = _quantized(params[QUANTIZED + name])
         if "shared_down" in only:
-            kept = of_rows["shared_weights"]
+            kept = per_token["shared_weights"]
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
@@ -300,29 +299,36 @@ def moe(
         y, load = _experts(
             of_experts,
             weights,
-            RouteArguments(scope.group, logits.shape[-1], exchange),
+            RouteArguments(scope.group, num_experts, exchange),
             options._replace(placement=placement),
         )
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
         y = lax.psum(y, partial) if partial else y
         domains = tuple(axis for axis in tokens.axes if axis not in scope.group.axes)
-        statistics = MoEStatistics(
-            load_balancing_loss(choices.scores, choices.ids, axis_name=tokens.axes),
-            router_z_loss(logits, mask=mask, axis_name=tokens.axes),
-            lax.psum(load, domains) if domains else load,
-        )
-        logits = logits.reshape(*x.shape[:-1], logits.shape[-1])
-        return y.reshape(x.shape), logits if return_logits else None, statistics
+        none = jnp.zeros((), accumulation_dtype(x.dtype))
+        balance_loss = z_loss = none
+        if choices.scores is not None:
+            balance_loss = load_balancing_loss(choices.scores, choices.ids, axis_name=tokens.axes)
+        if logits is not None:
+            z_loss = router_z_loss(logits, mask=mask, axis_name=tokens.axes)
+        load = lax.psum(load, domains) if domains else load
+        found = {"logits": logits, "choices": choices._replace(scores=None)}
+        unflat = lambda array: array.reshape(*leading, *array.shape[1:])
+        found = jax.tree.map(unflat, {name: found[name] for name in outputs})
+        return y.reshape(x.shape), found, MoEStatistics(balance_loss, z_loss, load)
 
-    y, logits, statistics = scope.shard_map(
+    y, found, statistics = scope.shard_map(
         on_rank,
-        in_specs=(tokens.spec, tokens.spec, specs, P(), P()),
+        in_specs=(tokens.spec, tokens.spec, router_specs, specs, P(), P()),
         out_specs=(tokens.spec, tokens.spec, P()),
-    )(x, of_tokens, params, placement, exchange)
-    if logits is not None:
-        logits = _without_padding(scope, tokens, logits, features=None)
-        statistics = statistics._replace(logits=logits.reshape(*shape[:-1], logits.shape[-1]))
+    )(x, of_tokens, router, params, placement, exchange)
+
+    def unpadded(array: jax.Array) -> jax.Array:
+        array = _without_padding(scope, tokens, array, features=None)
+        return array.reshape(*shape[:-1], array.shape[-1])
+
+    statistics = statistics._replace(**jax.tree.map(unpadded, found))
     return _without_padding(scope, tokens, y).reshape(shape), statistics
 
 
@@ -408,7 +414,7 @@ def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     """Warn if axes that no argument names divide tokens [..., H], or may divide them."""
-    named = (*scope.data_axes, *scope.group.axes)
+    named = scope.of_tokens
     if math.prod(x.shape[:-1]) < 2 * scope.size(named):
         return  # too few tokens for one more axis
     explicit, auto = map(scope.axes_of_type, (AxisType.Explicit, AxisType.Auto))
@@ -422,14 +428,14 @@ def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
     repeating = tuple(
         axis
         for axis in scope.mesh.axis_names
-        if axis in dividing - {*named, scope.tensor_axis} and scope.size((axis,)) > 1
+        if axis in dividing - {*named, scope.axes.tensor} and scope.size((axis,)) > 1
     )
     if repeating:
         each = " and ".join(f"{axis!r} of size {scope.size((axis,))}" for axis in repeating)
-        data_axes = (*scope.data_axes, *repeating)
+        data = (*scope.data, *repeating)
         warnings.warn(
-            f"no argument of moe names the mesh axes {each}, so their devices repeat its work. If "
-            f"they divide the tokens, pass data_axes={data_axes}",
+            f"the axes of moe do not have {each}, so their devices repeat its work. If "
+            f"they divide the tokens, pass ma.Axes(..., data={data})",
             stacklevel=2,
         )
 
@@ -460,10 +466,10 @@ class _Tokens(NamedTuple):
 def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tokens:
     """Choose how tokens are divided over the ranks."""
     sizes = x.shape[:-1]
-    num_tokens, num_domains = math.prod(sizes), scope.size(scope.data_axes)
+    num_tokens, num_domains = math.prod(sizes), scope.size(scope.data)
     if replicated is None:
         replicated = num_tokens < num_domains * scope.group.size
-    axes = scope.data_axes if num_tokens >= num_domains else ()
+    axes = scope.data if num_tokens >= num_domains else ()
     axes += () if replicated else scope.group.axes
     home = scope.spec_of(x)
     if home is not None and num_tokens and scope.divides(home, axes):
@@ -486,20 +492,13 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
 
 
 @scopes.padding
-def _with_padding(
-    scope: _Scope, tokens: _Tokens, x: jax.Array, of_tokens: Mapping[str, jax.Array]
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return tokens and what they have (mask, weights) where ranks need them, padded with tokens
-    that choose no expert."""
-    arrays = {"x": x, **of_tokens}
+def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array:
+    """Return an array with the leading axes of the tokens where ranks need it, padded with 0."""
     if any(tokens.padding):
-        arrays.setdefault("mask", jnp.ones(tokens.sizes, bool))
-        for name, array in arrays.items():
-            widths = [(0, more) for more in tokens.padding]
-            widths += [(0, 0)] * (array.ndim - len(widths))
-            arrays[name] = jnp.pad(place(array, tokens.unpadded), widths)
-    arrays = {name: place(array, tokens.spec) for name, array in arrays.items()}
-    return arrays.pop("x"), arrays
+        widths = [(0, more) for more in tokens.padding]
+        widths += [(0, 0)] * (array.ndim - len(widths))
+        array = jnp.pad(place(array, tokens.unpadded), widths)
+    return place(array, tokens.spec)
 
 
 @scopes.padding
@@ -521,10 +520,19 @@ class _Scope:
 
     mesh: Mesh | AbstractMesh
     group: Group
-    data_axes: tuple[str, ...]
-    tensor_axis: str | None
+    axes: Axes
     in_context: bool
     """True if the mesh is in scope, and not only the mesh of the group."""
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The further axes over which tokens are divided."""
+        return names_of(self.axes.data)
+
+    @property
+    def of_tokens(self) -> tuple[str, ...]:
+        """The axes over which tokens are divided."""
+        return (*self.data, *self.group.axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of indices of some axes together."""
@@ -564,9 +572,9 @@ class _Scope:
         return mapped
 
 
-def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
+def _check_scope(axes: Axes) -> _Scope:
     """Return the mesh in scope with the axes of a call, or raise an error."""
-    axes = axes_of(group)
+    group = axes.experts
     of_group = group.mesh if isinstance(group, Group) else None
     here = jax.sharding.get_abstract_mesh()
     mesh = of_group if here.empty else here
@@ -580,31 +588,27 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
             "only the mesh of `with mesh:`" if compat.in_context_of_old() else "no mesh in scope"
         )
         raise _no_devices(found, group)
-    data = (data_axes,) if isinstance(data_axes, str) else data_axes
-    if not isinstance(data, tuple) or not all(isinstance(axis, str) for axis in data):
-        raise TypeError(f"data_axes must be a str or a tuple of str; got {data_axes!r}")
-    if tensor_axis is not None and not isinstance(tensor_axis, str):
-        raise TypeError(f"tensor_axis must be a str or None; got {tensor_axis!r}")
-    tensor = () if tensor_axis is None else (tensor_axis,)
-    given = {"group": axes, "data_axes": data, "tensor_axis": tensor}
+    tensor = () if axes.tensor is None else (axes.tensor,)
+    experts = axes_of(group)
+    given = {"experts": experts, "data": names_of(axes.data), "tensor": tensor}
     seen: set[str] = set()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for argument, names in given.items():
         for axis in names:
             if axis not in types:
                 raise ValueError(
-                    f"{argument} must name axes of the mesh, which has {mesh.axis_names}; got "
-                    f"{axis!r}"
+                    f"{argument} of axes must name axes of the mesh, which has {mesh.axis_names}; "
+                    f"got {axis!r}"
                 )
             if types[axis] is AxisType.Manual:
                 raise ValueError(
-                    f"{argument} must name axes that are not manual; got {axis!r} inside a "
+                    f"{argument} of axes must name axes that are not manual; got {axis!r} inside a "
                     "jax.shard_map over it. Call moe outside, or call moe_mlp inside with group="
-                    f"{axes[0]!r}"
+                    f"{experts[0]!r}"
                 )
             if axis in seen:
                 raise ValueError(
-                    f"group, data_axes and tensor_axis must name different axes; got {axis!r} twice"
+                    f"experts, data and tensor of axes must be different axes; got {axis!r} twice"
                 )
             seen.add(axis)
     if not is_known:
@@ -615,11 +619,11 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
         two_level = Group(compat.mesh_in_context(), group).two_level
         group = Group(here, group, two_level=two_level)
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
-    found = group.divided_by_hosts(of_devices)
-    if found is not None and set(mesh.axis_types) == {AxisType.Auto}:
-        divided, group = found
-        return _Scope(divided, group, data, tensor_axis, in_context=False)
-    scope = _Scope(mesh, group, data, tensor_axis, not here.empty)
+    levels = group.divided_by_hosts(of_devices)
+    if levels is not None and set(mesh.axis_types) == {AxisType.Auto}:
+        divided, group = levels
+        return _Scope(divided, group, axes, in_context=False)
+    scope = _Scope(mesh, group, axes, not here.empty)
     explicit = scope.axes_of_type(AxisType.Explicit)
     if here.empty and explicit:
         raise ValueError(
@@ -632,34 +636,44 @@ def _check_scope(group: Any, data_axes: Any, tensor_axis: Any) -> _Scope:
 
 def _no_devices(found: str, group: Any) -> ValueError:
     return ValueError(
-        f"moe needs a mesh with devices; got {found} and group={group!r}. Call it in `with "
+        f"moe needs a mesh with devices; got {found} and experts over {group!r}. Call it in `with "
         "jax.set_mesh(mesh):`, where the program is traced"
     )
 
 
-def _check_arrays(
-    scope: _Scope, given: Mapping[str, Any]
-) -> tuple[jax.Array, dict[str, jax.Array], dict[str, tuple[jax.Array, ...]], Activation]:
-    """Return tokens, the mask and weights of tokens, parameters (each a tuple of one or two arrays)
-    and activation, from the arguments of ``moe`` by name, or raise an error."""
-    x, placement, activation = as_array(given["x"]), given["placement"], given["activation"]
+def _check_tokens(value: Any) -> jax.Array:
+    """Return tokens as an array [..., H], or raise an error."""
+    x = as_array(value)
     is_shape = x.ndim > 0 and x.shape[-1] > 0
     if not is_shape or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise (TypeError if is_shape else ValueError)(
             f"x must be an array [..., H] of floats of 16 bits or more, with H > 0; got {short(x)}"
         )
-    x, hidden = jnp.asarray(x), x.shape[-1]
-    router = as_array(given["router"])
-    if router.ndim != 2 or router.shape[0] != hidden:
-        raise ValueError(
-            f"router must be an array [H={hidden}, E], because x has the shape {list(x.shape)}; "
-            f"got {short(router)}"
-        )
-    experts = router.shape[1]
+    return jnp.asarray(x)
+
+
+def _check_arrays(
+    scope: _Scope, x: jax.Array, given: Mapping[str, Any], num_outputs: int | None
+) -> tuple[int, dict[str, tuple[jax.Array, ...]], Activation]:
+    """Return the number of experts, their parameters (each a tuple of one or two arrays) and their
+    activation, from the arguments of ``moe`` by name, or raise an error.
+
+    Args:
+      num_outputs: the number of experts that the router demands, or None.
+    """
+    placement, activation, hidden = given["placement"], given["activation"], x.shape[-1]
+    first = _one_or_two(given["w_gate_up"])
+    experts = num_outputs
+    if experts is None and isinstance(placement, Placement):
+        experts = placement.num_experts
+    if experts is None:
+        experts = first[0].shape[0] if first and first[0].ndim else 0
+    num_experts = experts
     if experts % scope.group.size:
+        source = "router" if num_outputs is not None else "w_gate_up"
         raise ValueError(
-            f"router must have E columns, a multiple of the {scope.group.size} ranks along "
-            f"{scope.group.axis_name!r}; got {short(router)}. "
+            f"{source} must have E experts, a multiple of the {scope.group.size} ranks along "
+            f"{scope.group.axis_name!r}; got {experts}. "
             f"{fitting_experts(experts, scope.group.size)}"
         )
     in_fp8 = {
@@ -667,7 +681,6 @@ def _check_arrays(
         for name in EXPERT_WEIGHTS
         if any(isinstance(given[weights], QuantizedExperts) for weights in EXPERT_WEIGHTS)
     }
-    first = _one_or_two(given["w_gate_up"])
     if placement is not None:
         check_placement(placement, scope.group.size, num_experts=experts, or_none=True)
         if first and first[0].shape[:1] == (placement.num_slots,):
@@ -687,7 +700,7 @@ def _check_arrays(
         )
     least = BLOCK if in_fp8 or given["experts_format"] is not None else 1
     _check_tensor_parts(scope, "w_gate_up", width, first, least)
-    found: dict[str, tuple[Any, ...]] = {"router": (router,), "w_gate_up": first}
+    found: dict[str, tuple[Any, ...]] = {"w_gate_up": first}
 
     def add(name: str, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
         if given[name] is None and name not in EXPERT_WEIGHTS:
@@ -696,8 +709,8 @@ def _check_arrays(
         if [array.shape for array in arrays] != shapes:
             raise ValueError(
                 f"{name} must have the shape {' and '.join(str(list(s)) for s in shapes)}, because "
-                f"x is {short(x)}, router is {short(router)} and w_gate_up is "
-                f"{', '.join(map(short, first))}; got {', '.join(map(short, arrays))}{remedy}"
+                f"x is {short(x)} and w_gate_up is {', '.join(map(short, first))}; got "
+                f"{', '.join(map(short, arrays))}{remedy}"
             )
         found[name] = arrays
 
@@ -715,8 +728,6 @@ def _check_arrays(
         activation = gated(jax.nn.silu)
     add("b_gate_up", [(experts, *w.shape[2:]) for w in first])
     add("b_down", [(experts, hidden)])
-    add("router_bias", [router.shape[1:]])
-    add("select_bias", [router.shape[1:]])
     missing = [name for name in ("shared_gate_up", "shared_down") if given[name] is None]
     if len(missing) == 1:
         raise ValueError(
@@ -732,42 +743,67 @@ def _check_arrays(
         add("shared_down", [(columns, hidden)])
     for name, arrays in found.items():
         for array in arrays:
-            if name in in_fp8:
-                continue
-            is_of_router = name in ("router", "router_bias", "select_bias")
-            if not jnp.issubdtype(array.dtype, jnp.floating) or (
-                not is_of_router and array.dtype != x.dtype
-            ):
-                expected = "floats" if is_of_router else f"the dtype of x, {x.dtype}"
-                raise TypeError(f"{name} must have {expected}; got {short(array)}. Cast it")
-    of_tokens = {}
-    if given["mask"] is not None:
-        mask = as_array(given["mask"])
-        if mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]:
+            if name not in in_fp8 and array.dtype != x.dtype:
+                raise TypeError(
+                    f"{name} must have the dtype of x, {x.dtype}; got {short(array)}. Cast it"
+                )
+    found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
+    params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
+    return num_experts, params, activation
+
+
+def _check_of_tokens(
+    x: jax.Array, mask: Any, shared_weights: Any, *, has_shared: bool
+) -> dict[str, jax.Array]:
+    """Return the mask, and the weights of a shared expert, by name, or raise an error."""
+    found, sizes = {}, x.shape[:-1]
+    if mask is not None:
+        mask = as_array(mask)
+        if mask.dtype != jnp.bool_ or mask.shape != sizes:
             raise (TypeError if mask.dtype != jnp.bool_ else ValueError)(
-                f"mask must hold a boolean for each token, {list(x.shape[:-1])}; got {short(mask)}"
+                f"mask must hold a boolean for each token, {list(sizes)}; got {short(mask)}"
             )
-        of_tokens["mask"] = jnp.asarray(mask)
-    shared_weights = given["shared_weights"]
+        found["mask"] = jnp.asarray(mask)
     if shared_weights is not None:
         shared_weights = as_array(shared_weights)
-        if "shared_down" not in found:
+        if not has_shared:
             raise ValueError(
                 f"shared_weights must be None without a shared expert; got {short(shared_weights)}."
                 " Pass shared_gate_up and shared_down as well"
             )
-        if shared_weights.shape not in ((), x.shape[:-1]):
+        if shared_weights.shape not in ((), sizes):
             raise ValueError(
-                f"shared_weights must have the shape {list(x.shape[:-1])}, a number for each token,"
-                f" or be a number; got {short(shared_weights)}"
+                f"shared_weights must have the shape {list(sizes)}, a number for each token, or be "
+                f"a number; got {short(shared_weights)}"
             )
-    if "shared_down" in found:
+    if has_shared:
         dtype = accumulation_dtype(x.dtype)
         value = jnp.asarray(1 if shared_weights is None else shared_weights, dtype)
-        of_tokens["shared_weights"] = jnp.broadcast_to(value, x.shape[:-1])
-    found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
-    params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
-    return x, of_tokens, params, activation
+        found["shared_weights"] = jnp.broadcast_to(value, sizes)
+    return found
+
+
+def _check_router_input(value: Any, x: jax.Array) -> jax.Array:
+    """Return the array that the router reads, or raise an error."""
+    array = as_array(value)
+    check_floats("router_input", array, "Cast it")
+    if array.ndim != x.ndim or array.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"router_input must have the leading axes of x, {list(x.shape[:-1])}, and an axis of "
+            f"features; got {short(array)}"
+        )
+    return jnp.asarray(array)
+
+
+def _check_outputs(outputs: Any, router: RouterLike) -> None:
+    """Raise an error if ``outputs`` names something that the layer does not have."""
+    if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
+        raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}")
+    if "logits" in outputs and isinstance(router, RouterChoices):
+        raise ValueError(
+            f'outputs must not have "logits" if router is RouterChoices; got {outputs}. Pass a '
+            "Router, or omit it"
+        )
 
 
 def _one_or_two(value: Any) -> tuple[Any, ...]:
@@ -798,53 +834,12 @@ def _check_tensor_parts(
 ) -> None:
     """Raise an error if the tensor axis cannot divide the columns of weights into parts that are
     multiples of ``least``."""
-    num_parts = 1 if scope.tensor_axis is None else scope.size((scope.tensor_axis,))
+    tensor = scope.axes.tensor
+    num_parts = 1 if tensor is None else scope.size((tensor,))
     if columns % (num_parts * least):
-        times = f"the size {num_parts} of the tensor axis {scope.tensor_axis!r}"
+        times = f"the size {num_parts} of the tensor axis {tensor!r}"
         factors = [str(least)] * (least > 1) + [times] * (num_parts > 1)
         raise ValueError(
             f"{name} must have a number of columns that is a multiple of {' times '.join(factors)}"
             f"; got {', '.join(map(short, arrays))}"
         )
-
-
-def _check_choose(choose: Any, options: Mapping[str, Any]) -> None:
-    """Raise an error if the caller passes both a function that chooses and options that it would
-    replace."""
-    if choose is None:
-        return
-    if not callable(choose):
-        raise TypeError(f"choose must be a function of logits, or None; got {choose!r}")
-    defaults = ROUTER_OPTIONS
-    given = [n for n, v in options.items() if v is not defaults[n] and v != defaults[n]]
-    if given:
-        raise ValueError(
-            f"choose must be None with {' and '.join(given)}, which are options of top_k_router; "
-            f"got {choose!r}. Omit them, and apply them in the function"
-        )
-
-
-def _check_choices(
-    choices: Any, logits: jax.Array, top_k: int, mask: jax.Array | None
-) -> RouterChoices:
-    """Return what ``choose`` returned, without the choices of masked tokens, or raise an error."""
-    num_tokens, num_experts = logits.shape
-    choice = num_tokens, top_k
-    shapes = [choice, choice, (num_tokens, num_experts)]
-    is_tuple = isinstance(choices, tuple) and len(choices) == len(shapes)
-    if not is_tuple or [getattr(array, "shape", None) for array in choices] != shapes:
-        got = (
-            ", ".join(short(a) if hasattr(a, "shape") else repr(a) for a in choices)
-            if (isinstance(choices, tuple))
-            else repr(choices)
-        )
-        raise ValueError(
-            f"choose must return RouterChoices with ids [T, K={top_k}], weights [T, K={top_k}] and "
-            f"scores [T, E={num_experts}] for logits {short(logits)}; got {got}. K is top_k"
-        )
-    ids, weights, scores = map(jnp.asarray, choices)
-    if mask is not None:
-        kept = mask[:, None]
-        ids = jnp.where(kept, ids, -1)
-        weights, scores = (jnp.where(kept, array, 0) for array in (weights, scores))
-    return RouterChoices(ids, weights, scores)

@@ -13,20 +13,22 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ..checks import check_bool, check_int
+from ..checks import check_int, short
 from ..grouped.weights import QuantizedExperts
-from ..routing.checks import GroupOrAxes, axes_of
+from ..routing.checks import axes_of
+from .axes import AxesLike, as_axes
+from .router import Choose, Router
 
-Axes = str | tuple[str, ...] | None
+Names = str | tuple[str, ...] | None
+NUM_AXES = {"w_gate_up": 4, "w_down": 3, "b_gate_up": 3, "b_down": 2}
+NUM_AXES |= {"shared_gate_up": 3, "shared_down": 2}
+"""The experts' parameters, and how many axes they have with gate and up in one array."""
 
 
-def spec_of(name: str, ndim: int, experts: Axes, tensor: Axes, fsdp: Axes = None) -> P:
-    """Return the placement of a parameter of ``moe`` with ``ndim`` axes, with an entry for each."""
+def spec_of(name: str, ndim: int, experts: Names, tensor: Names, fsdp: Names = None) -> P:
+    """Return the placement of a parameter of experts with ``ndim`` axes, with an entry for each."""
     between = (None,) * (ndim - 3)  # the axis of gate and up
     specs = {
-        "router": (fsdp,),
-        "router_bias": (),
-        "select_bias": (),
         "w_gate_up": (experts, fsdp, *between, tensor),
         "w_down": (experts, tensor, fsdp),
         "b_gate_up": (experts, *(None,) * (ndim - 2), tensor),
@@ -57,63 +59,72 @@ def shortest(spec: P) -> P:
     return P(*entries)
 
 
-def moe_partition_specs(
-    group: GroupOrAxes,
-    *,
-    tensor_axis: str | None = None,
-    fsdp_axes: str | tuple[str, ...] | None = None,
-    two_arrays: bool = False,
-    quantized: bool = False,
-) -> dict[str, Any]:
-    """Return the placement of each parameter of ``moe``, by the name of its argument.
+def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, Any]:
+    """Return the placements of the parameters of ``moe``, as a pytree of their structure.
 
     Args:
-      group: as in ``moe``.
-      tensor_axis: as in ``moe``.
-      fsdp_axes: name or names of mesh axes over which weights are stored in parts of their H axis,
-        usually the ``data_axes`` of ``moe``. Each call of ``moe`` then gathers them, and their
-        gradients are scattered. None stores whole weights on each index of these axes.
-      two_arrays: True if ``w_gate_up``, ``b_gate_up`` and ``shared_gate_up`` are tuples (gate, up).
-      quantized: True if ``w_gate_up`` and ``w_down`` are ``QuantizedExperts``, without
-        ``transposed``. So are then their placements. Parts of an axis need 128 columns each.
+      params: arguments of ``moe`` by name: ``router``, ``w_gate_up``, ``w_down``, ``b_gate_up``,
+        ``b_down``, ``shared_gate_up`` and ``shared_down``, or some of them. Only their shapes
+        matter, so the result of ``jax.eval_shape`` serves, too.
+      axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
-      A dict of ``PartitionSpec``. The names are ``router``, ``router_bias``, ``select_bias``,
-      ``w_gate_up``, ``w_down``, ``b_gate_up``, ``b_down``, ``shared_gate_up`` and ``shared_down``.
-      Last axes that are not divided have no entry, as in the placements that XLA returns over Auto
-      axes.
+      A dict with a ``PartitionSpec`` in place of each array. Last axes that are not divided have no
+      entry, as in the placements that XLA returns over Auto axes.
 
     Raises:
-      TypeError: if ``group`` is neither a ``Group`` nor names of axes.
+      TypeError: if ``axes`` is none of the types that ``moe`` accepts.
+      ValueError: if a name is unknown, or an array does not have the axes of one layer.
 
     Example:
       ```python
+      import jax
       import jax_moe_a2a as ma
 
-      specs = ma.moe_partition_specs("ep", tensor_axis="tensor", fsdp_axes="data")
-      print(specs["w_gate_up"], specs["w_down"])
+      make = lambda key: ma.init_moe(key, 16, 32, 8, choose=ma.TopK(2))
+      params = jax.eval_shape(make, jax.random.key(0))
+      specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor="tensor", fsdp="data"))
+      print(specs["router"].kernel, specs["w_gate_up"], specs["w_down"])
       ```
 
       ```text
-      P('ep', 'data', None, 'tensor') P('ep', 'tensor', 'data')
+      P('data',) P('ep', 'data', None, 'tensor') P('ep', 'tensor', 'data')
       ```
     """
-    axes = axes_of(group)
-    experts = axes[0] if len(axes) == 1 else axes
-    num_axes = {"router": 2, "w_gate_up": 4, "w_down": 3, "b_gate_up": 3, "b_down": 2}
-    num_axes |= {"router_bias": 1, "select_bias": 1, "shared_gate_up": 3, "shared_down": 2}
+    axes = as_axes(axes)
+    experts, fsdp = _only(axes_of(axes.experts)), _only(names_of(axes.fsdp))
 
-    check_bool("quantized", quantized)
+    def placed(name: str, value: Any) -> Any:
+        if name == "router" and isinstance(value, Router):
+            return jax.tree.map(lambda _: P(), value).replace(kernel=shortest(P(fsdp)))
+        arrays = [value.values] if isinstance(value, QuantizedExperts) else value
+        for array in jax.tree.leaves(arrays):
+            is_pair = isinstance(value, tuple)
+            allowed = {NUM_AXES.get(name, 0) - is_pair}
+            if not is_pair and name.endswith("gate_up"):  # experts without a gate
+                allowed.add(NUM_AXES[name] - 1)
+            if array.ndim not in allowed:
+                raise ValueError(
+                    f"params must be those of one layer of moe by name; got {name}="
+                    f"{short(array)}. For layers on a first axis, pass the parameters of one layer,"
+                    " and put None in front of each placement"
+                )
 
-    def spec(name: str) -> Any:
-        if quantized and name in ("w_gate_up", "w_down"):
-            own = spec_of(name, num_axes[name], experts, tensor_axis, fsdp_axes)
-            return QuantizedExperts(*(shortest(quantized_spec(own)),) * 2)
-        is_pair = two_arrays and name.endswith("gate_up")
-        own = shortest(spec_of(name, num_axes[name] - is_pair, experts, tensor_axis, fsdp_axes))
-        return (own, own) if is_pair else own
+        def spec(array: Any) -> P:
+            return spec_of(name, array.ndim, experts, axes.tensor, fsdp)
 
-    return {name: spec(name) for name in num_axes}
+        if isinstance(value, QuantizedExperts):
+            plain, own = spec(value.values), shortest(quantized_spec(spec(value.values)))
+            turned = None if value.transposed is None else shortest(plain)
+            return QuantizedExperts(own, own, turned)
+        return jax.tree.map(lambda array: shortest(spec(array)), value)
+
+    return {name: placed(name, value) for name, value in params.items()}
+
+
+def _only(names: tuple[str, ...]) -> Names:
+    """Return the entry of a ``PartitionSpec`` for names, in the form of XLA's results."""
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def init_moe(
@@ -122,13 +133,14 @@ def init_moe(
     expert_hidden: int,
     num_experts: int,
     *,
+    choose: Choose,
+    axes: AxesLike | None = None,
     dtype: DTypeLike = jnp.float32,
     router_dtype: DTypeLike = jnp.float32,
     bias: bool = False,
     shared_hidden: int | None = None,
     two_arrays: bool = False,
     initializer: Callable[..., jax.Array] | None = None,
-    specs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Draw the parameters of ``moe``, as keyword arguments by name.
 
@@ -137,21 +149,23 @@ def init_moe(
       hidden: H, features of a token.
       expert_hidden: I, width of an expert.
       num_experts: E, number of experts of all ranks together.
+      choose: a ``TopK``, or a function, as in ``Router``.
+      axes: as in ``moe``. The parameters are then drawn where ``moe_partition_specs`` says, and the
+        call must be under ``jax.set_mesh``. None leaves the placement to JAX.
       dtype: dtype of the experts.
       router_dtype: dtype of the router.
-      bias: True to add ``router_bias``, ``b_gate_up`` and ``b_down``, which are zeros.
+      bias: True to add a bias of the router, ``b_gate_up`` and ``b_down``, which are zeros.
       shared_hidden: J, width of a shared expert, or None without one.
       two_arrays: True to draw ``w_gate_up`` and ``shared_gate_up`` as tuples (gate, up).
       initializer: a function ``(key, shape, dtype)`` that draws one matrix [inputs, outputs]. It is
         applied to the router and to each matrix of each expert. None means
         ``jax.nn.initializers.lecun_normal()``.
-      specs: the result of ``moe_partition_specs``. The parameters are then drawn where they belong,
-        and the call must be under ``jax.set_mesh``. None leaves the placement to JAX.
 
     Returns:
-      A dict with ``router`` [H, E], ``w_gate_up`` [E, H, 2, I] or a tuple of [E, H, I], ``w_down``
-      [E, I, H], with ``bias`` the biases, and with ``shared_hidden`` the weights ``shared_gate_up``
-      [H, 2, J] and ``shared_down`` [J, H].
+      A dict with ``router``, which is a ``Router`` with a kernel [H, E], with ``w_gate_up``
+      [E, H, 2, I] or a tuple of [E, H, I], and with ``w_down`` [E, I, H]; with ``bias`` the biases;
+      and with ``shared_hidden`` the weights ``shared_gate_up`` [H, 2, J] and ``shared_down``
+      [J, H].
 
     Raises:
       TypeError: if a size is not an int.
@@ -162,12 +176,12 @@ def init_moe(
       import jax
       import jax_moe_a2a as ma
 
-      params = ma.init_moe(jax.random.key(0), 16, 32, 8)
-      print({name: param.shape for name, param in params.items()})
+      params = ma.init_moe(jax.random.key(0), 16, 32, 8, choose=ma.TopK(2))
+      print(params["router"].kernel.shape, params["w_gate_up"].shape, params["w_down"].shape)
       ```
 
       ```text
-      {'router': (16, 8), 'w_down': (8, 32, 16), 'w_gate_up': (8, 16, 2, 32)}
+      (16, 8) (8, 16, 2, 32) (8, 32, 16)
       ```
     """
     hidden = check_int("hidden", hidden, least=1)
@@ -176,16 +190,17 @@ def init_moe(
     if shared_hidden is not None:
         shared_hidden = check_int("shared_hidden", shared_hidden, least=1)
     dtypes = jnp.dtype(dtype), jnp.dtype(router_dtype)
-    drawing, compiled = _drawing, _compiled
-    if not isinstance(initializer, Hashable):  # such as an object of a dataclass
+    drawing: Callable[..., Any] = _drawing
+    compiled: Callable[..., Any] = _compiled
+    if not all(isinstance(fn, Hashable) for fn in (initializer, choose)):  # such as a dataclass
         drawing, compiled = _drawing.__wrapped__, _compiled.__wrapped__
-    draw = drawing(hidden, width, experts, *dtypes, bias, shared_hidden, two_arrays, initializer)
-    if specs is None:
+    sizes = hidden, width, experts
+    draw = drawing(*sizes, choose, *dtypes, bias, shared_hidden, two_arrays, initializer)
+    if axes is None:
         return compiled(draw, None)(key)
-    own = {name: specs[name] for name in jax.eval_shape(draw, key)}
-    params = compiled(draw, tuple(own.items()))(key)
+    params = compiled(draw, as_axes(axes))(key)
     # While an outer program is traced, the types of an inner program's results have no placement.
-    return jax.tree.map(place, params, own)
+    return jax.tree.map(place, params, moe_partition_specs(params, axes))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
@@ -211,9 +226,12 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def _compiled(draw: Callable[..., Any], shardings: tuple[tuple[str, Any], ...] | None) -> Any:
+def _compiled(draw: Callable[..., Any], axes: AxesLike | None) -> Any:
     """Return the function compiled, once for all layers of a model."""
-    return jax.jit(draw, out_shardings=None if shardings is None else dict(shardings))
+    if axes is None:
+        return jax.jit(draw)
+    shapes = jax.eval_shape(draw, jax.random.key(0))
+    return jax.jit(draw, out_shardings=moe_partition_specs(shapes, axes))
 
 
 @functools.cache
@@ -221,6 +239,7 @@ def _drawing(
     hidden: int,
     width: int,
     experts: int,
+    choose: Choose,
     dtype: Any,
     router_dtype: Any,
     bias: bool,
@@ -239,14 +258,15 @@ def _drawing(
     def draw_moe(key: jax.Array) -> dict[str, Any]:
         keys = jax.random.split(key, 7)
         gate, up = (matrices(key, experts, hidden, width) for key in keys[:2])
+        kernel = draw_matrix(keys[2], (hidden, experts), router_dtype)
+        router_bias = jnp.zeros(experts, router_dtype) if bias else None
         params: dict[str, Any] = {
-            "router": draw_matrix(keys[2], (hidden, experts), router_dtype),
+            "router": Router(kernel, router_bias, choose=choose),
             "w_gate_up": (gate, up) if two_arrays else jnp.stack([gate, up], axis=2),
             "w_down": matrices(keys[3], experts, width, hidden),
         }
         if bias:
             zeros = jnp.zeros((experts, width), dtype)
-            params["router_bias"] = jnp.zeros(experts, router_dtype)
             params["b_gate_up"] = (zeros, zeros) if two_arrays else jnp.stack([zeros] * 2, axis=1)
             params["b_down"] = jnp.zeros((experts, hidden), dtype)
         if shared_hidden is not None:

@@ -53,12 +53,14 @@ def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
     return -(-num_rows // alignment) * alignment
 
 
-def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
+def check_top_k(
+    top_k: int, shared_expert: bool = False, *, name: str = "top_k", of: str = ""
+) -> None:
     """Raise a ValueError if tokens have too many choices. ``of`` ends the message."""
     most = MAX_TOP_K - shared_expert
     if top_k > most:
         which = " with a shared expert" * shared_expert
-        raise ValueError(f"top_k must be at most {most}{which}; got {top_k}{of}")
+        raise ValueError(f"{name} must be at most {most}{which}; got {top_k}{of}")
 
 
 def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:

@@ -160,17 +160,17 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
         )
 
 
-def axes_of(group: object) -> tuple[str, ...]:
+def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
     """Return the axes of a group, or of the names that stand for a group; otherwise raise an
-    error."""
+    error about an argument."""
     if isinstance(group, Group):
         return group.axes
     if not isinstance(group, str | tuple):
         raise TypeError(
-            "group must be a Group, the name of a mesh axis, or a tuple of such names; got "
+            f"{argument} must be a Group, the name of a mesh axis, or a tuple of such names; got "
             f"{group!r}"
         )
-    return check_axis_name(group, "group")
+    return check_axis_name(group, argument)
 
 
 def check_scope(group: object) -> Group:

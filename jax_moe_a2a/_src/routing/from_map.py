@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..checks import as_array, check_int, short
 from ..plan.capacity import check_top_k
-
-
-class Choices(NamedTuple):
-    """The result of ``choices_from_map`` for T tokens with K choices each."""
-
-    topk_ids: jax.Array
-    """[T, K] int32: the experts of each token, ascending; -1 after the last expert."""
-    topk_weights: jax.Array | None
-    """[T, K] in the dtype of ``probs``: the weight of each choice, 0 if its id is -1. None without
-    ``probs``."""
-    num_dropped: jax.Array
-    """[] int32: choices that were left out because their token has more than K choices."""
+from .choices import RouterChoices
 
 
 def choices_from_map(
     routing_map: ArrayLike, probs: ArrayLike | None = None, *, top_k: int
-) -> Choices:
-    """Turn a routing map into the ids and router weights that ``dispatch`` accepts.
+) -> tuple[RouterChoices, jax.Array]:
+    """Turn a routing map into the choices that ``moe_mlp`` and ``moe`` accept.
 
     The map says for each token and expert whether the token goes to the expert. This is the input
     of Megatron and HybridEP. The function communicates nothing, and needs no axes in scope. The
@@ -43,7 +30,9 @@ def choices_from_map(
         counted.
 
     Returns:
-      A ``Choices`` with topk_ids [T, K], topk_weights [T, K] or None, and num_dropped [].
+      ``RouterChoices`` with ids [T, K], ascending and -1 after the last expert, and with weights
+      [T, K] in the dtype of ``probs``, 0 where the id is -1, or None without ``probs``; and the
+      number of choices that were left out because their token has more than K choices, [] int32.
 
     Raises:
       TypeError: if an argument has the wrong dtype.
@@ -57,8 +46,8 @@ def choices_from_map(
       import jax_moe_a2a as ma
 
       routing_map = jnp.array([[False, True, True], [False, False, False], [True, True, True]])
-      choices = ma.choices_from_map(routing_map, top_k=2)
-      print(choices.topk_ids.tolist(), choices.num_dropped)
+      choices, num_dropped = ma.choices_from_map(routing_map, top_k=2)
+      print(choices.ids.tolist(), num_dropped)
       ```
 
       ```text
@@ -87,15 +76,12 @@ def choices_from_map(
     choices = jnp.arange(top_k, dtype=jnp.int32)[None, None, :]
     ids = (named[:, :, None] <= choices).sum(axis=1, dtype=jnp.int32)
     num_named = is_chosen.sum(axis=1, dtype=jnp.int32)
-    topk_weights = None
+    weights = None
     if probs is not None:
         # An id out of range reads 0, and its cotangent is discarded.
-        topk_weights = jax.vmap(lambda p, i: p.at[i].get(mode="fill", fill_value=0))(probs, ids)
-    return Choices(
-        topk_ids=jnp.where(ids < num_experts, ids, -1),
-        topk_weights=topk_weights,
-        num_dropped=jnp.maximum(num_named - top_k, 0).sum(dtype=jnp.int32),
-    )
+        weights = jax.vmap(lambda p, i: p.at[i].get(mode="fill", fill_value=0))(probs, ids)
+    num_dropped = jnp.maximum(num_named - top_k, 0).sum(dtype=jnp.int32)
+    return RouterChoices(jnp.where(ids < num_experts, ids, -1), weights), num_dropped
 
 
 def _check_probs(probs: ArrayLike, shape: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,344 @@
+"""Choose the experts of each token from router logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from .. import scopes
+from ..ad import accumulation_dtype
+from ..checks import as_array, check_bool, check_factor, check_floats, check_int, short
+from ..plan.capacity import check_top_k
+from ..routing.checks import as_int32
+from ..routing.choices import RouterChoices
+
+Score: TypeAlias = Literal["softmax", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """The choice of the ``k`` best experts of each token from router logits, and their weights.
+
+    The scores of a token are the softmax or the sigmoid of its logits, in float32. The token
+    chooses the experts with the highest ``scores + select_bias``. The weights are the scores of
+    these experts, divided by their sum if ``renormalize``, times ``scale``. If two experts are
+    equally good, the expert with the lower id comes first. Logits of 0.0 and -0.0 are equally good.
+
+    A ``TopK`` is the ``choose`` of a ``Router``, and a function of logits. It holds no arrays, and
+    communicates nothing. The routers of published models:
+
+    | model | ``TopK`` |
+    | --- | --- |
+    | Switch (arXiv:2101.03961) | ``TopK(1)`` |
+    | Mixtral (arXiv:2401.04088) and GPT-OSS (arXiv:2508.10925) | ``TopK(k)`` |
+    | Qwen3-MoE (arXiv:2505.09388) | ``TopK(k, renormalize=norm_topk_prob)`` |
+    | DeepSeek-V3 (arXiv:2412.19437) | ``TopK(k, score="sigmoid", num_groups=8, top_groups=4,
+      scale=2.5)``, with ``select_bias`` |
+
+    Tests compare these routers, except for their random noise, and their gradients with those of
+    transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
+    the chosen experts only. That is equal to the renormalized softmax over all experts, and is how
+    this class computes it. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, so as not to
+    divide by 0. This class subtracts logarithms instead. Its weights differ by 1e-6 at most if a
+    chosen score is above 1e-14.
+
+    Args:
+      k: K, the number of experts of each token, 1 to 32 and at most E.
+      score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit.
+      num_groups: divides the experts into this many groups of consecutive experts. A token then
+        chooses from its best groups only. The value of a group is the sum of its two highest
+        ``scores + select_bias``. None means that a token may choose all experts.
+      top_groups: number of groups that a token may choose from. Needs ``num_groups``.
+      renormalize: True if the weights of a token sum to ``scale``. None means True if ``k`` is
+        above 1. With a single choice, a renormalized weight is constant, so that the output does
+        not depend on the logits and trains no router.
+      scale: a number above 0 that multiplies the weights.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument has the wrong range.
+
+    Example:
+      The bias changes which experts the token chooses, but not their scores. The second token is
+      masked:
+
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      logits = jnp.log(jnp.array([[0.5, 0.3, 0.2, 1.0], [0.1, 0.4, 0.1, 0.4]]))
+      bias = jnp.array([0.0, 0.0, 0.4, 0.0])
+      choices = ma.TopK(2)(logits, select_bias=bias, mask=jnp.array([True, False]))
+      print(choices.ids.tolist())
+      print((6 * choices.weights).round())
+      ```
+
+      ```text
+      [[2, 3], [-1, -1]]
+      [[1. 5.]
+       [0. 0.]]
+      ```
+    """
+
+    k: int
+    _: dataclasses.KW_ONLY
+    score: Score = "softmax"
+    num_groups: int | None = None
+    top_groups: int | None = None
+    renormalize: bool | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        own: dict[str, Any] = dict(k=check_int("k", self.k, least=1))
+        check_top_k(own["k"], name="k")
+        if self.score not in get_args(Score):
+            raise ValueError(f'score must be "softmax" or "sigmoid"; got {self.score!r}')
+        groups = dict(num_groups=self.num_groups, top_groups=self.top_groups)
+        missing = [name for name, number in groups.items() if number is None]
+        if len(missing) == 1:
+            raise ValueError(
+                "num_groups and top_groups must both be numbers or both be None; got num_groups="
+                f"{self.num_groups} and top_groups={self.top_groups}. Pass {missing[0]}, too"
+            )
+        if not missing:
+            own |= {name: check_int(name, number, least=1) for name, number in groups.items()}
+        if self.renormalize is not None:
+            check_bool("renormalize", self.renormalize)
+        own["scale"] = check_factor("scale", self.scale)
+        for name, value in own.items():  # such as an int for an integer of numpy
+            object.__setattr__(self, name, value)
+
+    @scopes.router
+    def __call__(
+        self,
+        logits: ArrayLike,
+        *,
+        select_bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+    ) -> RouterChoices:
+        """Choose the experts of tokens.
+
+        Args:
+          logits: floats [..., E] of 16 bits or more: the logits of the E experts for each token.
+          select_bias: floats [E], which are added to the scores for the choice of experts only, or
+            None. It has no gradient: ``update_select_bias`` adjusts it.
+          mask: booleans [...], False for tokens that choose no expert, such as padding; or None.
+            The logits of masked tokens may hold any value, and have zero gradients.
+
+        Returns:
+          A ``RouterChoices`` with ids [..., K], the best expert first, weights [..., K] and scores
+          [..., E]. The scores of each token are divided by their sum, so that sigmoids that are too
+          small for float32 count in a balance loss, too. Masked tokens have the ids -1 and zeros.
+          Weights and scores are differentiable in the logits, and are float32, or float64 for
+          float64 logits.
+
+        Raises:
+          TypeError: if an argument has the wrong type or dtype.
+          ValueError: if an argument has the wrong shape.
+        """
+        logits, mask = self._checked(logits, mask)
+        if select_bias is not None:
+            select_bias = check_bias("select_bias", select_bias, logits.shape[-1])
+        log_scores, scores, probs = self._scores(logits)
+        # Logits have the order of their scores, and stay apart where scores round to one number.
+        keys = logits if select_bias is None and self.num_groups is None else scores
+        keys = lax.stop_gradient(keys)
+        if select_bias is not None:
+            bias = lax.stop_gradient(select_bias).astype(keys.dtype)
+            keys += bias.reshape((1,) * (keys.ndim - 1) + bias.shape)
+        if self.num_groups is not None and self.top_groups is not None:
+            keys = _only_best_groups(keys, self.num_groups, self.top_groups)
+        ids = _best(keys, self.k)[1]
+        weights = self._weights(log_scores, scores, ids)
+        if mask is not None:
+            ids = jnp.where(mask, ids, -1)
+            weights, probs = (jnp.where(mask, x, 0) for x in (weights, probs))
+        return RouterChoices(ids, weights, probs)
+
+    @scopes.router
+    def replay(
+        self, logits: ArrayLike, ids: ArrayLike, *, mask: ArrayLike | None = None
+    ) -> RouterChoices:
+        """Return the choices with given ids, whose weights are computed as in a call.
+
+        Args:
+          logits: as in a call.
+          ids: integers [..., K']: the experts of each token. Ids outside [0, E), such as -1, choose
+            nothing, and have the weight 0.
+          mask: as in a call.
+
+        Returns:
+          A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For the ids
+          that a call chose, the weights are equal to those of the call.
+
+        Raises:
+          TypeError: if an argument has the wrong type or dtype.
+          ValueError: if an argument has the wrong shape.
+        """
+        logits, mask = self._checked(logits, mask)
+        ids = check_ids("ids", ids, logits.shape[:-1], logits.shape[-1])
+        log_scores, scores, probs = self._scores(logits)
+        is_choice = (ids >= 0) & (ids < logits.shape[-1])
+        if mask is not None:
+            is_choice &= mask
+            ids, probs = jnp.where(mask, ids, -1), jnp.where(mask, probs, 0)
+        # Without a choice, a sum of exponentials would be 0.
+        counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
+        weights = self._weights(log_scores, scores, ids, counts)
+        return RouterChoices(ids, jnp.where(is_choice, weights, 0), probs)
+
+    def _checked(
+        self, logits: ArrayLike, mask: ArrayLike | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return logits, 0 in masked tokens, and the mask with an axis of experts; or raise an
+        error."""
+        logits = check_logits(logits)
+        num_experts = logits.shape[-1]
+        if self.k > num_experts:
+            raise ValueError(
+                f"k of TopK must be at most the number of experts, {num_experts}; got {self.k} for "
+                f"logits {short(logits)}. The last axis of logits is the axis of experts"
+            )
+        self._check_groups(num_experts)
+        if mask is None:
+            return logits, None
+        kept = check_mask(mask, logits)[..., None]
+        return jnp.where(kept, logits, 0), kept
+
+    def _check_groups(self, num_experts: int) -> None:
+        """Raise an error if the groups do not divide this number of experts."""
+        if self.num_groups is None or self.top_groups is None:
+            return
+        size, rest = divmod(num_experts, self.num_groups)
+        if rest or size < 2:
+            raise ValueError(
+                f"num_groups must divide the {num_experts} experts into groups of equal size, 2 or "
+                f"more; got {self.num_groups}. Omit num_groups and top_groups to choose from all "
+                "experts"
+            )
+        if not self.k <= self.top_groups * size <= num_experts:
+            raise ValueError(
+                f"top_groups must be at least {-(-self.k // size)}, so that top_groups groups of "
+                f"{size} experts hold k={self.k} experts, and at most num_groups="
+                f"{self.num_groups}; got {self.top_groups}"
+            )
+
+    def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the logarithms of scores up to a number for each token, scores, and scores that
+        are divided by their sum."""
+        is_softmax = self.score == "softmax"
+        # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
+        log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
+        probs = jax.nn.softmax(log_scores)
+        return log_scores, probs if is_softmax else jax.nn.sigmoid(logits), probs
+
+    def _weights(
+        self,
+        log_scores: jax.Array,
+        scores: jax.Array,
+        ids: jax.Array,
+        counts: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the weights of choices. Those for which ``counts`` is False have no share of a
+        sum; None means that all choices count."""
+        if not (self.k > 1 if self.renormalize is None else self.renormalize):
+            return _at(scores, ids) * self.scale
+        chosen = _at(log_scores, ids)
+        if counts is not None:
+            chosen = jnp.where(counts, chosen, -jnp.inf)
+        return jax.nn.softmax(chosen) * self.scale
+
+
+def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Return the highest keys of the last axis and their indices, both from high to low. Of equal
+    keys, the one with the lower index comes first."""
+    # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
+    values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
+    # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
+    # (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id, prevents it.
+    return values, jnp.minimum(ids, keys.shape[-1] - 1)
+
+
+def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
+    """Return the keys of a token's best groups, and minus infinity for all other experts."""
+    size = keys.shape[-1] // num_groups
+    grouped = keys.reshape(*keys.shape[:-1], num_groups, size)
+    values = _best(grouped, 2)[0].sum(axis=-1)
+    best = _best(values, top_groups)[1]
+    is_best = one_hot(best, num_groups).any(axis=-2)
+    eligible = jnp.where(is_best[..., None], grouped, -jnp.inf)
+    return eligible.reshape(keys.shape)
+
+
+def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return ``values[..., ids]``: [..., E] and [..., K] to [..., K].
+
+    The transpose of a sum is a sum. The transpose of a gather would be a scatter, and with Explicit
+    axes a gather needs a sharding.
+    """
+    chosen = one_hot(ids, values.shape[-1])
+    return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
+
+
+def one_hot(ids: jax.Array, num: int) -> jax.Array:
+    """Return booleans [..., num], True where the last index equals the id."""
+    ids = ids[..., None]
+    return ids == lax.broadcasted_iota(ids.dtype, (1,) * (ids.ndim - 1) + (num,), ids.ndim - 1)
+
+
+def check_logits(value: Any, name: str = "logits") -> jax.Array:
+    """Return floats [..., E] as an array of the accumulation dtype, or raise an error."""
+    array = as_array(value)
+    check_floats(name, array, "Cast it")
+    if array.ndim < 1 or not array.shape[-1]:
+        raise ValueError(
+            f"{name} must be an array [..., num_experts] with at least one expert; got "
+            f"{short(array)}"
+        )
+    array = jnp.asarray(array)  # without a warning if it holds float64, which JAX has not enabled
+    return array.astype(accumulation_dtype(array.dtype))
+
+
+def check_mask(value: Any, logits: jax.Array) -> jax.Array:
+    """Return booleans with the leading axes of ``logits`` as an array, or raise an error."""
+    mask = as_array(value)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask must hold booleans, True for tokens that take part; got {short(mask)}. "
+            "Compare it, for example mask != 0"
+        )
+    if mask.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"mask must have a boolean for each token, {list(logits.shape[:-1])}, because logits "
+            f"have the shape {list(logits.shape)}; got {short(mask)}"
+        )
+    return jnp.asarray(mask)
+
+
+def check_bias(name: str, value: Any, num_experts: int) -> jax.Array:
+    """Return floats [num_experts] as an array, or raise an error."""
+    bias = as_array(value)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"{name} must hold floats; got {short(bias)}. Cast it")
+    if bias.shape != (num_experts,):
+        raise ValueError(
+            f"{name} must have a number for each expert, [{num_experts}]; got {short(bias)}. Pass "
+            "the bias of one layer, without axes of tokens"
+        )
+    return jnp.asarray(bias)
+
+
+def check_ids(name: str, value: Any, leading: tuple[int, ...], num_experts: int) -> jax.Array:
+    """Return integers [..., K] with these leading axes as int32, or raise an error."""
+    ids = as_array(value)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers; got {short(ids)}")
+    if ids.ndim != len(leading) + 1 or ids.shape[:-1] != leading:
+        expected = f"[{', '.join(map(str, (*leading, 'K')))}]"
+        raise ValueError(f"{name} must be {expected}, K ids for each token; got {short(ids)}")
+    return as_int32(ids, num_experts)

@@ -1,0 +1,355 @@
+"""`ma.moe` with choices in place of a router, with replayed choices, and with a user's router.
+
+The reference applies each expert to each token of all ranks. A router sees all tokens at once.
+"""
+
+import functools
+import math
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+
+pytestmark = [
+    pytest.mark.one_process("meshes of several axes"),
+    pytest.mark.several_devices("meshes of several axes"),
+    pytest.mark.usefixtures("exact_products"),
+]
+HIDDEN, WIDTH, EXPERTS, TOP_K, LEAD = 6, 4, 8, 2, (3, 5)
+Auto, Explicit = AxisType.Auto, AxisType.Explicit
+quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
+POSITIONS = np.arange(math.prod(LEAD)).reshape(LEAD)
+MASK = POSITIONS % 7 != 3
+TABLE = np.random.default_rng(2).integers(0, EXPERTS, (math.prod(LEAD), TOP_K))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X = normal(0, *LEAD, HIDDEN)
+EXPERT_WEIGHTS = dict(
+    w_gate_up=normal(1, EXPERTS, HIDDEN, 2, WIDTH) / 2, w_down=normal(2, EXPERTS, WIDTH, HIDDEN) / 2
+)
+KERNEL, BIAS = normal(3, HIDDEN, EXPERTS), normal(4, EXPERTS)
+TOPK = ma.Router(KERNEL, BIAS, choose=ma.TopK(TOP_K, score="sigmoid", scale=2.0))
+
+
+def mesh_of(axis_type=Auto, **sizes):
+    count = math.prod(sizes.values())
+    if count > harness.NUM_DEVICES:
+        pytest.skip(f"needs {count} devices")
+    devices = np.array(harness.devices(count)).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def axes_of(mesh):
+    return ma.Axes("ep", data="data") if "data" in mesh.shape else "ep"
+
+
+def experts(params, x, choices):
+    """Return the weighted sums of the experts of given choices."""
+    gate, up = jnp.unstack(jnp.einsum("...h,ehgi->...gei", x, params["w_gate_up"]), axis=-3)
+    y = jnp.einsum("...ei,eih->...eh", jax.nn.silu(gate) * up, params["w_down"])
+    weights = jax.nn.one_hot(choices.ids, EXPERTS)
+    if choices.weights is not None:
+        weights *= choices.weights[..., None]
+    return jnp.einsum("...eh,...ke->...h", y, weights)
+
+
+def reference(params, x, read=None, mask=None):
+    """Return what `moe` returns with a user's router."""
+    flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
+    router, tokens = params["router"], flat(x if read is None else read)
+    logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
+    per_token = jax.tree.map(flat, router.per_token)
+    choices = router.choose(tokens, logits, per_token, router.whole)
+    y = experts(params, flat(x), choices).reshape(x.shape)
+    return y if mask is None else jnp.where(mask[..., None], y, 0)
+
+
+def assert_close(found, expected, tolerance=2e-5):
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(close, *jax.device_get((found, expected)))
+
+
+def value_and_grads(layer, params, x):
+    """Return outputs, and the gradients of the float arrays of params and of x."""
+    is_float = lambda a: jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
+    leaves, treedef = jax.tree.flatten(params)
+    floats = {i: leaf for i, leaf in enumerate(leaves) if is_float(leaf)}
+
+    def loss(floats, x):
+        y = layer(treedef.unflatten([floats.get(i, leaf) for i, leaf in enumerate(leaves)]), x)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), grads = quick_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(floats, x)
+    return y, grads
+
+
+def sum_of(fn):
+    return lambda *args: jnp.sum(jnp.sin(fn(*args)))
+
+
+def options_of(options):
+    table = options.get("placement")
+    placement = table and ma.Placement.from_slots(table, EXPERTS, num_ranks=2)
+    return harness.exchanging(options, placement=placement)
+
+
+REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        (dict(ep=1), {}),
+        (dict(ep=2, axis_type=Explicit), dict(mask=MASK, num_chunks=3)),
+        (dict(ep=2), dict(placement=REPLICAS)),
+        (dict(ep=2, axis_type=Explicit), dict(replicated=True)),
+        (dict(data=2, ep=4), dict(mask=MASK)),
+        (dict(ep=8, axis_type=Explicit), {}),
+    ],
+    ids=["1", "2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked", "8"],
+)
+def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
+    """Output and statistics are equal, and so are all gradients of a replay. Choices have the
+    gradient of their weights. The 15 tokens need padding on 2 and 8 ranks."""
+    mesh, options = mesh_of(**mesh), options_of(options)
+    mask = options.get("mask", np.ones(LEAD, bool))
+
+    def layer(router, experts, x):
+        outputs = ("choices",)
+        return ma.moe(x, router, **experts, axes=axes_of(mesh), outputs=outputs, **options)
+
+    def loss(router_of, router, experts, x):
+        y, stats = layer(router_of(router), experts, x)
+        return jnp.sum(jnp.sin(y)) + stats.balance_loss + stats.z_loss, (y, stats)
+
+    @quick_jit
+    def run(router, experts, x):
+        args = router, experts, x
+        grad = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+        expected = grad(functools.partial(loss, lambda router: router))(*args)
+        ids, weights, _ = expected[0][1][1].choices
+        replayed = grad(functools.partial(loss, lambda router: router.replay(ids)))(*args)
+        of_weights = lambda weights: ma.RouterChoices(ids, weights)
+        given = grad(functools.partial(loss, of_weights))(weights, experts, x)
+        return expected, replayed, given
+
+    with jax.set_mesh(mesh):
+        x = np.where(mask[..., None], X, np.nan)
+        expected, replayed, given = run(TOPK, EXPERT_WEIGHTS, x)
+    assert_close(replayed, expected, 1e-6)
+    (_, (y, stats)), (of_weights, *of_experts) = given
+    (_, (y_router, of_router)), of_all = expected
+    ids, weights, _ = jax.device_get(stats.choices)
+    assert ids.shape == weights.shape == (*LEAD, TOP_K)
+    assert_close(
+        (y, stats.choices, stats.load), (y_router, of_router.choices, of_router.load), 1e-6
+    )
+    assert_close(of_experts[0], of_all[1], 1e-6)
+    assert float(stats.balance_loss) == float(stats.z_loss) == 0 < float(of_router.balance_loss)
+    assert (ids[~mask] == -1).all() and (weights[~mask] == 0).all()
+    assert np.isfinite(jax.tree.leaves(jax.tree.map(jnp.sum, of_all))).all()
+    of_choices = lambda weights: experts(EXPERT_WEIGHTS, X, ma.RouterChoices(ids, weights))
+    assert_close((y, of_weights), (of_choices(weights), jax.grad(sum_of(of_choices))(weights)))
+
+
+def weigh(scores, ids):
+    """Return choices whose weights are the scores of the ids, divided by their sum."""
+    weights = jnp.sum(jax.nn.one_hot(ids, scores.shape[-1]) * scores[:, None], axis=-1)
+    return ma.RouterChoices(ids, weights / weights.sum(axis=-1, keepdims=True))
+
+
+def hashed(tokens, logits, token_ids, table):
+    return weigh(jax.nn.sigmoid(logits), table[token_ids])
+
+
+def sqrt_softplus(tokens, logits, _, bias):
+    """The bias is trained: it changes choices and weights."""
+    scores = jnp.sqrt(jax.nn.softplus(logits)) * jnp.exp(bias)[None]
+    return weigh(scores, ma.TopK(TOP_K)(scores).ids)._replace(scores=scores)
+
+
+def with_identity(tokens, logits, _, __):
+    """The last two logits are of experts that compute nothing."""
+    choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
+    return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
+
+
+def scaled(tokens, logits, per_token, whole):
+    """Each token has a scale of its own, which may be anything in masked tokens."""
+    choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
+    return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
+
+
+def unweighted(tokens, logits, _, __):
+    return ma.RouterChoices(ma.TopK(1)(logits).ids.astype(jnp.uint8), None)
+
+
+SCALES = np.where(MASK, 1 + POSITIONS, np.nan).astype(np.float32)
+ROUTERS = {
+    "hash layer": ma.Router(KERNEL, choose=hashed, per_token=POSITIONS, whole=TABLE),
+    "sqrt of softplus": ma.Router(KERNEL, BIAS, choose=sqrt_softplus, whole=BIAS / 4),
+    "more logits": ma.Router(normal(5, HIDDEN, EXPERTS + 2), choose=with_identity),
+    "scales": ma.Router(KERNEL, choose=scaled, per_token=dict(scale=SCALES)),
+    "unweighted": ma.Router(KERNEL, choose=unweighted),
+}
+
+
+@pytest.mark.parametrize(
+    "name, mesh, options",
+    [
+        ("hash layer", dict(ep=1), {}),
+        ("hash layer", dict(ep=8, axis_type=Explicit), dict(mask=MASK)),
+        ("sqrt of softplus", dict(ep=2, axis_type=Explicit), dict(num_chunks=2)),
+        ("more logits", dict(data=2, ep=4, axis_type=Explicit), {}),
+        ("more logits", dict(ep=2), dict(placement=REPLICAS)),
+        ("scales", dict(data=2, ep=4), dict(mask=MASK)),
+        ("unweighted", dict(ep=2), dict(mask=MASK)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
+    """Gradients of the kernel and of the router's own floats are exact, too."""
+    mesh, options = mesh_of(**mesh), options_of(options)
+    params = dict(router=ROUTERS[name], **EXPERT_WEIGHTS)
+    layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
+    with jax.set_mesh(mesh):
+        found = value_and_grads(layer, params, X)
+    mask = options.get("mask")
+    if name == "scales":
+        params["router"] = params["router"].replace(
+            per_token=dict(scale=jnp.nan_to_num(SCALES, nan=1))
+        )
+    expected = value_and_grads(lambda *args: reference(*args, mask=mask), params, X)
+    assert_close(found, expected)
+
+
+def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
+    """An id of -1 keeps its weight in the statistics."""
+    params = dict(router=ROUTERS["more logits"], **EXPERT_WEIGHTS)
+    with jax.set_mesh(mesh_of(ep=2)):
+        layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
+        y, stats = quick_jit(layer)(params)
+    ids, weights, scores = stats.choices
+    assert scores is None and stats.logits.shape == (*LEAD, EXPERTS + 2)
+    assert (ids == -1).any() and (np.asarray(weights)[ids == -1] > 0).all()
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    assert stats.num_invalid == 0
+    assert int(stats.load.wanted_per_expert.sum()) == int((ids >= 0).sum())
+
+
+def noisy(tokens, logits, positions, key):
+    draw = lambda position: jax.random.normal(jax.random.fold_in(key, position), (EXPERTS,))
+    return ma.TopK(TOP_K)(logits + jax.vmap(draw)(positions))
+
+
+def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_mesh():
+    router = ma.Router(KERNEL, choose=noisy, per_token=POSITIONS, whole=jax.random.key(0))
+    layer = lambda router, x: ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep", outputs=("choices",))
+    found = []
+    for size, axis_type in ((1, Auto), (2, Explicit), (8, Auto)):
+        with jax.set_mesh(mesh_of(axis_type, ep=size)):
+            y, stats = quick_jit(layer)(router, X)
+        found.append(jax.device_get((y, *stats.choices[:2])))
+    noiseless = TOPK.replace(bias=None).choose(X @ KERNEL).ids
+    assert (np.asarray(noiseless) != found[0][1]).any()
+    for each in found[1:]:
+        np.testing.assert_array_equal(each[1], found[0][1])
+        assert_close(each, found[0])
+
+
+@pytest.mark.parametrize("axis_type", (Auto, Explicit), ids=str)
+def test_the_router_reads_another_array_than_the_experts(axis_type):
+    """The router reads the token, and experts a projection of it, of another size."""
+    read = normal(6, *LEAD, 9)
+    choose = lambda tokens, logits, *_: TOPK.choose(logits)
+    params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), **EXPERT_WEIGHTS)
+    call = lambda router: lambda params, arrays: ma.moe(
+        arrays[0],
+        **params | dict(router=router(params["router"])),
+        router_input=jnp.where(MASK[..., None], arrays[1], jnp.nan),
+        axes="ep",
+        mask=MASK,
+    )[0]  # fmt: skip
+    with jax.set_mesh(mesh_of(axis_type, ep=2)):
+        found = value_and_grads(call(lambda router: router), params, (X, read))
+        same = value_and_grads(call(lambda r: r.replace(choose=TOPK.choose)), params, (X, read))
+    of_all = lambda params, arrays: reference(params, *arrays, mask=MASK)
+    assert_close(found, value_and_grads(of_all, params, (X, read)))
+    assert_close(same, found, 1e-6)
+
+
+@pytest.mark.parametrize("lead", ((), (1,), (0, 2)), ids=str)
+def test_any_number_of_tokens_has_choices(lead):
+    ids, weights = np.zeros((*lead, 1), np.int64) + 3, np.ones((*lead, 1), np.float32)
+    x = np.broadcast_to(X[0, 0], (*lead, HIDDEN))
+    with jax.set_mesh(mesh_of(Explicit, ep=2)):
+        for router in (ma.RouterChoices(ids, weights), TOPK.replay(ids)):
+            layer = lambda router: ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep")
+            y, stats = quick_jit(layer)(router)
+            assert stats.load.wanted_per_expert[3] == math.prod(lead)
+    scale = TOPK.choose.replay(x @ KERNEL + BIAS, ids).weights
+    assert_close(y, experts(EXPERT_WEIGHTS, x, ma.RouterChoices(ids, scale)))
+
+
+def test_ids_that_are_no_experts_stay_none():
+    """Ids of 64 bits are not cut to 32 bits, which would be experts."""
+    bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
+    ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
+    with jax.set_mesh(mesh_of(ep=1)):
+        for router in (ma.RouterChoices(ids, None), TOPK.replay(ids)):
+            y, stats = quick_jit(
+                lambda router=router: ma.moe(X, router, **EXPERT_WEIGHTS, axes="ep")
+            )()
+            assert stats.num_invalid == 4 and not y[0].any() and y[1:].all()
+
+
+@pytest.mark.exchanges(0)
+def test_a_router_is_a_pytree_with_readable_paths():
+    params = dict(router=ROUTERS["scales"].replace(bias=BIAS), **EXPERT_WEIGHTS)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    assert paths[:3] == [
+        "['router'].kernel",
+        "['router'].bias",
+        "['router'].per_token['scale']",
+    ]
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(optimizer.init, params)
+    assert jax.tree.structure(state[0].mu) == jax.tree.structure(params)
+    assert jax.tree.structure(ma.moe_partition_specs(params, "ep")) == jax.tree.structure(params)
+    assert hash(ma.TopK(np.int32(2))) == hash(ma.TopK(2)) and ma.TopK(2) == ma.TopK(k=2)
+
+
+@pytest.mark.exchanges(0)
+def test_other_arrays_of_a_router_compile_nothing():
+    traced = []
+
+    @jax.jit
+    def layer(router, x):
+        traced.append(router)
+        return ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep")[0]
+
+    with jax.set_mesh(mesh := mesh_of(ep=2)):
+        for kernel in (KERNEL, 2 * KERNEL):
+            placed = jax.device_put(kernel, NamedSharding(mesh, P()))
+            layer(ma.Router(placed, choose=ma.TopK(TOP_K)), X)
+    assert len(traced) == 1
+
+
+@pytest.mark.exchanges(0)
+def test_placements_of_stacked_layers_are_refused():
+    stacked = {name: w[None] for name, w in EXPERT_WEIGHTS.items()}
+    with pytest.raises(ValueError, match=r"of one layer .*w_gate_up=float32\[1,8,6,2,4\].*None"):
+        ma.moe_partition_specs(stacked, "ep")
+    with pytest.raises(ValueError, match=r"of one layer of moe by name; got weights="):
+        ma.moe_partition_specs(dict(weights=KERNEL), "ep")
