@@ -52,7 +52,11 @@ def exchange(x, ids, **options):
 
 def layer(*args, activation=jax.nn.silu, **options):
     options.update(group=AXIS, num_experts=EXPERTS, activation=ma.gated(activation))
-    return on_ranks(functools.partial(ma.moe_mlp, **options))(*args)
+
+    def on_rank(x, ids, weights, w_in, w_out):
+        return ma.moe_mlp(x, ma.RouterChoices(ids, weights), w_in, w_out, **options)
+
+    return on_ranks(on_rank)(*args)
 
 
 def loss(*args, **options):
