@@ -131,6 +131,7 @@ def test_a_single_exchange_refuses_chunks(fn):
         jax.vmap(lambda *args: fn(*args, **given), axis_name="ep")(*args)
 
 
+@pytest.mark.several_devices("moe needs a mesh")
 def test_moe_refuses_a_shared_expert_without_weights():
     with pytest.raises(ValueError, match="shared_expert must be omitted .*Pass .* shared_down"):
         with jax.set_mesh(harness.mesh_of(harness.FEW)):

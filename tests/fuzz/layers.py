@@ -191,6 +191,8 @@ def program(seed, number, *, has_mesh=True):
         hidden = group_size
     if derivative in derivatives.SECOND and activation in ("p nan", RELU):
         activation = "silu"
+    if activation == "p nan" and dtype in ("bfloat16", "float16"):
+        activation = "silu"  # a product of 16 bits and a bias may add up to 0
     topk_weights = one_of((dtype, "float32", "bfloat16")) if chance(0.85) else None
     shared_weights = None
     if topk_weights and sizes["shared_expert"]:
