@@ -19,6 +19,7 @@ import pytest
 from jax.interpreters import mlir
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src import paths
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import quantized
@@ -125,7 +126,8 @@ def path(request):
             patch.setattr(lowered, "why_no_fp8_kernel", cannot)
             patch.setattr(native, "register_targets", lambda: None)
             patch.setattr(lowered, "call", read_table)
-            mlir.register_lowering(quantized.grouped_dot_fp8_p, quantized._cuda, platform="cpu")
+            rule = paths.lowering(quantized.grouped_dot_fp8_p, quantized._cuda)
+            mlir.register_lowering(quantized.grouped_dot_fp8_p, rule, platform="cpu")
         yield request.param
     if request.param == "table":
         mlir._platform_specific_lowerings["cpu"].pop(quantized.grouped_dot_fp8_p)

@@ -32,7 +32,7 @@ PROGRAMS = {
     91: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
     330: lambda p: p.depth and p.policy == "routing",
     352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and p.shared_expert,
-    375: lambda p: p.replicated and p.activation == "p nan",
+    1475: lambda p: p.replicated and p.activation == "p nan",
     35: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,
     645: lambda p: p.replicated and p.shared_weights and p.derivative == "vjp",
     113: lambda p: p.replicated and p.batch > 1 and p.derivative == "vjp",
@@ -84,9 +84,9 @@ def last_rows_have_no_group(groups_of):
 
 
 def large_weights_are_cut(activate):
-    def cut(activation, intermediate, product, row_weights, is_row):
+    def cut(activation, intermediate, why, product, row_weights, is_row):
         row_weights = jnp.minimum(row_weights, jnp.ones_like(row_weights))
-        return activate(activation, intermediate, product, row_weights, is_row)
+        return activate(activation, intermediate, why, product, row_weights, is_row)
 
     return cut
 

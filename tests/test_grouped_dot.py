@@ -22,6 +22,7 @@ import pytest
 from jax.interpreters import mlir
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src import paths
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import primitives, reference
@@ -107,7 +108,7 @@ def only(path):
         if path == "lax":
             patch.setattr(lowered, "_why_no_mosaic", lambda *args: "the test hides it")
         for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():
-            mlir.register_lowering(primitive, rule, platform="cpu")
+            mlir.register_lowering(primitive, paths.lowering(primitive, rule), platform="cpu")
         yield
     for primitive in PRIMITIVES if as_on_gpu else ():
         mlir._platform_specific_lowerings["cpu"].pop(primitive)
