@@ -65,7 +65,7 @@ class Explanation:
 
     calls: tuple[Call, ...]
     notes: tuple[str, ...]
-    """What the paths assume."""
+    """The assumption behind the paths, in words."""
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)

@@ -50,7 +50,7 @@ choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
 """The choosers of the package's primitives on NVIDIA GPUs."""
 
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
-"""What primitives without a path of their own are composed of, on all devices."""
+"""The compositions of primitives without a path of their own, on all devices."""
 
 _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 
