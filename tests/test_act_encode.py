@@ -296,7 +296,8 @@ def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper):
 def test_products_that_quantize_rows_make_one_pass_over_them(hopper):
     array = jax.ShapeDtypeStruct
     rows, w = array((512, 256), "bfloat16"), array((4, 256, 384), "bfloat16")
-    products = lambda rows, w, sizes: dot_in_fp8(rows, w, sizes).astype(jnp.float32).sum()
+    trained = lambda w: ma.QuantizedExperts(source=w)
+    products = lambda rows, w, sizes: dot_in_fp8(rows, trained(w), sizes).astype(jnp.float32).sum()
     program = jax.value_and_grad(products, (0, 1)), rows, w, array((4,), "int32")
     found = [call.types for call in calls(*program) if call.target == "act_encode"]
     encode = (

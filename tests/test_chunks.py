@@ -15,6 +15,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import totals
+from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
@@ -127,9 +128,12 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
         for _ in range(2):
             if sums:
                 own = totals.with_total(jax.lax.stop_gradient(w), total)
-                rows, total = totals.summing_dot(rows, own, total, sizes, in_fp8=in_fp8)
+                own = ma.QuantizedExperts(source=own) if in_fp8 else own
+                rows, total = totals.summing_dot(rows, own, total, sizes)
+            elif in_fp8:
+                rows = dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
             else:
-                rows = totals._summing_dot(rows, w, total, sizes, in_fp8=in_fp8, num_sms=None)[0]
+                rows = totals.unspecified_dot(rows, w, sizes, None)
             rows = jnp.sin(cut(rows))
         return rows
 

@@ -92,7 +92,8 @@ def test_one_call_has_the_orientations_in_use(hopper):
 @needs_kernel
 def test_products_without_gradients_write_one_orientation(hopper):
     def product(rows, w, sizes):
-        return dot_in_fp8(rows, w, sizes, encode_experts(w)).astype(jnp.float32).sum()
+        trained = ma.quantize_experts(w, trainable=True)
+        return dot_in_fp8(rows, trained, sizes).astype(jnp.float32).sum()
 
     args = array(64, 256), array(4, 256, 384), array(4, dtype="int32")
     shape, turned = "4x256x384", "4x384x256"
@@ -103,7 +104,8 @@ def test_products_without_gradients_write_one_orientation(hopper):
 def test_a_gradient_of_a_program_that_read_one_orientation():
     rng, sizes = np.random.default_rng(0), np.array([4, 5], np.int32)
     rows, w = (rng.normal(size=shape).astype("float32") for shape in ((9, 128), (2, 128, 256)))
-    product = lambda rows: dot_in_fp8(rows, w, sizes, encode_experts(jnp.asarray(w)))[:, 0].sum()
+    trained = functools.partial(ma.quantize_experts, trainable=True)
+    product = lambda rows: dot_in_fp8(rows, trained(w), sizes)[:, 0].sum()
     closed = jax.make_jaxpr(product)(rows)
     jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True])
     late = lambda rows: jax.core.eval_jaxpr(jaxpr, closed.consts, rows)[0]

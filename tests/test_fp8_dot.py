@@ -4,6 +4,7 @@ On CPU: decoded products ("reference"), and what the kernel gets, read by numpy 
 ("table"). With MOE_A2A_TEST_GPU=1: the kernel, and decoded products.
 """
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -367,6 +368,7 @@ def with_nan(scales):
     return scales
 
 
+TRAINED = ma.quantize_experts(normal(0, (4, 256, 128)), trainable=True)
 ERRORS = dict(
     columns=(dict(scales=lambda s: s.T.copy()), ValueError, r'scale_layout="columns".*row_major'),
     row_scales=(dict(scales=lambda s: s[:, :1]), ValueError, r"scales of rows.*\[40, 2\]"),
@@ -383,6 +385,17 @@ ERRORS = dict(
     w_scales=(dict(w_scales=lambda s: s[:, :1]), ValueError, r"scales of w.*\[4, 2, 2\]"),
     w_floats=(dict(w=normal(0, (4, 256, 200))), TypeError, "ma.quantize_experts once"),
     rows_k=(dict(rows=normal(0, (40, 128))), ValueError, r"rows must have.*\[C, K=256\]"),
+    no_scales=(dict(w=ma.QuantizedExperts(1, source=1)), ValueError, "w must .* None for scales"),
+    source=(
+        dict(w=TRAINED),
+        ValueError,
+        r"source of w must be None, because grouped_dot.*; got float32\[4,256,128\]. Call quant",
+    ),
+    transposed=(
+        dict(w=dataclasses.replace(TRAINED, transposed=TRAINED.values)),
+        ValueError,
+        r"transposed values of w must have the shape \[4, 256, 128\].*; got .*\[4,128,256\]",
+    ),
     result=(dict(preferred_element_type="float16"), TypeError, "bfloat16 or float32"),
     sizes=(dict(group_sizes=[50, 0, 0, 0]), ValueError, "at most 40"),
 )
@@ -407,6 +420,20 @@ def test_an_error_names_the_argument(case):
 def test_weights_that_cannot_be_quantized(w, message):
     with pytest.raises(ValueError, match=message):
         ma.quantize_experts(w)
+
+
+@pytest.mark.parametrize("shape", ((2, 128, 256), (2, 256, 2, 200)))
+def test_weights_know_their_shape_in_each_state(shape):
+    w = normal(0, shape)
+    frozen, trained = (ma.quantize_experts(w, trainable=trains) for trains in (False, True))
+    np.testing.assert_array_equal(trained.source, w)
+    for state in (frozen, trained, ma.QuantizedExperts(source=w)):
+        assert state.shape == shape and state.k == shape[1]
+
+
+def test_weights_to_train_are_floats():
+    with pytest.raises(TypeError, match="w must be bfloat16.* with trainable.*; got a Quantized. "):
+        ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
 
 
 def test_plain_arrays_keep_their_dtype():
@@ -437,7 +464,8 @@ def test_quantization_counts_as_the_identity_for_derivatives():
 
     @jax.jit
     def everything():
-        dot = lambda rows, w: dot_in_fp8(rows, w, sizes)
+        trained = functools.partial(ma.quantize_experts, trainable=True)
+        dot = lambda rows, w: dot_in_fp8(rows, trained(w), sizes)
         plain = lambda rows, w: ma.grouped_dot(rows, w, sizes)
         of_rows, found = derivatives(dot)
         tangent = lambda d: jax.jvp(lambda rows: dot(rows, w), (rows,), (d,))[1]

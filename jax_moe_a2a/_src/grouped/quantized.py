@@ -64,6 +64,11 @@ def check_operands(rows: Any, w: Any) -> tuple[Quantized, QuantizedExperts]:
     Rows that are floats are quantized. Values and scales may be ``jax.ShapeDtypeStruct``.
     """
     weights = check_experts("w", w)
+    if weights.source is not None:
+        raise ValueError(
+            "the source of w must be None, because grouped_dot passes no gradient to it; got "
+            f"{short(weights.source)}. Call quantize_experts without trainable, or moe_mlp"
+        )
     given = as_quantized(rows)
     if given is None:
         array = _array(rows)
@@ -111,6 +116,12 @@ def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> Quantized
             f"{name} must be a QuantizedExperts, because rows or other weights are quantized; got "
             f"{got}. Call ma.quantize_experts once and keep the result"
         )
+    missing = [part for part in ("values", "scales") if getattr(w, part) is None]
+    if missing:
+        raise ValueError(
+            f"{name} must have values and scales; got None for {' and '.join(missing)}. Call "
+            "ma.quantize_experts once and keep the result"
+        )
     values, scales = _array(w.values), _array(w.scales)
     check_dtypes(name, values, scales)
     is_pair = may_be_pairs and len(values.shape) == 4 and values.shape[1] == 2
@@ -123,7 +134,17 @@ def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> Quantized
     *lead, n, k = values.shape
     check_squares(name, values, scales, (*lead, -(-n // BLOCK), k // BLOCK))
     check_scales(name, scales)
-    return QuantizedExperts(values, scales, w.transposed)
+    transposed, source = (None if x is None else _array(x) for x in (w.transposed, w.source))
+    if transposed is not None:
+        check_dtypes(name, transposed, scales)
+    shape = QuantizedExperts(values).shape
+    for part, array in (("transposed values", transposed), ("source", source)):
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"the {part} of {name} must have the shape {list(shape)}, because its values are "
+                f"{short(values)}; got {short(array)}"
+            )
+    return QuantizedExperts(values, scales, transposed, source)
 
 
 @scopes.quantization

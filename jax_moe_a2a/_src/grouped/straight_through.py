@@ -9,9 +9,9 @@ as that of ``r w``: quantization counts as the identity.
   again that of the product without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The other parameters and the operands are those of ``grouped_dot_p``, and the leaves of
-``QuantizedExperts`` if Q(w) and Q(w^T) are given. The axis that a quantized product sums over has a
-size that is a multiple of 128.
+The other parameters and the operands are those of ``grouped_dot_p``, and values, scales and
+transposed values of ``QuantizedExperts`` if Q(w) and Q(w^T) are given. The axis that a quantized
+product sums over has a size that is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ from .weights import QuantizedExperts, encode_experts
 straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
 
-def dot_in_fp8(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, quantized: QuantizedExperts | None = None
-) -> jax.Array:
+def dot_in_fp8(rows: jax.Array, w: QuantizedExperts, sizes: jax.Array) -> jax.Array:
     """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
     derivatives, are unspecified.
 
     Args:
       rows: bfloat16 or float32. K is a multiple of 128.
-      w: weights with the dtype of ``rows``. N is a multiple of 128.
+      w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
+        each product quantizes the source.
       sizes: int32 [L].
-      quantized: what ``encode_experts`` returns for ``w``, or None to quantize ``w`` for each
-        product.
     """
-    parts = jax.tree.leaves(quantized)
+    source, *parts = operands_of(w)
     return unspecified_dot(
-        rows, w, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=True
+        rows, source, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=True
     )
+
+
+def operands_of(w: QuantizedExperts) -> list[jax.Array]:
+    """Return the source of weights, and their last operands of ``straight_through_dot_p``."""
+    return [w.source, *jax.tree.leaves((w.values, w.scales, w.transposed))]
 
 
 def _dot(

@@ -38,7 +38,7 @@ from .primitives import (
     sum_of,
     unspecified_dot,
 )
-from .straight_through import straight_through_dot_p
+from .straight_through import operands_of, straight_through_dot_p
 from .weights import QuantizedExperts
 
 total_of_p = compat.Primitive("moe_a2a_total_of")
@@ -71,23 +71,17 @@ def _with_total_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def summing_dot(
-    rows: jax.Array,
-    w: jax.Array,
-    total: jax.Array,
-    sizes: jax.Array,
-    quantized: QuantizedExperts | None = None,
-    *,
-    in_fp8: bool = False,
+    rows: jax.Array, w: jax.Array | QuantizedExperts, total: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the products of rows, unspecified after the last group, and the total.
 
     Args:
-      quantized: the weights, as in ``dot_in_fp8``.
-      in_fp8: True to multiply as ``dot_in_fp8`` does.
+      w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.
     """
+    in_fp8 = isinstance(w, QuantizedExperts)
+    array, *parts = operands_of(w) if isinstance(w, QuantizedExperts) else [w]
     params = dict(in_fp8=in_fp8, num_sms=None)
-    parts = jax.tree.leaves(quantized)
-    product, total = bind(summing_dot_p, rows, w, total, sizes, *parts, **params)
+    product, total = bind(summing_dot_p, rows, array, total, sizes, *parts, **params)
     return product, total
 
 

@@ -41,32 +41,41 @@ encode_squares_p.multiple_results = True
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
-    """The weights of experts in ``BlockwiseFp8``. It is a pytree.
+    """The weights of experts in ``BlockwiseFp8``, float weights to train in it, or both.
+
+    It is a pytree, which ``quantize_experts`` makes. With values and scales alone, the weights are
+    frozen: they have no gradient. With a source, the gradients of a layer are those of the source.
+    With a source alone, each product quantizes the source when it reads it.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
     gate and an up projection, N is I, and all arrays have the axis of size 2 after L.
     """
 
-    values: Any
-    """[L, N, K] float8_e4m3fn. An expert's matrix is transposed, because the tensor cores of Hopper
-    read numbers that are added next to each other."""
-    scales: Any
-    """[L, N / 128 rounded up, K / 128] float32."""
+    values: Any = None
+    """[L, N, K] float8_e4m3fn, or None. An expert's matrix is transposed, because the tensor cores
+    of Hopper read numbers that are added next to each other."""
+    scales: Any = None
+    """[L, N / 128 rounded up, K / 128] float32, or None without values."""
     transposed: Any = None
     """[L, K, N] float8_e4m3fn: the same numbers in the order of the weights, which the gradient of
     rows reads; or None."""
+    source: Any = None
+    """[L, K, N] floats, which have the gradients; or None."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the weights, [L, K, N] or [L, K, 2, I]."""
+        for array in (self.source, self.transposed):
+            if array is not None:
+                return tuple(array.shape)
         first, *between, k = self.values.shape
         return (first, k, *between)
 
     @property
     def k(self) -> int:
         """Return K, the size of the axis that a product sums over."""
-        return self.values.shape[-1]
+        return self.shape[1]
 
 
 class QArrayLike(Protocol):
@@ -77,13 +86,17 @@ class QArrayLike(Protocol):
 
 
 def quantize_experts(
-    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool = False
+    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool = False, trainable: bool = False
 ) -> QuantizedExperts:
     """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
 
     The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
-    which no value of the square exceeds 448. The call has no gradient. It reads all weights, so
-    make it once when weights are loaded, or once in a training step.
+    which no value of the square exceeds 448. The call reads all weights, so make it once when
+    weights are loaded, or once in a training step.
+
+    Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
+    inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
+    FP8, and the gradients of their weights are those of ``w``.
 
     Args:
       w: weights of L experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or
@@ -92,6 +105,7 @@ def quantize_experts(
         like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales
         are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
       transposed: True to also keep the orientation that the gradient of rows reads.
+      trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
 
     Returns:
       ``QuantizedExperts``, placed like the weights over a mesh. An axis whose parts are not
@@ -99,12 +113,18 @@ def quantize_experts(
       weights are already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
 
     Raises:
-      TypeError: if an array has the wrong dtype.
+      TypeError: if an array has the wrong dtype, or weights to train are already quantized.
       ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
         are found only outside ``jax.jit``; otherwise products with their squares are NaN.
     """
     check_bool("transposed", transposed)
+    check_bool("trainable", trainable)
     given = as_quantized(w)
+    if trainable and given is not None:
+        raise TypeError(
+            "w must be bfloat16, float16 or float32 with trainable, because quantized weights have "
+            f"no gradient; got a {type(w).__name__}. Pass the weights that were quantized"
+        )
     if given is None:
         array = as_array(w)
         if array.dtype not in map(jnp.dtype, ("bfloat16", "float16", "float32")):
@@ -112,9 +132,10 @@ def quantize_experts(
                 "w must be bfloat16, float16 or float32, or a Quantized; got " + short(array)
             )
         _check_weights("w", array)
-        found = encode_experts(jnp.asarray(array), k_axis=1 - array.ndim, plain=transposed)
+        source = jnp.asarray(array)
+        found = encode_experts(source, k_axis=1 - array.ndim, plain=transposed or trainable)
         check_scales("w", found.scales)
-        return found
+        return dataclasses.replace(found, source=source) if trainable else found
     values, scales = map(as_array, given)
     check_dtypes("w", values, scales)
     _check_weights("the values of w", values)

@@ -433,16 +433,17 @@ def _product(
       name: of the weights in ``totals`` and ``quantized``.
       quantized: None for a product that is not in FP8.
     """
-    weights = None if quantized is None else quantized.get(name)
+    weights: Any = w
+    if quantized is not None:
+        weights = dataclasses.replace(quantized.get(name, QuantizedExperts()), source=w)
     if name in totals:
-        in_fp8 = quantized is not None
-        product, total = summing_dot(rows, w, totals[name], sizes, weights, in_fp8=in_fp8)
+        product, total = summing_dot(rows, weights, totals[name], sizes)
         return product, {**totals, name: total}
     if isinstance(w, tuple):
         return unspecified_dot(rows, w, sizes, None), totals
     if quantized is None:
         return grouped_dot(rows, w, sizes, tail="unspecified"), totals
-    return dot_in_fp8(rows, w, sizes, weights), totals
+    return dot_in_fp8(rows, weights, sizes), totals
 
 
 def _is_trained(w: Any) -> bool:
