@@ -24,7 +24,9 @@ from jax_moe_a2a._src import paths
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import quantized
+from jax_moe_a2a._src.grouped.frozen import RowsInFp8, dot_of_frozen
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
+from jax_moe_a2a._src.grouped.weights import decode_experts
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),
@@ -343,7 +345,7 @@ def test_derivatives_of_quantized_arrays_are_refused():
     experts, floats = ma.QuantizedExperts(*w), normal(6, rows.values.shape)
     total = lambda rows, w: jnp.sum(ma.grouped_dot(rows, w, sizes).astype(jnp.float32))
     for argument in (0, 1):
-        with pytest.raises(TypeError, match="experts_format=ma.BlockwiseFp8"):
+        with pytest.raises(TypeError, match="trainable=True"):
             jax.grad(total, argument)(jax.tree.map(jnp.asarray, rows), experts)
     with pytest.raises(TypeError, match="stop_gradient"):
         jax.grad(total)(jnp.asarray(floats), experts)
@@ -442,7 +444,7 @@ def test_plain_arrays_keep_their_dtype():
         ma.grouped_dot(x, np.ones((1, 8, 4), np.float32), [4], preferred_element_type="float32")
 
 
-# Products with float weights, whose derivatives are those of the floats
+# Products with float weights, whose derivatives are those of the floats, and with frozen weights
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
@@ -476,10 +478,54 @@ def test_quantization_counts_as_the_identity_for_derivatives():
         pairs = (dot(rows, w), right), (of_rows, right_of_rows), (transposed, right_of_rows)
         return pairs, found, derivatives(plain)[1]
 
-    pairs, found, expected = jax.tree.map(np.asarray, everything())
+    assert_derivatives(everything(), end)
+
+
+def assert_derivatives(everything, end):
+    """Compare pairs that are equal, and derivatives that differ by rounding."""
+    pairs, found, expected = jax.tree.map(np.asarray, everything)
     for one, right in pairs:
         np.testing.assert_array_equal(one[:end], right[:end])
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         one, right = (x[:end].astype(np.float32) for x in (one, right))
         largest = np.abs(right).max()
         np.testing.assert_allclose(one, right, rtol=2**-7, atol=2**-8 * largest)
+
+
+@pytest.mark.parametrize("num_spare", (0, 1))
+@pytest.mark.parametrize("n", (256, 200))
+def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
+    """Only the transpose quantizes, and its own derivative does not. Neither does a transpose over
+    columns that are no whole blocks."""
+    sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
+    rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
+    ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))
+    frozen = ma.quantize_experts(normal(11, (3, 128, n), "bfloat16"), transposed=True)
+    plain = jnp.swapaxes(decode_experts(frozen.values, frozen.scales, "bfloat16"), 1, 2)
+    home = jax.tree.map(lambda x: x[: 3 - num_spare], frozen)
+    spare = [dataclasses.replace(jax.tree.map(lambda x: x[2:], frozen), transposed=None)]
+
+    def derivatives(dot):
+        backward = lambda rows, ct: jax.vjp(dot, rows)[1](ct)[0]
+        d_out = jax.jvp(dot, (rows,), (d_rows,))[1]
+        return (d_out, *jax.jvp(backward, (rows, ct), (d_rows, d_ct)))
+
+    @jax.jit
+    def everything():
+        w = (home, *spare) if num_spare else home
+        dot = lambda rows: dot_of_frozen(
+            RowsInFp8(fmt.encode(jax.lax.stop_gradient(rows)), rows), w, sizes, tail="zero"
+        )
+        d_out, of_rows, d_of_rows = derivatives(dot)
+        right = derivatives(lambda rows: ma.grouped_dot(rows, plain, sizes))
+        turned = ma.QuantizedExperts(frozen.transposed, jnp.swapaxes(frozen.scales, 1, 2))
+        right_of_rows = (
+            ma.grouped_dot(fmt.encode(ct), turned, sizes) if n % BLOCK == 0 else right[1]
+        )
+        pairs = (
+            (dot(rows), ma.grouped_dot(fmt.encode(rows), frozen, sizes)),
+            (of_rows, right_of_rows),
+        )
+        return pairs, (d_out, d_of_rows), (right[0], right[2])
+
+    assert_derivatives(everything(), sizes.sum())

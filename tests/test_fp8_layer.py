@@ -1,4 +1,4 @@
-"""Layers with weights in FP8 are the explicit calls, and refuse gradients."""
+"""Layers with weights in FP8 are the explicit calls, and have their gradients."""
 
 import dataclasses
 import functools
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from test_moe import mesh_of
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.grouped.weights import decode_experts
 from jax_moe_a2a.integrations.linen import MoE as LinenMoE
 from jax_moe_a2a.integrations.nnx import MoE as NnxMoE
 
@@ -119,18 +120,124 @@ def test_both_products_are_calls_of_the_kernel(hopper):
     assert targets.count("fp8_gemm") == 2 and targets.count("act_encode") == 1
 
 
+# Gradients through frozen weights
+
+
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize("argument", (0, 1, 2, 4))
-def test_gradients_are_refused(argument):
+def test_gradients_of_numbers_in_fp8_are_refused():
     group = harness.emulated_group(RANKS)
     layers = jax.vmap(functools.partial(layer, group=group), axis_name=harness.AXIS)
     args = quantized(arguments())
 
-    def loss(x):
-        return jnp.sum(layers(*args[:argument], x, *args[argument + 1 :]).astype(jnp.float32))
+    def loss(w_in):
+        return jnp.sum(layers(*args[:2], w_in, *args[3:]).astype(jnp.float32))
 
-    with pytest.raises(TypeError, match="experts_format"):
-        jax.eval_shape(jax.grad(loss), args[argument])
+    with pytest.raises(TypeError, match="trainable=True"):
+        jax.eval_shape(jax.grad(loss, allow_int=True), args[2])
+
+
+def rounded(x):
+    fmt = ma.BlockwiseFp8()
+    return fmt.decode(fmt.encode(x), x.dtype)
+
+
+@jax.custom_vjp
+def decoded_dot(rows, w, sizes):
+    return ma.grouped_dot(rounded(rows), w, sizes)
+
+
+def decoded_dot_transpose(kept, ct):
+    w, sizes = kept
+    of_rows = ma.grouped_dot(rounded(ct), jnp.swapaxes(w, 1, 2), sizes)
+    return of_rows, jnp.zeros_like(w), np.zeros(sizes.shape, jax.dtypes.float0)
+
+
+decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_transpose)
+
+
+def with_decoded_weights(*args):
+    """Return what the layer returns, from decoded numbers: rows, weights, activations, gradients of
+    products."""
+    x, topk_weights, w_in, w_out, b_in, b_out, ids = args
+    w_in, w_out = (decode_experts(w.values, w.scales, x.dtype) for w in (w_in, w_out))
+    route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
+    options = harness.exchanging(route_args, token_format=FP8)
+    recv = ma.dispatch(x, ids, topk_weights, decode=True, **options)
+    experts, has_token = jnp.clip(recv.row_experts, 0), recv.row_experts[:, None] >= 0
+    product = lambda rows, w: decoded_dot(rows, jnp.swapaxes(w, 1, 2), recv.group_sizes)
+    h = SWIGLU(product(recv.rows, w_in) + b_in[experts])
+    y = product(jnp.where(has_token, h * recv.weights[:, None], 0), w_out)
+    y += recv.weights[:, None] * b_out[experts]
+    return ma.combine(y, recv, weights=None)
+
+
+OF_FLOATS = 0, 1, 4, 5
+"""The places of the arguments of `layer` that have gradients if the weights are frozen."""
+
+
+def frozen_gradients(fn, args):
+    """Return the result of a function of all ranks, and the gradients of the floats."""
+    ct = jnp.asarray(cases.normal(np.random.default_rng(1), args[0].shape, "float32"))
+
+    def of_floats(*floats):
+        return fn(*floats[:2], *args[2:4], *floats[2:], args[6])
+
+    y, transpose = jax.vjp(of_floats, *(args[i] for i in OF_FLOATS))
+    return y, *transpose(ct.astype(y.dtype))
+
+
+def test_frozen_weights_have_the_gradients_of_decoded_ones():
+    """In float32, only the order of sums differs, unless it makes a number the next FP8."""
+    args = quantized(arguments("float32"))
+    found, expected = (
+        small_layer.compiled(functools.partial(frozen_gradients, of_all_ranks(fn)), exchanges=4)(
+            args
+        )
+        for fn in (layer, with_decoded_weights)
+    )
+    for one, right in zip(found, expected, strict=True):
+        assert relative_error(one, right) < (0.02 if harness.ON_GPU else 1e-5)
+
+
+@functools.cache
+def emulated(variant=None):
+    """Return the result and the gradients of frozen layers of ranks on one device."""
+    group = harness.emulated_group(RANKS)
+    args, options = quantized(arguments("float32")), {}
+    if variant == "unfused":
+        options = dict(activation=lambda x: SWIGLU(1 * x))
+    if variant == "chunks":
+        options = dict(num_chunks=2)
+    if variant == "transposed, checkpoint":
+        turned = lambda w: dataclasses.replace(w, transposed=jnp.swapaxes(w.values, -1, -2))
+        args = (*args[:2], *map(turned, args[2:4]), *args[4:])
+    fn = functools.partial(layer, group=group, **options)
+    fn = jax.checkpoint(fn) if variant == "transposed, checkpoint" else fn
+    fn = jax.vmap(fn, axis_name=harness.AXIS)
+    if variant != "vmap":
+        return quick_jit(functools.partial(frozen_gradients, fn))(args)
+    # Two elements, which share the weights.
+    both = [jnp.stack([0 * args[i], args[i]]) for i in OF_FLOATS]
+    of_one = lambda *floats: frozen_gradients(fn, (*floats[:2], *args[2:4], *floats[2:], args[6]))
+    return [x[1] for x in quick_jit(jax.vmap(of_one))(*both)]
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("variant", ("unfused", "chunks", "transposed, checkpoint", "vmap"))
+def test_frozen_weights_have_the_same_gradients_in_each_program(variant):
+    for one, right in zip(emulated(variant), emulated(), strict=True):
+        # Other sums make some activations the next FP8.
+        assert relative_error(one, right) < (1e-6 if variant != "unfused" else 0.01)
+
+
+@pytest.mark.exchanges(0)
+def test_frozen_weights_make_two_exchanges_and_products_in_fp8_for_gradients():
+    group = harness.emulated_group(RANKS)
+    fn = jax.vmap(functools.partial(layer, group=group), axis_name=harness.AXIS)
+    args = quantized(arguments())
+    counts = small_layer.counts(functools.partial(frozen_gradients, fn), args)
+    assert counts["grouped_dot_fp8"] == 2 and counts["frozen_dot"] == 2
+    assert counts["combine"] == 2 and counts["act_encode"] == 1
 
 
 @pytest.mark.exchanges(0)

@@ -175,7 +175,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
     assert np.all(rows == 1) and found.tolist() == [[5] * 3, [0] * 3]
 
 
-@pytest.mark.parametrize("kind", ("quantized, chunks", "experts_format"))
+@pytest.mark.parametrize("kind", ("frozen", "frozen, chunks", "experts_format"))
 def test_replicas_compute_in_fp8(kind):
     """Fetched weights are the same numbers, so only sums differ."""
     ranks, size, rng = 2, 128, np.random.default_rng(5)
@@ -186,9 +186,19 @@ def test_replicas_compute_in_fp8(kind):
     x, biases = draw(TOKENS, size), [draw(LOCAL, 2 * size), draw(LOCAL, size)]
     weights = [draw(LOCAL, size, 2 * size) / 10, draw(LOCAL, size, size) / 10]
     options = dict(group=group, num_chunks=TOKENS if "chunks" in kind else None)
-    if "quantized" in kind:
-        weights = [jax.vmap(ma.quantize_experts)(w) for w in weights]
-        run = functools.partial(layer, **options)
+    if "frozen" in kind:
+        weights = [
+            jax.vmap(functools.partial(ma.quantize_experts, transposed=True))(w) for w in weights
+        ]
+
+        def run(ids, floats, placement):
+            (x, topk_weights), weights, biases = floats[:2], floats[2:4], floats[4:]
+            of_floats = lambda floats: layer(
+                ids, [*floats[:2], *weights, *floats[2:]], placement, **options
+            )
+            y, transpose = jax.vjp(of_floats, [x, topk_weights, *biases])
+            return y, transpose(jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)))
+
     else:
         run = functools.partial(value_and_gradients, experts_format=ma.BlockwiseFp8(), **options)
     run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))

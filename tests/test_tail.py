@@ -17,6 +17,8 @@ import pytest
 import small_layer
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.grouped import frozen
+from jax_moe_a2a._src.layer import fp8
 
 RANKS = harness.SEVERAL
 IS_POISONED = harness.group_of(RANKS).path == "portable" and harness.IMPLEMENTATION != "cuda"
@@ -297,3 +299,69 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         replicas = ma.Placement.from_slots([0, 1, 2, 2, 3, 0], 4, num_ranks=2)
         assert "unspecified" not in gradient(jnp.tanh, placement=replicas)
         assert "moe_a2a_dot_act" not in gradient(jax.nn.silu)
+
+
+def unwriting(product):
+    """Return a product in FP8 that leaves NaN after the last group, like a kernel may."""
+
+    def poisoned(rows, w, sizes, *args, **options):
+        out = product(rows, w, sizes, *args, **options)
+        num_rows = jax.tree.leaves(out)[0].shape[-2]
+        row = jnp.expand_dims(jnp.arange(num_rows), range(sizes.ndim - 1))
+        is_written = row < jnp.sum(sizes, -1, keepdims=True)
+        nan = lambda x: jnp.full_like(x, jnp.nan)
+        return jax.tree.map(lambda x: jnp.where(is_written[..., None], x, nan(x)), out)
+
+    return poisoned
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("fetches, is_fused", ((True, True), (False, False)))
+def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
+    monkeypatch, fetches, is_fused
+):
+    """Neither rows after the last group, nor weights of experts without rows."""
+    local, rng = LAYOUT.local_experts, np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
+    silu = jax.nn.silu if is_fused else lambda x: jax.nn.silu(1 * x)
+    if fetches:
+        placement = ma.Placement.from_slots([0, 1, 2, 3, -1, 3, 4, 5, 0, 1], 6, num_ranks=2)
+    else:
+        placement, local = ma.Placement.from_slots([0, 1, 2, -1, 3, 4, 5, 0], 6, num_ranks=2), 4
+    ids = jnp.asarray(np.where(inputs(LAYOUT, ranks=2)[0] == 2, 0, inputs(LAYOUT, ranks=2)[0]))
+    weights = [jax.vmap(ma.quantize_experts)(normal(local, HIDDEN, HIDDEN) / 11) for _ in range(2)]
+    floats = normal(9, HIDDEN), normal(9, 3), normal(local, HIDDEN), normal(local, HIDDEN)
+
+    def gradients(floats, weights):
+        def of_rank(x, topk_weights, b_in, b_out, w_in, w_out, ids):
+            return ma.moe_mlp(
+                x,
+                ma.RouterChoices(ids, topk_weights),
+                w_in,
+                w_out,
+                b_in=b_in,
+                b_out=b_out,
+                activation=silu,
+                group=PORTABLE,
+                num_experts=6,
+                placement=placement,
+                exchange=ma.Exchange(alignment=4),
+            )
+
+        layers = jax.vmap(of_rank, axis_name="ep")
+        y, transpose = jax.vjp(lambda floats: layers(*floats, *weights, ids), floats)
+        return y, transpose(jnp.cos(y))
+
+    expected = jax.jit(gradients)(floats, weights)
+    for module, names in (
+        (frozen, ("bind_dot_fp8", "bind_dot", "bind_act_encode")),
+        (fp8, ("bind_act_encode",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
+    # Expert 2 has no rows, and the slot after it no expert.
+    poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), weights)
+    found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
+    for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.isfinite(right).all() and np.abs(right).max() > 0
+        np.testing.assert_array_equal(one, right)

@@ -76,6 +76,25 @@ def cotangents_of(
     return spread(wanted, found, none)
 
 
+def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) -> Any:
+    """Return ``x`` unchanged, a pytree of arrays, with other derivatives: its tangent is
+    ``tangent_of(operands, tangents of operands)``, and the tangent of ``x`` is ignored."""
+
+    @jax.custom_jvp
+    def same(x: Any, *_: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        out = same(*primals)  # not primals[0]: the next derivative needs the rule
+        found = tangent_of(primals[1:], tangents[1:])
+        # ``x`` may vary over more mesh axes than its tangent.
+        aligned = lambda tangent, out: compat.align_varying([tangent, out], ())[0]
+        return out, jax.tree.map(aligned, found, out)
+
+    return same(x, *operands)
+
+
 def register_constant(primitive: Any) -> None:
     """Register a primitive that returns its operand and has no derivative."""
     primitive.def_impl(partial(compat.apply_primitive, primitive))

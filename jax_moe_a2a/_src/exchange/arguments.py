@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import compat
+from ..ad import with_tangent
 from ..checks import PyTree, Tail, check_floats, short
 from ..formats.formats import NvFp4, TokenFormat, paired, with_global_scales
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
@@ -230,32 +230,14 @@ def _decoded(
     fmt = with_global_scales(options.token_format.travelling, global_scales)
     rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
     params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
-    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
 
+    # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format.
+    # The rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx.
+    # The transpose is ct(x) = D^T ct(rows), a combine.
+    def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
+        return bind(DISPATCH, tangents[0], primals[1], **params)
 
-# Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format. The
-# rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx. The
-# transpose is ct(x) = D^T ct(rows), a combine.
-def _with_derivatives_of_dispatch(
-    rows: list[jax.Array], x: list[jax.Array], routing: AnyRouting, params: dict[str, Any]
-) -> list[jax.Array]:
-    """Return ``rows`` unchanged, with the derivatives of a dispatch of ``x``."""
-
-    @jax.custom_jvp
-    def straight_through(rows: Any, x: Any, routing: Any) -> Any:
-        del x, routing
-        return rows
-
-    @straight_through.defjvp
-    def jvp(primals: Any, tangents: Any) -> Any:
-        rows = straight_through(*primals)  # not primals[0]: the next derivative needs the rule
-        moved = bind(DISPATCH, tangents[1], primals[2], **params)
-        # The rows may vary over more mesh axes: the axes of the router weights that moved with
-        # them.
-        pairs = zip(moved, rows, strict=True)
-        return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
-
-    return straight_through(rows, x, routing)
+    return with_tangent(rows, tangent_of, list(x), routing)
 
 
 class CombineArguments(NamedTuple):

@@ -45,9 +45,9 @@ TARGET = "moe_a2a_fp8_gemm"
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("FP8_FEW_ROWS")
 NO_GRADIENT = (
-    "an array in FP8 has no gradient, and nothing passes a gradient through it. Differentiate a "
-    "layer with the weights in bfloat16 and experts_format=ma.BlockwiseFp8(); or apply "
-    "jax.lax.stop_gradient to the arrays that must not have a gradient"
+    "an array in FP8 has no gradient, and no product of grouped_dot passes a gradient through it. "
+    "Differentiate a layer with ma.quantize_experts(w, trainable=True) of float weights w; or "
+    "apply jax.lax.stop_gradient to the arrays that must not have a gradient"
 )
 
 grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")

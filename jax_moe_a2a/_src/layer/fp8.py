@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..ad import fixed, with_tangent
 from ..checks import Tail, short
+from ..exchange.arguments import DispatchArguments
+from ..exchange.bind import bind
+from ..exchange.dispatch_combine import DISPATCH
+from ..exchange.recv import Recv
 from ..experts.activations import FusedActivation
-from ..formats.formats import BlockwiseFp8, Quantized, TokenFormat
+from ..formats.formats import BlockwiseFp8, TokenFormat
 from ..grouped.act_encode import bind_act_encode
-from ..grouped.quantized import (
-    RESULT_DTYPES,
-    bind_dot_fp8,
-    check_experts,
-    encode_rows,
-    without_gradient,
-)
+from ..grouped.frozen import RowsInFp8, dot_of_frozen
+from ..grouped.quantized import RESULT_DTYPES, check_experts, encode_rows, without_gradient
 from ..grouped.weights import BLOCK, QuantizedExperts, check_dtypes
 from ..placement.types import Placement
+from .dispatch_rows import dispatch_rows
 from .placed import Rows
 
 
@@ -119,30 +121,61 @@ def check_weights(
                 f"local experts (a shared expert is one of them) and x {short(x)}; got "
                 f"{short(w.values)}"
             )
-    return found
+    first, second = (jax.tree.map(without_gradient, w) for w in found)
+    return first, second
+
+
+def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
+    """Dispatch the tokens of a layer in ``BlockwiseFp8``.
+
+    Returns:
+      The ``Recv`` of ``dispatch_rows``. Its rows are ``RowsInFp8``. They and the weights have the
+      derivatives of one dispatch of floats, so their gradients travel in one exchange.
+    """
+    (x,), weights = arguments.leaves, arguments.choice_arrays
+    known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))
+    recv = dispatch_rows(known)
+    options = arguments.options.unencoded
+    params = dict(num_leaves=1, num_choice_arrays=len(weights), options=options)
+
+    def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
+        return bind(DISPATCH, tangents[0], primals[1], **params)
+
+    moved = [BlockwiseFp8().decode(recv.rows, x.dtype), *[recv.weights] * len(weights)]
+    floats, *found = with_tangent(moved, tangent_of, [x, *weights], recv.routing)
+    rows = RowsInFp8(recv.rows, floats)
+    return dataclasses.replace(recv, rows=rows, weights=found[0] if found else None)
 
 
 def steps_in_fp8(
-    activate: Callable[..., jax.Array], fused: FusedActivation | None, *, dtype: Any, tail: Tail
+    activate: Callable[..., jax.Array], fused: FusedActivation | None, *, tail: Tail
 ) -> dict[str, Any]:
-    """Return how experts multiply and activate in FP8: arguments of ``experts_of``.
+    """Return how frozen experts multiply and activate in FP8: arguments of ``experts_of``, whose
+    rows are ``RowsInFp8``.
 
     Args:
       activate: maps products, weights of rows, and whether rows have a token, to activations times
         weights. Rows without a token are zeros in the result.
       fused: the same activation, to apply and quantize in one pass over the rows in use, or None.
-      dtype: of the results.
       tail: of the products, as in ``grouped_dot``.
     """
 
     def multiply(rows: Any, w: Any, sizes: jax.Array, totals: Any, _: str) -> tuple[Any, Any]:
-        return bind_dot_fp8(rows, w, sizes, dtype=dtype, tail=tail, num_sms=None), totals
+        return dot_of_frozen(rows, w, sizes, tail=tail), totals
 
-    def activate_and_quantize(product: jax.Array, rows: Rows, sizes: jax.Array) -> Quantized:
+    def activate_and_quantize(product: jax.Array, rows: Rows, sizes: jax.Array) -> RowsInFp8:
         if fused is None:
             activated = activate(product, rows.weights, rows.has_token)
-            return encode_rows(activated, "the result of activation")
-        row_weights = jnp.where(rows.has_token, rows.weights.astype(jnp.float32), 0)
-        return bind_act_encode(product, row_weights, sizes, activation=fused)
+            return RowsInFp8(encode_rows(fixed(activated), "the result of activation"), activated)
+        row_weights = jnp.where(rows.has_token, fixed(rows.weights).astype(jnp.float32), 0)
+        encoded = bind_act_encode(fixed(product), row_weights, sizes, activation=fused)
+
+        def tangent_of(primals: Any, tangents: Any) -> jax.Array:
+            of_floats = lambda product, weights: activate(product, weights, primals[2])
+            return jax.jvp(of_floats, primals[:2], tangents[:2])[1]
+
+        floats = BlockwiseFp8().decode(encoded, product.dtype)
+        operands = product, rows.weights, rows.has_token
+        return RowsInFp8(encoded, with_tangent(floats, tangent_of, *operands))
 
     return dict(multiply=multiply, activate=activate_and_quantize)

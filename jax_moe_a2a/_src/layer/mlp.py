@@ -34,7 +34,6 @@ from ..experts.primitives import Experts, bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
 from ..grouped.api import grouped_dot
 from ..grouped.primitives import unspecified_dot
-from ..grouped.quantized import without_gradient
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import BLOCK, QuantizedExperts, encode_experts
@@ -53,6 +52,7 @@ from .fp8 import (
     check_quantized,
     check_training,
     check_weights,
+    dispatch_in_fp8,
     format_of_fp8,
     steps_in_fp8,
 )
@@ -106,9 +106,10 @@ def moe_mlp(
     ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
-    With weights of ``quantize_experts``, the layer computes in FP8, for inference: tokens travel in
+    With weights of ``quantize_experts``, the layer computes in FP8: tokens travel in
     ``BlockwiseFp8``, their rows are multiplied as they arrive, and weighted activations are
-    quantized before the second product. Gradients raise an error. docs/fp8.md has the details.
+    quantized before the second product. Tokens, router weights and biases have gradients, the
+    weights of the experts have none. docs/fp8.md has the details.
 
     To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
     ``num_dropped``, and ``expert_load`` accepts it.
@@ -360,26 +361,26 @@ def mlp_and_routing(
         )
     elif experts_format is not None:
         why = "no activation is fused with experts_format"
+    elif in_fp8 and fused is not None:
+        why = "no kernel computes the derivative of an activation that is quantized"
     else:
         why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
     weights = Weights(weights_in, bias_in, weights_out, bias_out)
     multiply = _product
     if experts_format is not None:
         multiply = partial(_product, quantized=quantized or {})
-    activate = partial(_activate, known or activation, intermediate, why)
+    # Keep only the operands of the activation. The backward pass computes it again.
+    activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     apply: Callable[..., tuple[jax.Array, Totals]]
     if in_fp8:
-        steps = steps_in_fp8(activate, fused, dtype=tokens.dtype, tail=arguments.options.tail)
+        steps = steps_in_fp8(activate, fused, tail=arguments.options.tail)
         apply = partial(experts_of, **steps)
-        arguments = arguments._replace(leaves=[without_gradient(tokens)])
     elif fused is not None:
         apply = partial(_fused_experts, activation=fused)
     else:
-        # Keep only the operands of the activation. The backward pass computes it again.
-        kept = jax.checkpoint(activate)
-        of_rows = lambda product, rows, _: kept(product, rows.weights, rows.has_token)
+        of_rows = lambda product, rows, _: activate(product, rows.weights, rows.has_token)
         apply = partial(experts_of, multiply=multiply, activate=of_rows)
-    recv = dispatch_rows(arguments)
+    recv = dispatch_in_fp8(arguments) if in_fp8 else dispatch_rows(arguments)
     if not in_fp8 and (spare or fused is not None):
         rows = _weighted_rows(recv, accumulation_dtype(tokens.dtype))
     else:

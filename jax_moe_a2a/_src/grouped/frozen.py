@@ -1,0 +1,134 @@
+"""Multiply rows by frozen weights, which exist only in FP8, with derivatives in the rows.
+
+Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. The product of rows r
+is ``Q(r) W``, by ``grouped_dot_fp8_p``. Its derivative is defined as that of ``r W``, as in
+``straight_through.py``. ``frozen_dot_p``, which is linear in the rows, computes tangents and
+cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W``.
+
+- jvp: ``dr W``, with ``quantizes=False``.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is again that of
+  the product without Q. So derivatives of any order exist.
+
+The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
+``QuantizedExperts``: the home weights, and the spare weights if the last groups have them. The
+parameter ``tree`` has their structure. The other parameters are those of ``grouped_dot_p``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from .. import compat
+from ..ad import is_zero, with_tangent, zero_tangent
+from ..checks import Tail
+from ..formats.formats import Quantized
+from .act_encode import bind_act_encode
+from .primitives import bind, bind_dot, register, rows_like
+from .quantized import NO_GRADIENT, bind_dot_fp8
+from .reference import arrays_of
+from .weights import BLOCK, QuantizedExperts, decode_experts
+
+frozen_dot_p = compat.Primitive("moe_a2a_frozen_dot")
+
+
+class RowsInFp8(NamedTuple):
+    """Rows that products in FP8 read, and the floats that have their derivatives.
+
+    Only the derivatives of the floats are used, so a compiled program does not compute the floats.
+    """
+
+    encoded: Quantized
+    floats: jax.Array
+    """[C, K]"""
+
+
+def dot_of_frozen(
+    rows: RowsInFp8,
+    w: QuantizedExperts | tuple[QuantizedExperts, QuantizedExperts],
+    sizes: jax.Array,
+    *,
+    tail: Tail,
+) -> jax.Array:
+    """Multiply rows [C, K] by frozen weights [L, K, N] in the dtype of the floats.
+
+    The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
+    values, or transposes the values.
+
+    Args:
+      w: weights without a source, or a tuple of home and spare weights.
+      tail: of the product and its derivatives, as in ``grouped_dot``.
+    """
+    params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
+    product = bind_dot_fp8(rows.encoded, w, sizes, **params)
+    leaves, tree = jax.tree.flatten(arrays_of(w))
+    params.update(tree=tree, quantizes=False, transposed=False)
+
+    def tangent_of(primals: Any, tangents: Any) -> jax.Array:
+        _, *others = primals
+        return bind(frozen_dot_p, tangents[0], *others, **params)
+
+    return with_tangent(product, tangent_of, rows.floats, sizes, *map(jnp.asarray, leaves))
+
+
+def _dot(
+    rows: Any,
+    sizes: Any,
+    *leaves: Any,
+    tree: Any,
+    quantizes: bool,
+    transposed: bool,
+    **params: Any,
+) -> jax.Array:
+    weights = tree.unflatten(leaves)
+    if not quantizes or rows.shape[-1] % BLOCK:
+        home, *spare = (decode_experts(w.values, w.scales, rows.dtype) for w in weights)
+        # They are [L, N, K].
+        return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
+    if transposed:
+        weights = tuple(map(_turned, weights))
+    encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+    return bind_dot_fp8(encoded, weights, sizes, **params)
+
+
+def _turned(w: QuantizedExperts) -> QuantizedExperts:
+    """Return the transposed weights."""
+    values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
+    return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
+
+
+def _abstract(
+    rows: Any, _: Any, *leaves: Any, tree: Any, transposed: bool, dtype: Any, **__: Any
+) -> Any:
+    n, k = tree.unflatten(leaves)[0].values.shape[-2:]
+    return rows_like(rows, k if transposed else n, dtype)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out, (tangent, *others) = bind(frozen_dot_p, *primals, **params), tangents
+    if not all(map(is_zero, others)):
+        raise TypeError(NO_GRADIENT)
+    if is_zero(tangent):
+        return out, zero_tangent(out)
+    return out, bind(frozen_dot_p, tangent, *primals[1:], **dict(params, quantizes=False))
+
+
+def _transpose(ct: Any, rows: Any, *others: Any, transposed: bool, **params: Any) -> list[Any]:
+    none = [None] * len(others)
+    if is_zero(ct):
+        return [ad.Zero(rows.aval), *none]
+    params.update(dtype=rows.aval.dtype, transposed=not transposed, quantizes=True)
+    return [bind(frozen_dot_p, ct.astype(rows.aval.dtype), *others, **params), *none]
+
+
+register(
+    frozen_dot_p,
+    abstract=_abstract,
+    jvp=_jvp,
+    transpose=_transpose,
+    is_full=(True,),
+    composition=_dot,
+)
