@@ -187,17 +187,16 @@ def test_replicas_compute_in_fp8(kind):
     weights = [draw(LOCAL, size, 2 * size) / 10, draw(LOCAL, size, size) / 10]
     options = dict(group=group, num_chunks=TOKENS if "chunks" in kind else None)
     if "frozen" in kind:
-        weights = [
-            jax.vmap(functools.partial(ma.quantize_experts, transposed=True))(w) for w in weights
-        ]
+        quantize = functools.partial(ma.quantize_experts, transposed=True)
+        weights = list(map(jax.jit(jax.vmap(quantize)), weights))
 
         def run(ids, floats, placement):
-            (x, topk_weights), weights, biases = floats[:2], floats[2:4], floats[4:]
-            of_floats = lambda floats: layer(
-                ids, [*floats[:2], *weights, *floats[2:]], placement, **options
-            )
-            y, transpose = jax.vjp(of_floats, [x, topk_weights, *biases])
-            return y, transpose(jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)))
+            def of_others(x, topk_weights, *biases):
+                given = [x, topk_weights, *floats[2:4], *biases]
+                return layer(ids, given, placement, **options)
+
+            y, transpose = jax.vjp(of_others, *floats[:2], *floats[4:])
+            return y, transpose(jnp.cos(y))
 
     else:
         run = functools.partial(value_and_gradients, experts_format=ma.BlockwiseFp8(), **options)

@@ -329,7 +329,8 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     else:
         placement, local = ma.Placement.from_slots([0, 1, 2, -1, 3, 4, 5, 0], 6, num_ranks=2), 4
     ids = jnp.asarray(np.where(inputs(LAYOUT, ranks=2)[0] == 2, 0, inputs(LAYOUT, ranks=2)[0]))
-    weights = [jax.vmap(ma.quantize_experts)(normal(local, HIDDEN, HIDDEN) / 11) for _ in range(2)]
+    quantize = jax.jit(jax.vmap(ma.quantize_experts))
+    weights = [quantize(normal(local, HIDDEN, HIDDEN) / 11) for _ in range(2)]
     floats = normal(9, HIDDEN), normal(9, 3), normal(local, HIDDEN), normal(local, HIDDEN)
 
     def gradients(floats, weights):
