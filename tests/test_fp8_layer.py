@@ -482,9 +482,21 @@ def test_moe_over_expert_and_tensor_axes():
     in_fp8 = params | experts
     axes = ma.Axes("ep", tensor="tensor")
     options, specs = dict(axes=axes, num_chunks=2), ma.moe_partition_specs(in_fp8, axes)
+
+    @quick_jit
+    def run(x, params):
+        """Return the result, and the gradients of all but the weights of the experts."""
+        frozen = {name: params[name] for name in experts}
+        others = {name: w for name, w in params.items() if name not in experts}
+
+        def result(x, others):
+            return ma.moe(x, **frozen, **others, **harness.exchanging(options))[0]
+
+        y, transpose = jax.vjp(result, x, others)
+        return y, transpose(jnp.cos(y))
+
     with jax.set_mesh(mesh):
         placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), in_fp8, specs)
-        run = quick_jit(lambda x, params: ma.moe(x, **params, **harness.exchanging(options))[0])
         found = run(x, placed)
         close = run(x, params)
         with pytest.raises(ValueError, match="multiple of 128 times the size 2"):
@@ -492,7 +504,10 @@ def test_moe_over_expert_and_tensor_axes():
             narrow = ma.QuantizedExperts(halves[0].values[:, :, :128], halves[0].scales[:, :, :1])
             short = ma.QuantizedExperts(halves[1].values[..., :128], halves[1].scales[..., :1])
             ma.moe(x, params["router"], narrow, short, **harness.exchanging(options))
-    assert 0 < relative_error(found, close) < 0.08
+    pairs = list(zip(*map(jax.tree.leaves, (found, close)), strict=True))
+    assert len(pairs) == 5  # the result, and the gradients of x, router and biases
+    for one, right in pairs:
+        assert 0 < relative_error(one, right) < 0.08
     assert placed["w_down"].scales.sharding.spec == P("ep", None, "tensor")
 
 

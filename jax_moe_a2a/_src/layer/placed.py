@@ -8,6 +8,7 @@ the home weights, and once by the spare weights to rows that begin with those of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..group.group import Group
+from ..grouped.weights import QuantizedExperts
 from ..placement.choice import choose_slots
 from ..placement.types import Placement, check_placement
 from ..routing.checks import RouteArguments, check_scope
@@ -137,7 +139,13 @@ def apply_to_both(
 
 def fetch_all(home: Any, placement: Placement, group: Group, first: int) -> Any:
     """Return the weights of spare slots for a pytree of weights of home experts, of which the first
-    ``first`` are shared."""
+    ``first`` are shared. Transposed values do not travel, because the backward pass can
+    transpose values where they are."""
+
+    def without_transposed(w: Any) -> Any:
+        return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
+
+    home = jax.tree.map(without_transposed, home, is_leaf=lambda w: isinstance(w, QuantizedExperts))
     given, treedef = jax.tree.flatten(home)
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
