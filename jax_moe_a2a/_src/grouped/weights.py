@@ -43,9 +43,10 @@ encode_squares_p.multiple_results = True
 class QuantizedExperts:
     """The weights of experts in ``BlockwiseFp8``, float weights to train in it, or both.
 
-    It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales alone, the weights are
-    frozen: they have no gradient. With a source, the gradients of a layer are those of the source.
-    With a source alone, each product quantizes the source when it reads it.
+    It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
+    alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
+    are those of the source. With a source alone, each product quantizes the source when it reads
+    it.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a

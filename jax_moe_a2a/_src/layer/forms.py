@@ -43,7 +43,7 @@ class Form(Protocol):
     unless they are trained in FP8."""
 
     def __call__(
-        self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals
+        self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, /
     ) -> tuple[jax.Array, Totals]: ...
 
 

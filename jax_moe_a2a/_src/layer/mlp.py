@@ -39,7 +39,7 @@ from .chunks import LayerWeights, Tokens, Totals, check_one_global_scale, in_chu
 from .dispatch_rows import dispatch_rows
 from .forms import choose_form
 from .placed import Rows, apply_to_both, fetch_all, num_fetched, to_slots
-from .weights import Activation, Experts, check_weights, flat
+from .weights import Activation, Experts, activation_of, check_weights, flat
 
 
 class LayerOptions(NamedTuple):
@@ -147,7 +147,7 @@ def moe_mlp(
     x = check_tokens(x)
     experts = check_weights(experts, x)
     arguments = RouteArguments(group, num_experts, exchange)
-    options = LayerOptions(experts.activation, placement)
+    options = LayerOptions(activation_of(experts), placement)
     tokens = Tokens(x, choices.ids, choices.weights, shared_weights)
     weights = LayerWeights(flat(experts))
     num_chunks = exchange.num_chunks or 1

@@ -33,7 +33,7 @@ from .load import ExpertLoad, expert_load
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import RouterLike, check_router, choose_experts, map_arrays, num_outputs
-from .weights import Activation, Experts, check_weights, flat, specs_of
+from .weights import Activation, Experts, activation_of, check_weights, flat, specs_of
 
 OUTPUTS = "logits", "choices"
 
@@ -189,7 +189,8 @@ def moe(
     router = map_arrays(router, padded, lambda array: place(array, P()))
     router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
 
-    activations = tuple(None if e is None else e.activation for e in (experts, shared))
+    options = LayerOptions(activation_of(experts), placement)
+    of_shared = None if shared is None else activation_of(shared)
     given = tuple(None if e is None else e.replace(activation=None) for e in (experts, shared))
     leads = (scope.group.axes,), ()
     specs = tuple(
@@ -234,8 +235,8 @@ def moe(
             Tokens(flat_x, choices.ids, choices.weights, kept),
             weights,
             RouteArguments(scope.group, num_experts, exchange),
-            LayerOptions(activations[0], placement),
-            activations[1],
+            options._replace(placement=placement),
+            of_shared,
         )
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)

@@ -122,8 +122,8 @@ class MoEConfig:
     """
 
     def __post_init__(self) -> None:
-        sizes = "hidden", "expert_hidden", "num_experts"
-        sizes += ("shared_hidden",) * (self.shared_hidden is not None)
+        sizes = ["hidden", "expert_hidden", "num_experts"]
+        sizes += ["shared_hidden"] * (self.shared_hidden is not None)
         for name in sizes:
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=1))
         check_bool("bias", self.bias)

@@ -113,18 +113,20 @@ def quantize_experts(
     FP8, and the gradients of their weights are those of ``w``.
 
     Args:
-      w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or
-        [L, K, 2, I] as in ``moe``. K is a multiple of 128. Or weights that are already quantized,
-        whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale``
-        like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales
-        are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
+      w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
+        float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in ``Experts``. K is a multiple
+        of 128. Or weights that are already quantized, whose numbers do not change: a ``Quantized``,
+        or an object with ``qvalue`` and ``scale`` like a ``QArray`` of qwix. Values are then
+        float8_e4m3fn in one of these shapes, and scales are float32 [L, K / 128, N / 128 rounded
+        up], or with the axis of size 2 before the last.
       transposed: True to also keep the orientation that the gradient of rows reads.
       trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
 
     Returns:
-      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis whose parts are not
-      multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of several layers. If the
-      weights are already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
+      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis
+      whose parts are not multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of
+      several layers. If the weights are already stored as [L, N, K], make a ``QuantizedExperts`` of
+      them yourself.
 
     Raises:
       TypeError: if an array has the wrong dtype, or weights to train are already quantized.
@@ -163,9 +165,9 @@ def flat(experts: Experts) -> Experts:
 
 def paired(home: Experts, spare: Experts) -> Experts:
     """Return experts whose fields are tuples of those of home and spare experts."""
-    fields = (*WEIGHTS, *BIASES)
-    pairs = {name: (getattr(home, name), getattr(spare, name)) for name in fields}
-    return Experts(**{name: None if pair[0] is None else pair for name, pair in pairs.items()})
+    pair = lambda name: (getattr(home, name), getattr(spare, name))
+    biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
+    return Experts(*map(pair, WEIGHTS), *biases)
 
 
 def specs_of(
@@ -205,7 +207,7 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays and an activation, or raise an error.
+    """Return experts with JAX arrays, or raise an error.
 
     Args:
       experts: the argument of this name.
@@ -268,17 +270,19 @@ def check_weights(
             raise TypeError(
                 f"{name}.{field} must have the dtype of x, {x.dtype}; got {short(own)}. Cast it"
             )
-    activation = experts.activation
-    if activation is None and not is_gated:
+    if experts.activation is None and not is_gated:
         raise ValueError(
             f"{name}.activation must be a function for {name}.w_in without a gate; got None. Pass "
             f"it, for example jax.nn.gelu, or pass w_in [{first}H, 2, I]; got {_short(w_in)}"
         )
-    if activation is None:
-        activation = gated(jax.nn.silu)
-    if not callable(activation):
-        raise TypeError(f"{name}.activation must be a function; got {activation!r}")
-    return Experts(**jax.tree.map(jnp.asarray, found), activation=activation)
+    if not callable(activation_of(experts)):
+        raise TypeError(f"{name}.activation must be a function; got {experts.activation!r}")
+    return experts.replace(**jax.tree.map(jnp.asarray, found))
+
+
+def activation_of(experts: Experts) -> Activation:
+    """Return the activation of experts."""
+    return gated(jax.nn.silu) if experts.activation is None else experts.activation
 
 
 def check_type(experts: Any, name: str) -> None:
