@@ -257,7 +257,7 @@ def mlp_and_routing(
         rows = _rows_of(recv)
     if spare:
         assert placement is not None
-        alone = lambda *args: form(*args, Totals())[0]
+        alone = lambda rows, weights, sizes: form(rows, weights, sizes, Totals())[0]
         y = apply_to_both(alone, rows, given, recv, placement, weights.fetched)
     else:
         y, totals = form(rows, given, recv.group_sizes, totals)
