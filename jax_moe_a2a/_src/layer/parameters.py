@@ -164,7 +164,8 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     """
     if not isinstance(config, MoEConfig):
         raise TypeError(f"config must be a MoEConfig; got {config!r}")
-    is_hashable = all(isinstance(f, Hashable) for f in dataclasses.astuple(config))
+    fields = (getattr(config, field.name) for field in dataclasses.fields(config))
+    is_hashable = all(isinstance(value, Hashable) for value in fields)  # or such as a dataclass
     compiled = _compiled if is_hashable else _compiled.__wrapped__
     if axes is None:
         return compiled(config, None)(key)
