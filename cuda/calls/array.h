@@ -2,8 +2,7 @@
 //
 // The kernels index an array by sizes that they take from other arrays. An exported program can
 // call with any arrays, so every array is checked.
-#ifndef MOE_A2A_CALLS_ARRAY_H_
-#define MOE_A2A_CALLS_ARRAY_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -151,5 +150,3 @@ inline Problem FirstOf(std::initializer_list<Problem> problems) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ARRAY_H_

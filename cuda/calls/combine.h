@@ -2,8 +2,7 @@
 // addends, and the routing. Otherwise they are pairs (all rows, then all weights), an addend, and
 // the routing. Results: sums and choice arrays, or the single sum of all pairs. There is an addend
 // for each sum, or none at all.
-#ifndef MOE_A2A_CALLS_COMBINE_H_
-#define MOE_A2A_CALLS_COMBINE_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -221,5 +220,3 @@ struct CombineCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_COMBINE_H_

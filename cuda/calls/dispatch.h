@@ -1,7 +1,6 @@
 // The call `dispatch`. Operands: payload arrays and the routing. Results: rows of each payload
 // array.
-#ifndef MOE_A2A_CALLS_DISPATCH_H_
-#define MOE_A2A_CALLS_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -52,5 +51,3 @@ struct DispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_DISPATCH_H_

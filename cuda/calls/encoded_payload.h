@@ -1,8 +1,7 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
 // the scale of each token. Results: values and scales of each leaf, or its decoded rows; choice
 // arrays.
-#ifndef MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
-#define MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -164,5 +163,3 @@ struct EncodedPayload {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ENCODED_PAYLOAD_H_

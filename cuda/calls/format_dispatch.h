@@ -1,7 +1,6 @@
 // The call `format_dispatch`. Operands: the payload (calls/encoded_payload.h) and the routing.
 // Results: rows of the payload.
-#ifndef MOE_A2A_CALLS_FORMAT_DISPATCH_H_
-#define MOE_A2A_CALLS_FORMAT_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -58,5 +57,3 @@ struct FormatDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_FORMAT_DISPATCH_H_

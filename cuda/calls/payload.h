@@ -1,6 +1,5 @@
 // The options of every dispatch, and payload arrays that a dispatch moves as bytes.
-#ifndef MOE_A2A_CALLS_PAYLOAD_H_
-#define MOE_A2A_CALLS_PAYLOAD_H_
+#pragma once
 
 #include <cstdint>
 
@@ -70,5 +69,3 @@ inline void PointPayload(Addresses args, Addresses results, DispatchParams& p) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_PAYLOAD_H_

@@ -25,8 +25,7 @@
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Its values are not checked. Groups must lie within the rows, and indices within the weights; the
 // lowering in Python ensures both.
-#ifndef MOE_A2A_CALLS_PRODUCTS_H_
-#define MOE_A2A_CALLS_PRODUCTS_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -489,5 +488,3 @@ Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_PRODUCTS_H_

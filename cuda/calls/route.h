@@ -1,7 +1,6 @@
 // The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch memory
 // that the second launch reads.
-#ifndef MOE_A2A_CALLS_ROUTE_H_
-#define MOE_A2A_CALLS_ROUTE_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -105,5 +104,3 @@ struct RouteCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTE_H_

@@ -1,8 +1,7 @@
 // The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
 // and rows of the payload. If `format` is not empty, the payload is that of
 // calls/encoded_payload.h.
-#ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
-#define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -118,5 +117,3 @@ struct RoutedDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTED_DISPATCH_H_

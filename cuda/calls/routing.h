@@ -1,6 +1,5 @@
 // The routing as operands of a call, and the plan as its results.
-#ifndef MOE_A2A_CALLS_ROUTING_H_
-#define MOE_A2A_CALLS_ROUTING_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -78,5 +77,3 @@ inline void PointPlan(Addresses results, RoutePlan* plan) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTING_H_

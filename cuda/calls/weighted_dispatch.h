@@ -1,8 +1,7 @@
 // The call `weighted_dispatch`. Operands: a payload array, rows to take the inner product with,
 // weights to scale by, the routing. Results: the scaled rows of each weight, the inner products of
 // each array of rows. The kernel has at most one array of weights and one of rows.
-#ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
-#define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -130,5 +129,3 @@ struct WeightedDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_

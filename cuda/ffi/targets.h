@@ -1,6 +1,5 @@
 // The targets and types that this package registers with XLA.
-#ifndef MOE_A2A_FFI_TARGETS_H_
-#define MOE_A2A_FFI_TARGETS_H_
+#pragma once
 
 #include <string>
 #include <vector>
@@ -35,5 +34,3 @@ struct StateType {
 StateType StateOfTargets();
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_TARGETS_H_

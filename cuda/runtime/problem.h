@@ -1,5 +1,4 @@
-#ifndef MOE_A2A_RUNTIME_PROBLEM_H_
-#define MOE_A2A_RUNTIME_PROBLEM_H_
+#pragma once
 
 #include <string>
 #include <utility>
@@ -27,5 +26,3 @@ inline Problem Unsupported(std::string text) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_PROBLEM_H_
