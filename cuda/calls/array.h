@@ -134,7 +134,7 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
 
 // Checks the leading axes of an array, and the bytes that the other axes span.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
-  if (Problem p = CheckLead(array, name, axes); !p.empty()) return p;
+  MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
   if (array.bytes == items * item_bytes) return {};
   return std::string(name) + " must have " + std::to_string(item_bytes) + " bytes after the axes " +

@@ -28,16 +28,11 @@ struct DispatchCall {
                    DispatchParams* params) const {
     DispatchParams& p = *params;
     p.view = context.view;
-    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
     options.Describe(p);
     SignShapes(p.view, p.routing);
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
-    if (Problem problem = DescribePayload(moved, results, options.num_choice_arrays, p);
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribePayload(moved, results, options.num_choice_arrays, p));
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
   }

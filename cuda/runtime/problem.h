@@ -25,4 +25,8 @@ inline Problem Unsupported(std::string text) {
   return problem;
 }
 
+// Returns the problem of an expression from the function around it, if it is not empty.
+#define MOE_A2A_TRY(...) \
+  if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
+
 }  // namespace moe_a2a
