@@ -1,5 +1,5 @@
-// The calls of products, which run without other ranks. A call is a struct as in calls/call.h, but
-// has no state: its handler describes it at each execution.
+// The calls that run without other ranks: products, and the plan of a placement. A call is a struct
+// as in calls/call.h, but has no state: its handler describes it at each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
 // int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
@@ -16,7 +16,9 @@
 // [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I /
 // 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of weights: operand
 // weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the same values [L, K,
-// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
+// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32. moe_a2a_fill_slots, which
+// fills spare slots of ranks with experts (placement/fill_slots.h): operands experts and rows,
+// int32 [B, R, L]; results the expert and the rows of each slot, int32 [B, R, L + S].
 //
 // Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
 // [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
@@ -39,7 +41,9 @@
 #include "gemm/encode_squares.h"
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
+#include "layout.h"
 #include "lists.h"
+#include "placement/fill_slots.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a {
@@ -452,8 +456,61 @@ struct EncodeSquaresCall {
   }
 };
 
-using ProductCalls = Types<GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall, ActEncodeCall,
-                           EncodeSquaresCall>;
+struct FillSlotsCall {
+  int64_t most, min_rows;
+  static constexpr int64_t num_sms = 0;  // it launches a block for each plan
+
+  static constexpr const char* kTarget = "moe_a2a_fill_slots";
+  using Params = FillSlots;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("most", &most) && read("min_rows", &min_rows);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, FillSlots* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 2, 2, results, 2));
+    const Array &experts = args[0], &rows = args[1], &slots = results[0], &slot_rows = results[1];
+    if (experts.dimensions.size() != 3 || slots.dimensions.size() != 3) {
+      return "fill_slots needs arrays of three axes; got " + ToString(experts) + " and " +
+             ToString(slots);
+    }
+    const int64_t batch = experts.dimensions[0], ranks = experts.dimensions[1],
+                  local = experts.dimensions[2], width = slots.dimensions[2];
+    if (ranks < 1 || ranks > kMaxRanks || local < 1 || local > kMaxPlannedExperts / ranks ||
+        width < local || most < 1 || min_rows < 1) {
+      return "fill_slots cannot fill " + ToString(slots) + " from " + ToString(experts) + " with " +
+             std::to_string(most) + " slots of an expert and " + std::to_string(min_rows) +
+             " rows of a replica";
+    }
+    *params = {static_cast<const int32_t*>(experts.data),
+               static_cast<const int32_t*>(rows.data),
+               static_cast<int32_t*>(slots.data),
+               static_cast<int32_t*>(slot_rows.data),
+               static_cast<int32_t>(batch),
+               static_cast<int32_t>(ranks),
+               static_cast<int32_t>(local),
+               static_cast<int32_t>(width - local),
+               static_cast<int32_t>(most),
+               min_rows};
+    return FirstOf({CheckShape(experts, "experts", kInt32, {batch, ranks, local}),
+                    CheckShape(rows, "rows", kInt32, {batch, ranks, local}),
+                    CheckShape(slots, "slots", kInt32, {batch, ranks, width}),
+                    CheckShape(slot_rows, "rows of slots", kInt32, {batch, ranks, width})});
+  }
+
+  static Problem Launch(const FillSlots& call, int, cudaStream_t stream) {
+    const cudaError_t error = call.batch == 0 ? cudaSuccess : LaunchFillSlots(call, stream);
+    return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  }
+};
+
+#ifdef MOE_A2A_GROUPED_GEMM
+using ProductCalls = Types<FillSlotsCall, GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
+                           ActEncodeCall, EncodeSquaresCall>;
+#else
+using ProductCalls = Types<FillSlotsCall>;
+#endif
 
 // Reads and describes a call. Returns why no kernel runs it.
 template <typename Call, typename Reader>

@@ -21,7 +21,7 @@ struct Target {
 
 const std::vector<Target>& Targets();
 
-// Adds the targets of products (ffi/grouped_gemm.cc). XLA may capture their calls in a CUDA graph.
+// Adds the targets of ffi/products.cc. XLA may capture their calls in a CUDA graph.
 void AddProductTargets(std::vector<Target>& targets);
 
 // The type of the state that `instantiate` makes. XLA assigns the id.
