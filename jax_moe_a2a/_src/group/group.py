@@ -119,9 +119,6 @@ class Group(GroupValue):
 
         A group without devices uses the mesh of ``jax.set_mesh``. Without such a mesh, all ranks
         share the default GPU.
-
-        Raises:
-          RuntimeError: as ``path``.
         """
         return runtime.topology(self)
 

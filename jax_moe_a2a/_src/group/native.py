@@ -146,11 +146,8 @@ def call_product(
     aliases: dict[int, int] | None = None,
     **attributes: int | float,
 ) -> list[jax.Array]:
-    """Call a kernel that runs without other ranks (``cuda/calls/products.h``).
-
-    Raises:
-      RuntimeError: if the call is malformed, which is a bug of the lowering.
-    """
+    """Call a kernel that runs without other ranks (``cuda/calls/products.h``). Raise a RuntimeError
+    if the call is malformed, which is a bug of the lowering."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     if why := _native.why_not_product(target, attributes, *arrays):
         raise malformed(target, why)
@@ -207,10 +204,7 @@ def why_not(
 ) -> tuple[str, int]:
     """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
     call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
-
-    Raises:
-      RuntimeError: if the call is malformed, which is a bug of the lowering.
-    """
+    Raise a RuntimeError if the call is malformed, which is a bug of the lowering."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated
@@ -299,9 +293,6 @@ def failure(topology: Topology) -> str:
 
     Either a kernel of this process recorded the failure, or another rank reported it to a rank of
     this process.
-
-    Raises:
-      RuntimeError: if the CUDA runtime fails.
     """
     if not has_kernels():
         return ""
@@ -360,10 +351,7 @@ def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHO
     """Open or grow the workspace so that every ring half holds ``half_bytes``. Wait ``timeout``
     seconds for the answers of other processes.
 
-    Raises:
-      RuntimeError: if the CUDA runtime or driver fails, or if a process has not answered. If a
-        device has too little memory, the error is a ``jax.errors.JaxRuntimeError`` that starts with
-        RESOURCE_EXHAUSTED, like XLA's own errors.
+    Raise an error if the CUDA runtime or driver fails, or if a process has not answered.
     """
     _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
 
@@ -392,11 +380,7 @@ def wait(topology: Topology, timeout: float) -> None:
 
 def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
-    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between.
-
-    Raises:
-      RuntimeError: as ``wait``, or if the CUDA driver fails.
-    """
+    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 

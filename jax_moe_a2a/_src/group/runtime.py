@@ -100,10 +100,7 @@ def why_portable(group: GroupValue) -> str:
     If the ranks are on several hosts, and a group over two mesh axes could run the kernels within
     each host, the reason ends with the lines that make this group, and is also a Python warning.
 
-    Raises:
-      RuntimeError: if another process of the mesh has not announced itself within
-        ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
-      Unknown: if ``explain`` asks, and this process would have to wait.
+    Raise the errors of ``Group.path``, and ``Unknown`` if ``explain`` would have to wait.
     """
     if group.two_level:
         between, within = map(why_portable, group.levels)

@@ -172,10 +172,6 @@ def check_placement(
     Args:
       num_experts: E, or None for any number.
       or_none: True if the caller also accepts None, for the message.
-
-    Raises:
-      TypeError: if it is no ``Placement``, or an array has another dtype or shape.
-      ValueError: if it is for other ranks or experts.
     """
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"

@@ -165,10 +165,6 @@ def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
 
     Args:
       has_chunks: True for a layer, which can run in chunks.
-
-    Raises:
-      TypeError: if it is not an ``Exchange``.
-      ValueError: if it has chunks, but the function does not.
     """
     if exchange is None:
         return Exchange()
