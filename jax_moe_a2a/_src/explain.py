@@ -113,10 +113,6 @@ def explain(
       An ``Explanation``, which prints as a table, and iterates over ``Call`` records. If this
       process alone cannot know a path, for example because the GPUs belong to several processes,
       the path is "unknown".
-
-    Raises:
-      TypeError: if ``fn`` is not a function.
-      ValueError: if ``device`` is not as above. Errors of ``fn`` are raised, too.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function; got {fn!r}")
