@@ -222,11 +222,6 @@ def malformed(target: str, why: str) -> RuntimeError:
     )
 
 
-def array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return the bytes that ``num_slots`` rows of one payload array occupy in a zone."""
-    return _native.array_bytes(num_slots, row_bytes)
-
-
 def local_gpus() -> list[Any]:
     """Return the GPUs of this process, or the GPU that ``explain`` assumes; [] if JAX sees no
     GPU."""
@@ -354,15 +349,6 @@ def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHO
     Raise an error if the CUDA runtime or driver fails, or if a process has not answered.
     """
     _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
-
-
-def counters(topology: Topology, kind: int = WHOLE) -> list[tuple]:
-    """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
-    Credits and heads list the ranks of one ring half after the other. No exchange of the topology
-    may run meanwhile."""
-    problem, values = _native.counters(*topology, kind)
-    _raise(problem)
-    return values
 
 
 def wait(topology: Topology, timeout: float) -> None:
