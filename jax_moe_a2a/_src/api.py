@@ -273,30 +273,6 @@ def dispatch_start(
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
-
-    Example:
-      A shared computation runs while tokens travel:
-
-      ```python
-      import jax
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      group = ma.Group(axis_name="ep", size=2)
-
-      def on_rank(x, ids):
-          inflight = ma.dispatch_start(x, ids, group=group, num_experts=2)
-          inflight, shared = ma.overlap(inflight, jnp.square, x)
-          recv = ma.dispatch_done(inflight)
-          return shared + ma.combine(recv.rows, recv)
-
-      x, ids = jnp.full((2, 3, 4), 3.0), jnp.ones((2, 3, 1), int)
-      print(jax.vmap(on_rank, axis_name="ep")(x, ids)[0, 0])
-      ```
-
-      ```text
-      [12. 12. 12. 12.]
-      ```
     """
     arrays = x, topk_ids, topk_weights, shared_weights
     given = RouteArguments(group, num_experts, check_exchange(exchange))

@@ -36,7 +36,6 @@ NAMES = dict(
     unfused_activation="activation",
     fill_slots="placement of experts",
 )
-EXCHANGES = ("dispatch", "combine")  # the ends of their names, without the phase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ have a leading axis of ranks. The lowering rules see the arrays of one rank.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +39,6 @@ ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 # Where a call runs
@@ -232,7 +229,7 @@ def custom_call(
     native.register_targets()
     group, topology = call_placement.group, call_placement.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
-    logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
+    paths.logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     kind = native.SPLIT if is_split else native.WHOLE
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)

@@ -7,7 +7,6 @@ available also work without the extension.
 from __future__ import annotations
 
 import functools
-import logging
 import pathlib
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from ..paths import Choice
 from . import extension
 
 _native: Any = extension.load()  # None: the portable path is complete without it
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 class Topology(NamedTuple):
@@ -133,7 +130,7 @@ def choose_kernel(
 
     def lower_kernel() -> Any:
         register_targets()
-        logger.info("%s: the kernel", ctx.primitive)
+        paths.logger.info("%s: the kernel", ctx.primitive)
         return compat.lower_fun(ctx, kernel, operands, params)
 
     return Choice(paths.KERNEL, "", lower_kernel)

@@ -185,14 +185,9 @@ def memory_estimate(
         weights: int = num_choices,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level.
+        """Return the estimate of one level, with the sizes of each rank.
 
         Args:
-          num_tokens: tokens of each rank.
-          num_ranks: ranks of the level.
-          num_choices: choices of each token.
-          num_local_experts: experts of each rank.
-          capacity: rows of each rank.
           chance: the probability that a token goes to a given rank.
           weights: number of weights that travel with a token.
           num_ids: number of ids that the routing keeps.
