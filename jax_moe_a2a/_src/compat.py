@@ -169,12 +169,14 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn or None)``."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)`` for equations of which some
+    result is used. Other equations are removed."""
 
-    def with_any_signature(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        return rule(used_outputs, args[-1])  # newer versions insert the live inputs
+    def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
+        eqn = args[-1]  # newer versions insert the live inputs
+        return rule(used_outputs, eqn) if any(used_outputs) else ([False] * len(eqn.invars), None)
 
-    pe.dce_rules[primitive] = with_any_signature
+    pe.dce_rules[primitive] = of_any
 
 
 def register_partial_eval_rule(

@@ -464,8 +464,6 @@ def _grad_transpose(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias:
     pre alone is then a grouped product."""
-    if not any(used):
-        return [False] * len(eqn.invars), None
     if all(used):
         return [True] * len(eqn.invars), eqn
     if used[0]:
