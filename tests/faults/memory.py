@@ -161,9 +161,6 @@ class Member(Inside):
 
     # Faults of this process.
 
-    def open_file(self):
-        self.file = open("/dev/zero")
-
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
 
