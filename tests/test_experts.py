@@ -310,15 +310,14 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     ranks, capacity = 2, 36
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=(ranks, *shape)), jnp.float32)
-    floats = draw(6, HIDDEN), draw(6, 3), draw(2, HIDDEN, 2 * INTERMEDIATE)
-    floats += (draw(2, INTERMEDIATE, HIDDEN),)
+    own = ma.Experts(draw(2, HIDDEN, 2, INTERMEDIATE), draw(2, INTERMEDIATE, HIDDEN))
+    floats = draw(6, HIDDEN), draw(6, 3), own
     ids = jnp.asarray(rng.integers(0, 4, (ranks, 6, 3)), jnp.int32)
-    options = dict(num_experts=4, activation=ma.gated(jax.nn.silu), capacity=capacity)
 
-    def run(x, weights, w_in, w_out, ids, options=options):
-        group = harness.emulated_group(ranks)
-        choices = ma.RouterChoices(ids, weights)
-        return ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options))
+    def run(x, weights, own, ids):
+        options = dict(group=harness.emulated_group(ranks), num_experts=4)
+        choices, exchange = ma.RouterChoices(ids, weights), ma.Exchange(capacity=capacity)
+        return ma.moe_mlp(x, choices, own, exchange=exchange, **options)
 
     fn = run if policy is None else jax.checkpoint(run, policy=policy)
     every = jax.vmap(fn, axis_name=harness.AXIS)
