@@ -228,9 +228,9 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
         for size, in_fp8 in ((8, False), (128, True)):
             config = ma.MoEConfig(size, size, 2, ma.TopK(1), shared_hidden=size)
             params = ma.init_moe(jax.random.key(0), config)
-            for kind in ("experts", "shared"):
-                w_in = params[kind].w_in if is_gated else params[kind].w_in[..., 0, :]
-                params[kind] = params[kind].replace(w_in=w_in, activation=act)
+            for part in ("experts", "shared"):
+                w_in = params[part].w_in if is_gated else params[part].w_in[..., 0, :]
+                params[part] = params[part].replace(w_in=w_in, activation=act)
             gradient = jax.grad(loss)
             if not in_fp8:  # the second derivative
                 first = gradient

@@ -329,13 +329,11 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     counted = harness.count_primitives(both)
     of_products = dict(REMAT[policy], act_dot_grad=1, grouped_outer=2)
     assert {name: counted[name] for name in of_products} == of_products
-    biases = dict(b_in=jnp.ones((2, 2 * INTERMEDIATE)), b_out=jnp.ones((2, HIDDEN)))
-    biased = functools.partial(run, options=options | biases)
-    jaxpr = jax.make_jaxpr(jax.vmap(biased, axis_name=harness.AXIS))(*floats, ids)
-    assert passes(jaxpr, (ranks, capacity)) == []
+    biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
+    assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
     # The check notices a pass: that of an activation that is not recognized.
-    unfused = functools.partial(run, options=dict(options, activation=ma.gated(jnp.tanh)))
-    jaxpr = jax.make_jaxpr(jax.vmap(unfused, axis_name=harness.AXIS))(*floats, ids)
+    unfused = own.replace(activation=ma.gated(jnp.tanh))
+    jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
 
 

@@ -223,13 +223,14 @@ def test_quantized_weights_of_another_form_are_refused():
         raises(lambda w=w: dot(zeros(w)), FLAT, r"\bw\b|group_sizes", "; got")
     stored = ma.QuantizedExperts(both.w_in.transposed, both.w_in.scales)  # [L, K, 2, I]
     other = dict(values=plain.values, scales=plain.scales, transposed=OWN.w_in, source=W_OUT)
-    wrong = [dataclasses.replace(trained.w_in, **{name: a}) for name, a in other.items()]
+    others = [dataclasses.replace(trained.w_in, **{name: a}) for name, a in other.items()]
     refused = {"w_in": [frozen.replace(w_in=w) for w in (stored, two, stacked(frozen.w_in))]}
-    refused["w_in"] += [trained.replace(w_in=w) for w in (*wrong, OWN.w_in)]
+    refused["w_in"] += [trained.replace(w_in=w) for w in (*others, OWN.w_in)]
     refused["w_out"] = [frozen.replace(w_out=W_OUT), trained.replace(w_out=plain)]
-    for name, experts in ((name, each) for name in refused for each in refused[name]):
-        call = lambda experts=experts: mlp(None, experts=zeros(experts))
-        raises(call, FLAT, f"experts.{name}", "; got")
+    for name, wrong in refused.items():
+        for experts in wrong:
+            call = lambda experts=experts: mlp(None, experts=zeros(experts))
+            raises(call, FLAT, f"experts.{name}", "; got")
     raises(lambda: mlp(HOME, experts=zeros(trained)), FLAT, "placement must be None|source")
 
 
