@@ -536,14 +536,9 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
         ),
         (mlp, (array((TOKENS, 4, HIDDEN)), IDS), r"x.reshape\(-1, 5\)"),
         (
-            functools.partial(mlp, w_in=(EXPERTS, HIDDEN, 3)),
+            functools.partial(mlp, w_in=(EXPERTS, HIDDEN, 3), w_out=(EXPERTS, 3, HIDDEN)),
             (X, IDS),
-            r"P\('.*'\) for experts.w_in",
-        ),
-        (
-            functools.partial(mlp, w_out=(EXPERTS, 3, HIDDEN)),
-            (X, IDS),
-            r"P\('.*'\) for experts.w_out",
+            r"P\('.*'\) for experts",
         ),
         (
             lambda rows, w, sizes: ma.grouped_dot(rows, w, sizes),
@@ -580,7 +575,7 @@ def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
     ],
     ids=(
         *("tokens for rows", "swapped", "ids of sequences", "sequences", "weights of sequences"),
-        *("sequences in a layer", "all experts", "all experts, out", "all experts in a product"),
+        *("sequences in a layer", "all experts", "all experts in a product"),
         *("wire dtype", "gate and up side by side", "5 experts", "factor of -1"),
         *("logits for scores", "name for a group", "size for a mesh"),
     ),

@@ -377,11 +377,11 @@ def refused(naming, error, **changed):
     "changed, error, naming",
     [
         (dict(x=(6,)), ValueError, ["x must", "[num_tokens, hidden]", "float32[6]"]),
-        (dict(w_in=(3, 5, 2, 3)), ValueError, ["experts.w_in must", "L=2", "float32[3,5,2,3]"]),
+        (dict(w_in=(3, 5, 2, 3), w_out=(3, 3, 5)), ValueError, ["experts must", "L=2", "got 3"]),
         (dict(w_in=(2, 6, 2, 3)), ValueError, ["experts.w_in must", "H=5", "float32[2,6,2,3]"]),
         (dict(w_in=(2, 5, 6)), ValueError, ["experts.w_out must", "reshape", "float32[2,3,5]"]),
         (dict(w_out=(2, 5, 3)), ValueError, ["experts.w_out must", "[2, 3, 5]", "float32[2,5,3]"]),
-        (dict(shared_expert=True), ValueError, ["experts.w_in must", "L=3", "shared expert"]),
+        (dict(shared_expert=True), ValueError, ["experts must", "L=3", "shared expert", "got 2"]),
         (dict(b_in=(2, 3)), ValueError, ["experts.b_in must", "[2, 2, 3]", "float32[2,3]"]),
         (dict(b_out=(2, 6)), ValueError, ["experts.b_out must", "[2, 5]", "float32[2,6]"]),
         (dict(w_in=(2, 5, 2, 3, "bfloat16")), TypeError, ["experts.w_in must", "dtype of x"]),

@@ -123,4 +123,4 @@ def test_an_optimizer_decays_the_weights_that_paths_name():
     found = optax.apply_updates(params, updates)
     assert jax.tree.structure(found) == jax.tree.structure(state[0].mu) == jax.tree.structure(mask)
     is_changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), found, params)
-    assert is_changed == mask
+    assert jax.tree.leaves(is_changed) == jax.tree.leaves(mask)
