@@ -348,26 +348,21 @@ def test_a_format_is_that_of_the_explicit_calls():
 
 def refused(naming, error, **changed):
     """Trace the layer of two emulated ranks with changed arguments; it must raise an error."""
-
-    def shape_of(*sizes):
-        dtype = sizes[-1] if isinstance(sizes[-1], str) else "float32"
-        return jax.ShapeDtypeStruct((2, *(n for n in sizes if n != dtype)), dtype)
-
-    arrays = dict(x=(6, 5), ids=(6, 3, "int32"), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
-    arrays |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
+    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
+    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
     options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
-    options |= {name: value for name, value in changed.items() if name not in arrays}
+    options |= {name: value for name, value in changed.items() if name not in shapes}
     activation = options.pop("activation")
 
-    def fn(x, ids, weights, **arrays):
+    def fn(arrays):
+        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
         experts = ma.Experts(**arrays, activation=activation)
         choices = ma.RouterChoices(ids, weights)
         return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
 
-    shapes = {name: shape_of(*value) for name, value in arrays.items()}
-    layers = jax.vmap(lambda arrays: fn(**arrays), axis_name=harness.AXIS)
+    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
     with pytest.raises(error) as caught:
-        jax.eval_shape(layers, shapes)
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
     for text in naming:
         assert text in str(caught.value), caught.value
 
@@ -379,17 +374,8 @@ def refused(naming, error, **changed):
         (dict(x=(6,)), ValueError, ["x must", "[num_tokens, hidden]", "float32[6]"]),
         (dict(w_in=(3, 5, 2, 3), w_out=(3, 3, 5)), ValueError, ["experts must", "L=2", "got 3"]),
         (dict(w_in=(2, 6, 2, 3)), ValueError, ["experts.w_in must", "H=5", "float32[2,6,2,3]"]),
-        (dict(w_in=(2, 5, 6)), ValueError, ["experts.w_out must", "reshape", "float32[2,3,5]"]),
-        (dict(w_out=(2, 5, 3)), ValueError, ["experts.w_out must", "[2, 3, 5]", "float32[2,5,3]"]),
         (dict(shared_expert=True), ValueError, ["experts must", "L=3", "shared expert", "got 2"]),
-        (dict(b_in=(2, 3)), ValueError, ["experts.b_in must", "[2, 2, 3]", "float32[2,3]"]),
-        (dict(b_out=(2, 6)), ValueError, ["experts.b_out must", "[2, 5]", "float32[2,6]"]),
-        (dict(w_in=(2, 5, 2, 3, "bfloat16")), TypeError, ["experts.w_in must", "dtype of x"]),
-        (dict(w_out=(2, 3, 5, "bfloat16")), TypeError, ["experts.w_out must", "dtype of x"]),
-        (dict(b_in=(2, 2, 3, "bfloat16")), TypeError, ["experts.b_in must", "dtype of x"]),
-        (dict(b_out=(2, 5, "bfloat16")), TypeError, ["experts.b_out must", "dtype of x"]),
         (dict(activation=jax.nn.gelu), ValueError, ["activation", "must", "I=3", "float32[36,6]"]),
-        (dict(activation=None, w_in=(2, 5, 3)), ValueError, ["activation", "must", "None"]),
         (dict(activation=1), TypeError, ["activation", "must be a function", "got 1"]),
         (dict(activation=lambda h: h > 0), ValueError, ["activation", "must", "floats", "bool"]),
         (dict(num_experts=3), ValueError, ["num_experts must", "3"]),

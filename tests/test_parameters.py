@@ -1,6 +1,7 @@
 """The parameters of a layer: pytrees of readable paths, of the sizes of a static config."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -86,8 +87,11 @@ def test_experts_in_fp8_are_pytrees_whose_specs_have_their_structure(kind):
     }[kind]
     weights = [f".{name}{field}" for name in ("w_in", "w_out") for field in fields]
     assert paths(params["experts"]) == [*weights, ".b_in", ".b_out"]
-    specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor="tensor", fsdp="data"))
-    assert jax.tree.structure(specs) == jax.tree.structure(params)
+    for tensor, fsdp in itertools.product((None, "tensor"), (None, ("data", "more"), "data")):
+        specs = ma.moe_partition_specs(params, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
+        assert jax.tree.structure(specs) == jax.tree.structure(params)
+        # Axes that are not divided have no entry at the end, as in results of XLA.
+        assert not [spec for spec in jax.tree.leaves(specs) if spec and spec[-1] is None]
     of_shape = {
         (2, 128, 2, 128): P("ep", "data", None, "tensor"),
         (2, 2, 128, 128): P("ep", None, "tensor", "data"),  # K is last
