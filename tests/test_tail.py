@@ -280,8 +280,9 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
             -1 - ma.dispatch(x, ids, tail="unspecified", **harness.exchanging(options)).rows[0]
         )
 
-    def layer(x, w, **more):
-        return ma.moe_mlp(x, ma.RouterChoices(ids, None), w, w, **harness.exchanging(more, options))
+    def layer(x, w, activation, **more):
+        experts = ma.Experts(w, w, activation=activation)
+        return ma.moe_mlp(x, ma.RouterChoices(ids, None), experts, **options, **more)
 
     def gradient(activation, **more):
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
