@@ -289,7 +289,7 @@ def _experts(
     def shared_expert(x: jax.Array, weights: jax.Array, shared: Experts) -> jax.Array:
         product = jnp.dot(x, shared.w_in)
         if shared.b_in is not None:
-            product += shared.b_in
+            product += shared.b_in[None]
         rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
         assert shared_activation is not None
         act = (recognize(shared_activation, rows) or shared_activation)(product)
@@ -297,7 +297,7 @@ def _experts(
         of_tokens = weights.astype(act_dtype)[:, None]
         y = jnp.dot((act.astype(act_dtype) * of_tokens).astype(x.dtype), shared.w_out)
         if shared.b_out is not None:
-            y += (of_tokens * shared.b_out.astype(act_dtype)).astype(x.dtype)
+            y += (of_tokens * shared.b_out.astype(act_dtype)[None]).astype(x.dtype)
         return y
 
     def layer(
