@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -17,6 +17,7 @@ from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
@@ -24,6 +25,7 @@ from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
 
 T = TypeVar("T")
+LoweringContext: TypeAlias = mlir.LoweringRuleContext
 
 
 def varying_axes(x: Any) -> frozenset[str]:
