@@ -23,8 +23,7 @@ from .. import compat, paths, scopes
 from ..ad import accumulation_dtype, register_fixed
 from ..checks import Tail, short
 from ..experts.activations import FusedActivation, recognize
-from ..experts.primitives import Experts as Operands
-from ..experts.primitives import bias_of_rows, bind_experts
+from ..experts.primitives import ExpertOperands, bias_of_rows, bind_experts
 from ..grouped.act_encode import bind_act_encode
 from ..grouped.api import grouped_dot
 from ..grouped.primitives import unspecified_dot
@@ -96,7 +95,7 @@ def _fused(
     """Apply experts by kernels that apply the activation."""
     given = tuple(total for total in totals if total is not None)
     w_in, w_out, b_in, b_out = weights.w_in, weights.w_out, weights.b_in, weights.b_out
-    operands = Operands(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, given)
+    operands = ExpertOperands(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, given)
     y, found = bind_experts(operands, activation=activation)
     return y, Totals(*found) if given else totals
 
