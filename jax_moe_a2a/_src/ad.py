@@ -12,7 +12,6 @@ from jax.interpreters import ad, batching, mlir
 
 from . import compat
 
-
 Tangent: TypeAlias = jax.Array | ad.Zero
 """A tangent or cotangent of an array."""
 
