@@ -22,8 +22,8 @@ Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
 unspecified. The parameter ``tree`` says which operands are given (``ExpertOperands``, ``Product``,
-``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare ones,
-as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
+``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare
+ones, as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
