@@ -1,6 +1,6 @@
 """Compute the experts of a rank, SwiGLU over rows grouped by expert, in several ways.
 
-Each candidate is ``experts(rows [C, H], w_in [L, H, 2 I], w_out [L, I, H], sizes [L]) -> [C, H]``,
+Each candidate is ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) -> [C, H]``,
 differentiable in all but ``sizes``. Rows after the last group are zero, and their results are not
 read.
 """
@@ -30,11 +30,16 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
+def side_by_side(pairs: jax.Array) -> jax.Array:
+    """Return [..., 2 I], as plain products need it, from gate and up [..., 2, I]."""
+    return pairs.reshape(*pairs.shape[:-2], -1)
+
+
 def by_product(product: Product) -> Experts:
     """Make experts from a grouped product of rows."""
 
     def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(swiglu(product(rows, w_in, sizes)), w_out, sizes)
+        return product(swiglu(product(rows, side_by_side(w_in), sizes)), w_out, sizes)
 
     return experts
 
@@ -114,9 +119,8 @@ def errors(
     totals = {name: jnp.zeros(2) for name in found}
     for expert in (0, sizes.shape[0] - 1):
         x = rows_of(rows, expert)
-        y, vjp = jax.vjp(
-            lambda x, w_in, w_out: swiglu(x @ w_in) @ w_out, x, w_in[expert], w_out[expert]
-        )
+        dense = lambda x, w_in, w_out: swiglu(x @ side_by_side(w_in)) @ w_out
+        y, vjp = jax.vjp(dense, x, w_in[expert], w_out[expert])
         right = dict(zip(RESULTS, (y, *vjp(x)), strict=True))
         for name in found:
             is_of_rows = name in ("y", "d_rows")

@@ -45,10 +45,10 @@ TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32")
 OF_FP8 = "moe_mlp_fp8"  # weights are quantized before, for inference
-OF_MOE_MLP: dict[str, dict[str, Any]] = {  # method: options
-    "moe_mlp": {},
-    OF_FP8: {},
-    "moe_mlp_to_fp8": dict(experts_format=ma.BlockwiseFp8()),
+OF_MOE_MLP = {  # method: of the weights that it gets
+    "moe_mlp": ma.Experts,
+    OF_FP8: ma.Experts,
+    "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
 }
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
@@ -229,13 +229,14 @@ class Bench:
         if method in OF_MOE_MLP:
             one_call = functools.partial(
                 ma.moe_mlp,
-                activation=ma.gated(jax.nn.silu),
                 group=self.group,
                 num_experts=workload.setting.experts,
                 exchange=ma.Exchange(capacity=workload.capacity),
-                **OF_MOE_MLP[method],
             )
-            return lambda ids, x, weights, *rest: one_call(x, ma.RouterChoices(ids, weights), *rest)
+            make = OF_MOE_MLP[method]
+            return lambda ids, x, weights, w_in, w_out: one_call(
+                x, ma.RouterChoices(ids, weights), make(w_in, w_out)
+            )
         made = MAKERS[method](workload, self.group)
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
@@ -283,12 +284,11 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
     """Draw normal tokens, and experts that keep their size; all ranks, each on its device.
 
     Returns:
-      (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2 I], gate and up, and
-      w_out [R, L, I, H].
+      (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].
     """
     x, ids, weights = suite.make_inputs(mesh, shape.workload)
     setting, ranks = shape.workload.setting, mesh.size
-    sizes = (setting.hidden, 2 * shape.intermediate), (shape.intermediate, setting.hidden)
+    sizes = (setting.hidden, 2, shape.intermediate), (shape.intermediate, setting.hidden)
 
     def draw_expert(key: jax.Array) -> list[jax.Array]:
         drawn = zip(jax.random.split(key), sizes)

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 
-import jax_moe_a2a as ma
 from jax_moe_a2a.integrations import maxtext
 
 from . import maxtext_program, record
@@ -215,7 +214,7 @@ def timed(args: argparse.Namespace, setting: str, options: dict[str, Any]) -> di
     enable = SETTINGS[setting][1]
     maxtext_program.load()
     if enable is not None:
-        maxtext.enable(experts_format=ma.BlockwiseFp8() if enable == "fp8" else None)
+        maxtext.enable(fp8=enable == "fp8")
     start = time.monotonic()
     with tuning_of_tokamax(setting):
         program = maxtext_program.Program(options)

@@ -192,11 +192,10 @@ class Bench:
     def compile(self, method: str) -> concurrent.futures.Future:
         """Trace the program of a method, and hand it to the compiler's threads."""
         layer, g = LAYERS[method], self.g
-        activation = ma.clamped_swiglu() if g.clamped else ma.gated(jax.nn.silu)
         attention = self.args.attention or ("cudnn" if self.run.on_gpu else "xla")
-        prepare = layer.prepare if self.step.micro_batches > 1 else None
-        moe = layer.make(self.workload, activation)
-        model = slices.Model(g, self.run.mesh, moe, attention, prepare)
+        quantize = layer.quantize if self.step.micro_batches > 1 else None
+        moe = layer.make(self.workload)
+        model = slices.Model(g, self.run.mesh, moe, attention, quantize)
         state = jax.eval_shape(functools.partial(slices.init, g))
         outs = self.shardings, None
         jitted = jax.jit(model.step, donate_argnums=0, in_shardings=self.placed, out_shardings=outs)

@@ -166,7 +166,7 @@ def experts(setting: Setting) -> Work:
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # A size that leaves what follows near 1, where SwiGLU is not linear.
-    w_in = normal(2, GROUPS, setting.k, setting.n) * setting.k**-0.5
+    w_in = normal(2, GROUPS, setting.k, 2, setting.n // 2) * setting.k**-0.5
     w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)
     compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))

@@ -1,7 +1,7 @@
 """Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
 
-Each is ``layer(x [T, H], ids [T, K], weights [T, K], *, w_in [L, H, 2 I], w_out [L, I, H], b_in,
-b_out, prepared)`` of a rank, and returns the sums [T, H] and the number of dropped choices.
+Each is ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of a rank and its ``Experts``, and
+returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations
@@ -31,45 +31,43 @@ ALONE = "self"  # the axis of one rank
 class Layer(NamedTuple):
     """A MoE layer, and what is compared with it."""
 
-    make: Callable[[Workload, Any], MoE]
-    """Makes it from the sizes and the activation."""
+    make: Callable[[Workload], MoE]
+    """Makes it from the sizes."""
     tolerance: float | None = EXACT
     """By how much its first losses may differ from those of the reference; None for a bound, which
     computes something else."""
     has_our_products: bool = True
     """The time above the bound without an exchange is then that of the exchange."""
-    prepare: Callable[[Any, Any], Any] | None = None
-    """For several micro-batches: ``slices.Model.prepare``."""
+    quantize: Callable[[Any], Any] | None = None
+    """For several micro-batches: ``slices.Model.quantize``."""
 
 
-def no_layer(workload: Workload, activation: Any) -> MoE:
+def no_layer(workload: Workload) -> MoE:
     """Make the bound without MoE layer."""
-    return lambda x, ids, weights, **experts: (x, 0)
+    return lambda x, ids, weights, experts: (x, 0)
 
 
-def moe_mlp(workload: Workload, activation: Any, axis: str = "ep", **options: Any) -> MoE:
+def moe_mlp(workload: Workload, axis: str = "ep", in_fp8: bool = False) -> MoE:
     """Make the layer of this package."""
+    of_rank = workload.setting.experts // workload.ranks
 
-    def layer(x: Any, ids: Any, weights: Any, *, prepared: Any = None, **experts: Any) -> Any:
-        num_experts = experts["w_in"].shape[0] * lax.axis_size(axis)
-        routing = ma.route(ids, group=axis, num_experts=num_experts)
-        more = options if prepared is None else dict(options, quantized=prepared)
-        choices = ma.RouterChoices(routing, weights)
-        y = ma.moe_mlp(x, choices, activation=activation, **experts, **more)
+    def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
+        if in_fp8 and not isinstance(experts.w_in, ma.QuantizedExperts):
+            experts = experts.in_fp8()
+        routing = ma.route(ids, group=axis, num_experts=of_rank * lax.axis_size(axis))
+        y = ma.moe_mlp(x, ma.RouterChoices(routing, weights), experts)
         return y, routing.num_dropped
 
     return layer
 
 
-def local(workload: Workload, activation: Any) -> MoE:
+def local(workload: Workload) -> MoE:
     """Make the bound without an exchange: each choice goes to an expert of the token's rank."""
-    layer = moe_mlp(workload, activation, ALONE)
-    return lambda x, ids, weights, **experts: layer(
-        x, ids % experts["w_in"].shape[0], weights, **experts
-    )
+    layer = moe_mlp(workload, ALONE)
+    return lambda x, ids, weights, experts: layer(x, ids % len(experts.w_in), weights, experts)
 
 
-def multiply(dot: Any, activation: Any, rows: Any, sizes: Any, experts: dict[str, Any]) -> Any:
+def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
     """Return the outputs of experts by a grouped product.
 
     Biases are products with the one-hot expert of each row, because their gradients are products,
@@ -79,44 +77,51 @@ def multiply(dot: Any, activation: Any, rows: Any, sizes: Any, experts: dict[str
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)
     is_row = (jnp.arange(len(rows)) < sizes.sum())[:, None]
 
-    def product(x: Any, name: str, bias: str) -> Any:
-        y = dot(x, experts[name], sizes)
-        return jnp.where(is_row, y + one_hot @ experts[bias], 0) if bias in experts else y
+    def product(x: Any, w: Any, bias: Any) -> Any:
+        y = dot(x, w, sizes)
+        return y if bias is None else jnp.where(is_row, y + one_hot @ bias, 0)
 
-    return product(activation(product(rows, "w_in", "b_in")), "w_out", "b_out")
+    w_in, b_in = of_plain_products(experts)
+    return product(experts.activation(product(rows, w_in, b_in)), experts.w_out, experts.b_out)
 
 
-def exchanged(method: str, product: str, workload: Workload, activation: Any) -> MoE:
+def of_plain_products(experts: ma.Experts) -> Any:
+    """Return the first weights and their biases or None, with gate and up side by side."""
+    biases = None if experts.b_in is None else products.side_by_side(experts.b_in)
+    return products.side_by_side(experts.w_in), biases
+
+
+def exchanged(method: str, product: str, workload: Workload) -> MoE:
     """Make a layer of a plain exchange and a grouped product."""
     made = MAKERS[method](workload, ma.Group(axis_name="ep", size=workload.ranks))
     dot = products.PRODUCTS[product]()
 
-    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
+    def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         rows, _, sizes, state = made.dispatch(x, ids, weights)
-        return made.combine(multiply(dot, activation, rows, sizes, experts), state), 0
+        return made.combine(multiply(dot, rows, sizes, experts), state), 0
 
     return layer
 
 
-def fsdp(workload: Workload, activation: Any) -> MoE:
+def fsdp(workload: Workload) -> MoE:
     """Make a layer without expert parallelism: every rank gathers the weights of all experts."""
     dot = products.PRODUCTS["grouped_dot"]()
 
-    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
-        experts = {name: lax.all_gather(w, "ep", tiled=True) for name, w in experts.items()}
-        order, place, sizes = sort_by_key(ids.ravel(), len(experts["w_in"]), ids.size)
+    def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
+        experts = jax.tree.map(lambda w: lax.all_gather(w, "ep", tiled=True), experts)
+        order, place, sizes = sort_by_key(ids.ravel(), len(experts.w_in), ids.size)
         links = Links(order, place.reshape(ids.shape))
-        rows = multiply(dot, activation, spread(x, links), sizes, experts)
+        rows = multiply(dot, spread(x, links), sizes, experts)
         return weighted_sum(rows, weights, links), 0
 
     return layer
 
 
-def capacity(workload: Workload, activation: Any) -> MoE:
+def capacity(workload: Workload) -> MoE:
     """Make a layer with a capacity for each expert and source, by all_to_all and cuBLAS."""
     ranks, num_experts = workload.ranks, workload.setting.experts
 
-    def layer(x: Any, ids: Any, weights: Any, **experts: Any) -> Any:
+    def layer(x: Any, ids: Any, weights: Any, experts: ma.Experts) -> Any:
         flat, hidden = ids.ravel(), x.shape[1]
         rows = round_up(math.ceil(CAPACITY_FACTOR * flat.size / num_experts), 8)
         order, place, sizes = sort_by_key(flat, num_experts, flat.size)
@@ -131,20 +136,15 @@ def capacity(workload: Workload, activation: Any) -> MoE:
         )
         blocks = lax.all_to_all(spread(x, links).reshape(ranks, -1, rows, hidden), "ep", 0, 0)
         blocks = blocks.transpose(1, 0, 2, 3).reshape(-1, ranks * rows, hidden)
-        biased = lambda y, name: y + experts[name][:, None] if name in experts else y
-        h = biased(jnp.einsum("lch,lhi->lci", blocks, experts["w_in"]), "b_in")
-        y = biased(jnp.einsum("lci,lih->lch", activation(h), experts["w_out"]), "b_out")
+        biased = lambda y, bias: y if bias is None else y + bias[:, None]
+        w_in, b_in = of_plain_products(experts)
+        h = experts.activation(biased(jnp.einsum("lch,lhi->lci", blocks, w_in), b_in))
+        y = biased(jnp.einsum("lci,lih->lch", h, experts.w_out), experts.b_out)
         y = y.reshape(-1, ranks, rows, hidden).transpose(1, 0, 2, 3)
         back = lax.all_to_all(y, "ep", 0, 0).reshape(-1, hidden)
         return weighted_sum(back, weights, links), jnp.sum(~is_kept)
 
     return layer
-
-
-def quantize(w_in: Any, w_out: Any) -> Any:
-    """Quantize the experts of all layers for the micro-batches of a step."""
-    once = jax.vmap(functools.partial(ma.quantize_experts, transposed=True))
-    return once(w_in), once(w_out)
 
 
 LAYERS = {  # report.STEP_METHODS has them in words
@@ -154,8 +154,9 @@ LAYERS = {  # report.STEP_METHODS has them in words
     "all_gather": Layer(functools.partial(exchanged, "all_gather", "grouped_dot")),
     "fsdp": Layer(fsdp),
     "moe_mlp_to_fp8": Layer(
-        functools.partial(moe_mlp, experts_format=ma.BlockwiseFp8()),
-        **dict(tolerance=5e-2, has_our_products=False, prepare=quantize),
+        functools.partial(moe_mlp, in_fp8=True),
+        **dict(tolerance=5e-2, has_our_products=False),
+        quantize=jax.vmap(functools.partial(ma.quantize_experts, transposed=True)),
     ),
     "capacity": Layer(capacity, tolerance=5e-2, has_our_products=False),  # it may drop rows
     "mosaic": Layer(

@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_moe_a2a as ma
+
 from .workload import round_up
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -31,8 +33,8 @@ NOISE = 0.1  # share of the tokens that do not follow from the one before
 IN_F32 = ("norm", "router")  # weights with these words in their names are not cast
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
-"""Maps a rank's x [T, H], ids and weights [T, K], and experts by name to sums [T, H] and the number
-of choices that the rank dropped."""
+"""Maps a rank's x [T, H], ids and weights [T, K], and ``Experts`` to sums [T, H] and the number of
+choices that the rank dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +117,10 @@ def shapes(g: Geometry) -> dict[str, tuple[int, ...]]:
         found |= dict(k=(h, kv), v=(h, kv))
     if g.qk_norm:
         found |= dict(norm_q=(g.head,), norm_k=(g.head,))
-    found |= dict(router=(h, g.experts), w_in=(g.experts, h, 2 * g.intermediate))
+    found |= dict(router=(h, g.experts), w_in=(g.experts, h, 2, g.intermediate))
     found |= dict(w_out=(g.experts, g.intermediate, h))
     if g.clamped:
-        found |= dict(b_in=(g.experts, 2 * g.intermediate), b_out=(g.experts, h))
+        found |= dict(b_in=(g.experts, 2, g.intermediate), b_out=(g.experts, h))
     if g.shared:
         found |= dict(shared_in=(h, 2 * g.shared), shared_out=(g.shared, h))
     return found
@@ -141,7 +143,7 @@ def init(g: Geometry, seed: int = 0) -> dict[str, Any]:
         if "norm" in name:
             layers[name] = jnp.ones((g.layers, *shape), F32)
             continue
-        scale = 0.1 if name.startswith("b_") else shape[-2] ** -0.5
+        scale = 0.1 if name.startswith("b_") else shape[-3 if name == "w_in" else -2] ** -0.5
         if name in ("o", "w_out", "shared_out"):
             scale *= (2 * g.layers) ** -0.5
         layers[name] = normal((g.layers, *shape), scale)
@@ -220,8 +222,8 @@ class Model:
     moe: MoE
     attention: str
     """The implementation of ``jax.nn.dot_product_attention``."""
-    prepare: Callable[[Any, Any], Any] | None = None
-    """Maps w_in and w_out of all layers, once in a step, to arrays that ``moe`` gets."""
+    quantize: Callable[[Any], Any] | None = None
+    """Returns w_in or w_out of all layers in FP8, once in a step; ``moe`` reads them then."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
         """Gather a dense weight on all ranks, as FSDP does."""
@@ -278,6 +280,17 @@ class Model:
         loss += Z_LOSS * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
         return ids, weights, loss, counts
 
+    def experts(self, p: dict[str, Any]) -> ma.Experts:
+        """Return the experts of a layer. Quantized ones have the float weights as their source."""
+        w_in, w_out = p["w_in"], p["w_out"]
+        if "quantized" in p:
+            w_in, w_out = (
+                ma.QuantizedExperts(q.values, q.scales, q.transposed, source=w)
+                for q, w in zip(p["quantized"], (w_in, w_out), strict=True)
+            )
+        activation = ma.clamped_swiglu() if self.g.clamped else ma.gated(jax.nn.silu)
+        return ma.Experts(w_in, w_out, p.get("b_in"), p.get("b_out"), activation=activation)
+
     def layer(self, given: jax.Array | None, x: jax.Array, scanned: Any) -> Any:
         """Apply a layer to x [B, S, H]; return it, and the router's loss, the dropped choices and
         the choices of each expert."""
@@ -290,19 +303,18 @@ class Model:
 
         def on_rank(h: Any, ids: Any, weights: Any, experts: Any) -> Any:
             flat = [a.reshape(-1, a.shape[-1]) for a in (h, ids, weights)]
-            y, dropped = self.moe(*flat, **experts)
+            y, dropped = self.moe(*flat, experts)
             return y.reshape(h.shape), jnp.full(1, dropped, jnp.int32)
 
-        names = ("w_in", "w_out", "b_in", "b_out", "prepared")
-        y, dropped = self.on_ranks(on_rank, h, ids, weights, {n: p[n] for n in names if n in p})
+        y, dropped = self.on_ranks(on_rank, h, ids, weights, self.experts(p))
         if self.g.shared:
             y += swiglu(h, *(self.everywhere(p[name]) for name in ("shared_in", "shared_out")))
         return self.divided(x + y), (loss, dropped.sum(), counts)
 
-    def loss(self, params: Any, prepared: Any, tokens: jax.Array, given: Any) -> Any:
+    def loss(self, params: Any, quantized: Any, tokens: jax.Array, given: Any) -> Any:
         """Return the loss of tokens [B, S + 1], and the cross-entropy, dropped choices, counts."""
         g, layers = self.g, params["layers"]
-        layers = layers if prepared is None else layers | dict(prepared=prepared)
+        layers = layers if quantized is None else layers | dict(quantized=quantized)
         x = self.divided(self.everywhere(params["embed"])[tokens[:, :-1]])
         body = jax.checkpoint(functools.partial(self.layer, given), prevent_cse=False)
         x, (router, dropped, counts) = lax.scan(body, x, (jnp.arange(g.layers), layers))
@@ -318,15 +330,15 @@ class Model:
         returns with its value."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
-        layers, prepared = compute["layers"], None
-        if self.prepare:
-            prepared = self.prepare(layers["w_in"], layers["w_out"])
+        layers, quantized = compute["layers"], None
+        if self.quantize:
+            quantized = self.quantize(layers["w_in"]), self.quantize(layers["w_out"])
         gradient = jax.grad(self.loss, has_aux=True)
         if len(tokens) == 1:
-            return gradient(compute, prepared, tokens[0], given)
+            return gradient(compute, quantized, tokens[0], given)
 
         def add(total: Any, micro_batch: Any) -> Any:
-            found, more = gradient(compute, prepared, micro_batch, given)
+            found, more = gradient(compute, quantized, micro_batch, given)
             return jax.tree.map(lambda t, g: t + g.astype(F32) / len(tokens), total, found), more
 
         placed = shardings(self.g, self.mesh)["params"]

@@ -1,6 +1,5 @@
 // The number types that kernels compute with: a struct for each, and the list of all.
-#ifndef MOE_A2A_ELEMENT_H_
-#define MOE_A2A_ELEMENT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -60,5 +59,3 @@ MOE_A2A_HOST_DEVICE constexpr int element_bytes(ElementType type) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_ELEMENT_H_

@@ -7,18 +7,15 @@
 
 #include <type_traits>
 
+#include "calls/products.h"
 #include "calls/why_not.h"
 #include "ffi/targets.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "layout.h"
 #include "params.h"
-#include "placement/fill_slots.h"
 #include "runtime/workspace.h"
 #include "tuning.h"
-#ifdef MOE_A2A_GROUPED_GEMM
-#include "calls/products.h"
-#endif
 
 namespace nb = nanobind;
 
@@ -121,16 +118,6 @@ NB_MODULE(_native, m) {
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
   m.def("slots_per_chunk", &moe_a2a::slots_per_chunk, nb::arg("num_slots"));
 
-#ifdef MOE_A2A_TEST_HOOKS
-  m.attr("has_test_hooks") = true;
-#else
-  m.attr("has_test_hooks") = false;
-#endif
-
-#ifdef MOE_A2A_GROUPED_GEMM
-  m.attr("has_grouped_gemm") = true;
-  m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
-  m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
   m.def("why_not_product", [](const std::string& target, nb::dict attributes,
                               const std::vector<Type>& operands, const std::vector<Type>& results) {
     const AttributeReader read(std::move(attributes));
@@ -146,6 +133,16 @@ NB_MODULE(_native, m) {
     });
     return why;
   });
+#ifdef MOE_A2A_TEST_HOOKS
+  m.attr("has_test_hooks") = true;
+#else
+  m.attr("has_test_hooks") = false;
+#endif
+
+#ifdef MOE_A2A_GROUPED_GEMM
+  m.attr("has_grouped_gemm") = true;
+  m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
+  m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
   m.attr("GEMM_CAPABILITY") = moe_a2a::kGemmCapability;
   m.attr("DOT_COLUMNS") = moe_a2a::kDotColumns;
   m.attr("FP8_BLOCK") = moe_a2a::kFp8Block;

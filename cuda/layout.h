@@ -7,8 +7,7 @@
 //
 // The distance between ring halves is a constant, so no shape moves a ring half. Otherwise an early
 // writer of one shape could overwrite what a late reader of another shape still reads.
-#ifndef MOE_A2A_LAYOUT_H_
-#define MOE_A2A_LAYOUT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -141,5 +140,3 @@ MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_LAYOUT_H_

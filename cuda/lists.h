@@ -1,7 +1,6 @@
 // Lists of types and of values, and functions that find a run-time value in a list of compile-time
 // values. A value that is not in the list is an error; no list has a default.
-#ifndef MOE_A2A_LISTS_H_
-#define MOE_A2A_LISTS_H_
+#pragma once
 
 #include <cstdio>
 #include <cstdlib>
@@ -66,5 +65,3 @@ MOE_A2A_HOST_DEVICE constexpr auto look_up(Constants<kFirst, kRest...>, Value va
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_LISTS_H_

@@ -1,6 +1,5 @@
 // The parameters of each kernel: one struct per kernel, passed by value.
-#ifndef MOE_A2A_PARAMS_H_
-#define MOE_A2A_PARAMS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -259,5 +258,3 @@ static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_PARAMS_H_

@@ -1,7 +1,6 @@
 // Errors of exchanges: the record that a kernel writes into host memory, the poison word, and the
 // message.
-#ifndef MOE_A2A_STATUS_H_
-#define MOE_A2A_STATUS_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -141,5 +140,3 @@ inline std::string describe(const ErrorRecord& r) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_STATUS_H_

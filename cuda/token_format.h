@@ -1,7 +1,6 @@
 // Token formats: a struct for each, and the list of all. docs/formats.md defines values and scales;
 // device/format.cuh computes them.
-#ifndef MOE_A2A_TOKEN_FORMAT_H_
-#define MOE_A2A_TOKEN_FORMAT_H_
+#pragma once
 
 #include <cstdint>
 #include <string_view>
@@ -99,5 +98,3 @@ MOE_A2A_HOST_DEVICE constexpr int64_t encoded_stride(TokenFormat format, int64_t
   return scales_offset(format, elements) + row_stride(scale_bytes(format, elements));
 }
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_TOKEN_FORMAT_H_

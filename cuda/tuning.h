@@ -8,8 +8,7 @@
 //
 // Names in quotation marks are headings or list entries in docs/history/speed.md, which has the
 // measurements.
-#ifndef MOE_A2A_TUNING_H_
-#define MOE_A2A_TUNING_H_
+#pragma once
 
 #include <cstdint>
 
@@ -136,5 +135,3 @@ constexpr NamedNumber kLoweringTuning[] = {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_TUNING_H_

@@ -22,8 +22,8 @@ import jax_moe_a2a as ma
 from jax_moe_a2a.integrations.nnx import MoE
 
 VOCAB, HIDDEN, HEADS, LENGTH, BATCH = 64, 32, 4, 16, 16
+CONFIG = ma.MoEConfig(HIDDEN, expert_hidden=48, num_experts=8, choose=ma.TopK(2))
 EXCHANGE = ma.Exchange(capacity_factor=2.0)
-EXPERTS = dict(expert_hidden=48, num_experts=8, choose=ma.TopK(2), exchange=EXCHANGE)
 AXES = ma.Axes("ep", data="data")
 
 
@@ -31,7 +31,7 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1, self.norm2 = (nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(HEADS, HIDDEN, decode=False, rngs=rngs)
-        self.moe = MoE(HIDDEN, **EXPERTS, axes=AXES, rngs=rngs)
+        self.moe = MoE(CONFIG, AXES, exchange=EXCHANGE, rngs=rngs)
 
     def __call__(self, x):
         x += self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))

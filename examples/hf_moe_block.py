@@ -54,20 +54,20 @@ TOLERANCE = 1e-5
 Weights = dict[str, Any]
 
 
-def expert_parallel_block(x: jax.Array, weights: Weights, config: Any) -> jax.Array:
+def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
     """Apply the block to the tokens of all ranks, under jax.set_mesh.
 
     Args:
       x: float32 [tokens, hidden].
-      weights: what `hf.from_state_dict` returns.
-      config: the model's configuration.
+      weights: what `hf.from_state_dict` returns: a router, experts, and a shared expert if there is
+        one.
 
     Returns:
       float32 [tokens, hidden]: for each token the weighted sum of its experts' outputs, and the
       output of the shared expert if there is one.
     """
     # The default capacity has room for every row, because the original drops none.
-    y, _ = ma.moe(x, **weights, activation=hf.expert_activation(config), axes="ep")
+    y, _ = ma.moe(x, **weights, axes="ep")
     return y
 
 
@@ -174,19 +174,18 @@ def original(
 
 def by_name(weights: Weights) -> dict[str, Any]:
     """Return each array of the weights, or of their gradients, by a name of its own."""
-    router = weights["router"]
-    own = {"router": router.kernel, "router_bias": router.bias, "select_bias": router.select_bias}
-    return {name: array for name, array in (weights | own).items() if array is not None}
+    leaves = jax.tree.leaves_with_path(weights)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def expert_parallel(
-    config: Any, weights: Weights, x: np.ndarray, dy: np.ndarray, mesh: jax.sharding.Mesh
+    weights: Weights, x: np.ndarray, dy: np.ndarray, mesh: jax.sharding.Mesh
 ) -> dict[str, np.ndarray]:
     """Return the same results as `original`, computed by `expert_parallel_block` on all ranks."""
 
     @jax.jit
     def output_and_gradients(x: jax.Array, weights: Weights, dy: jax.Array) -> dict:
-        y, pullback = jax.vjp(partial(expert_parallel_block, config=config), x, weights)
+        y, pullback = jax.vjp(expert_parallel_block, x, weights)
         dx, dweights = pullback(dy)
         return {"output": y, "tokens": dx, **by_name(dweights)}
 
@@ -203,7 +202,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
     block = random_block(model)
     theirs = original(block, model.config, x, dy)
     weights = weights_of(block, torch.Tensor.detach, model.config)
-    ours = expert_parallel(model.config, weights, x, dy, mesh)
+    ours = expert_parallel(weights, x, dy, mesh)
     return {
         # The gradient of the bias is zero on both sides, so it is not divided by its largest value.
         name: float(abs(ours[name] - value).max() / (abs(value).max() or 1))

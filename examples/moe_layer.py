@@ -19,7 +19,7 @@ import jax_moe_a2a as ma
 NUM_EXPERTS, TOP_K, HIDDEN, EXPERT_HIDDEN, TOKENS = 16, 4, 64, 128, 512
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
-Params = dict[str, Any]  # a router, and arrays
+Params = dict[str, Any]  # a router, and experts
 
 
 def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
@@ -35,8 +35,8 @@ def dense_moe(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
     """Apply the layer on one device: every expert computes every token."""
     choices = ma.TopK(TOP_K)(x @ params["router"].kernel)
     weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(choices.ids, NUM_EXPERTS), choices.weights)
-    gate, up = jnp.unstack(jnp.einsum("th,ehgi->geti", x, params["w_gate_up"]))
-    y = (jax.nn.silu(gate) * up) @ params["w_down"]
+    gate, up = jnp.unstack(jnp.einsum("th,ehgi->geti", x, params["experts"].w_in))
+    y = (jax.nn.silu(gate) * up) @ params["experts"].w_out
     return jnp.einsum("et,eth->th", weights, y), None
 
 
@@ -48,14 +48,15 @@ def value_and_grads(layer, params: Params, x: jax.Array) -> tuple[dict, ma.Exper
         return jnp.sum(jnp.sin(y)), (y, load)
 
     (_, (y, load)), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
-    found = {"y": y, "x": grads[1], **grads[0], "router": grads[0]["router"].kernel}
-    return jax.device_get(found), load
+    router, experts = grads[0]["router"], grads[0]["experts"]
+    found = {"y": y, "x": grads[1], "router": router.kernel}
+    return jax.device_get(found | {"w_in": experts.w_in, "w_out": experts.w_out}), load
 
 
 def main() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
-    sizes = HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS
-    params = ma.init_moe(jax.random.key(0), *sizes, choose=ma.TopK(TOP_K))
+    config = ma.MoEConfig(HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS, ma.TopK(TOP_K))
+    params = ma.init_moe(jax.random.key(0), config)
     x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN))
     dense, _ = value_and_grads(dense_moe, params, x)
     with jax.set_mesh(mesh):

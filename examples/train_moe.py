@@ -96,7 +96,7 @@ def init(key: jax.Array, g: Geometry) -> Params:
     def matrix(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
 
-    sizes = g.hidden, g.expert_hidden, g.experts
+    config = ma.MoEConfig(g.hidden, g.expert_hidden, g.experts, ma.TopK(g.top_k))
 
     def layer(key: jax.Array) -> Params:
         q, kv, out, moe = jax.random.split(key, 4)
@@ -106,7 +106,7 @@ def init(key: jax.Array, g: Geometry) -> Params:
             "kv": matrix(kv, g.hidden, 2 * g.kv_heads * g.head),
             "out": matrix(out, g.heads * g.head, g.hidden),
             "moe_norm": jnp.ones(g.hidden),
-            "moe": ma.init_moe(moe, *sizes, choose=ma.TopK(g.top_k)),
+            "moe": ma.init_moe(moe, config),
         }
 
     embed, layers, unembed = jax.random.split(key, 3)
@@ -162,9 +162,10 @@ def dense_moe(x: jax.Array, params: Params) -> tuple:
     num_experts = logits.shape[-1]
     chosen = jax.nn.one_hot(choices.ids, num_experts, dtype=choices.weights.dtype)
     weights = jnp.einsum("tke,tk->te", chosen, choices.weights)
-    pair = jnp.einsum("th,ehgi->tegi", tokens, params["w_gate_up"])
+    experts = params["experts"]
+    pair = jnp.einsum("th,ehgi->tegi", tokens, experts.w_in)
     h = jax.nn.silu(pair[:, :, 0]) * pair[:, :, 1]
-    y = jnp.einsum("tei,eih,te->th", h, params["w_down"], weights.astype(x.dtype))
+    y = jnp.einsum("tei,eih,te->th", h, experts.w_out, weights.astype(x.dtype))
     wanted = chosen.sum(axis=(0, 1)).astype(jnp.int32)
     balance = ma.load_balancing_loss(choices.scores, choices.ids)
     z = ma.router_z_loss(logits)
@@ -195,12 +196,13 @@ def block(x: jax.Array, layer: Params, select_bias: jax.Array, g: Geometry, o: O
     if o.experts == "dense":
         y, report = dense_moe(tokens, moe)
         return x + y, report
+    if o.experts == "fp8":
+        moe = moe | {"experts": moe["experts"].in_fp8()}
     y, stats = ma.moe(
         tokens,
         **moe,
         axes=ma.Axes(o.group, data="data"),
         exchange=ma.Exchange(capacity_factor=o.capacity_factor),
-        experts_format=ma.BlockwiseFp8() if o.experts == "fp8" else None,
     )
     load = stats.load
     report = (load.wanted_per_expert, load.max_over_mean, stats.num_dropped)

@@ -33,7 +33,6 @@ from ._src.formats.formats import TokenFormat as TokenFormat
 from ._src.group.group import Group as Group
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
-from ._src.grouped.weights import quantize_experts as quantize_experts
 from ._src.layer.axes import Axes as Axes
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
 from ._src.layer.balance import router_z_loss as router_z_loss
@@ -47,11 +46,14 @@ from ._src.layer.load import plot_expert_load as plot_expert_load
 from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
+from ._src.layer.parameters import MoEConfig as MoEConfig
 from ._src.layer.parameters import init_moe as init_moe
 from ._src.layer.parameters import moe_partition_specs as moe_partition_specs
 from ._src.layer.router import Replay as Replay
 from ._src.layer.router import Router as Router
 from ._src.layer.top_k import TopK as TopK
+from ._src.layer.weights import Experts as Experts
+from ._src.layer.weights import quantize_experts as quantize_experts
 from ._src.placement.choice import choose_slots as choose_slots
 from ._src.placement.choice import gather_counts as gather_counts
 from ._src.placement.planner import plan_placement as plan_placement

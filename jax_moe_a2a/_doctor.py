@@ -40,7 +40,6 @@ MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
-NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
 
@@ -125,11 +124,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
             yield _architecture(devices, driver)
         if len(devices) > 1:
             yield _peer_access(driver, devices, wanted)
-            yield _links(driver, devices)
     group = _group(devices, flags.portable)
     yield _path(group)
-    if group.path == "cuda":
-        yield _abstract_mesh(group)
     yield _memory(driver, group, flags)
     for count in sorted({len(devices), min(2, len(devices))}, reverse=True):
         yield _exchange(_group(devices[:count], flags.portable))
@@ -343,20 +339,6 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
     )
 
 
-def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
-    """Report how the GPUs are linked. Only the speed depends on the links."""
-    pairs = _pairs(devices)
-    said = []
-    if driver is not None:
-        atomics = sum(driver.has_native_atomics(a, b) for a, b in pairs)
-        said.append(f"native atomics between {atomics} of {len(pairs)} pairs (NVLink has them)")
-    rows = re.findall(r"^GPU\d+\t(.*)$", _run("nvidia-smi", "topo", "-m"), re.M)
-    words = {word.strip() for row in rows for word in row.split("\t")[: len(rows)]} - {"X", ""}
-    if words:
-        said.append(f"GPUs of this host connected by {', '.join(sorted(words))}")
-    return Finding("links", "; ".join(said) or "unknown", ok=None)
-
-
 def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
     ordinals = [device.local_hardware_id for device in devices]
     return [(a, b) for a in ordinals for b in ordinals if a != b]
@@ -382,20 +364,6 @@ def _path(group: Group) -> Finding:
     if group._why_portable:
         said += f", because {group._why_portable}"
     return Finding("path", said, ok=True if group.path.startswith("cuda") else None)
-
-
-def _abstract_mesh(group: Group) -> Finding:
-    """Report the path of a group without devices, a frequent reason for the portable path."""
-    assert isinstance(group.mesh, Mesh)
-    abstract = Group(group.mesh.abstract_mesh, AXIS)
-    with jax.set_mesh(group.mesh):
-        inside = abstract.path
-    return Finding(
-        "abstract mesh",
-        f"a group with an abstract mesh: {inside} with these devices, {abstract.path} without",
-        ok=None,
-        advice="call jax.set_mesh(mesh), or pass the mesh with devices to shard_map or the group",
-    )
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
@@ -541,9 +509,6 @@ class _Driver:
 
     def can_access(self, device: int, peer: int) -> bool:
         return bool(self._ask("cuDeviceCanAccessPeer", device, peer))
-
-    def has_native_atomics(self, device: int, peer: int) -> bool:
-        return bool(self._ask("cuDeviceGetP2PAttribute", NATIVE_ATOMICS, device, peer))
 
     def free_bytes(self, device: int) -> int:
         """Return the free memory of a device. It uses the primary context, which JAX has

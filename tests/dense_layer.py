@@ -1,17 +1,43 @@
-"""A layer of experts that every token goes through, in plain JAX."""
+"""A layer of experts that every token goes through, in plain JAX; and `ma.Experts` from arrays."""
 
 import jax
 import jax.numpy as jnp
 
+import jax_moe_a2a as ma
+
 
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
-    """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H]."""
-    hidden = jnp.einsum("...h,ehi->...ei", x, w_in)
-    hidden = hidden if b_in is None else hidden + jnp.broadcast_to(b_in, hidden.shape)
+    """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H].
+
+    Gate and up of `w_in` and `b_in` are side by side, or have an axis of their own.
+    """
+    hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
+    if b_in is not None:
+        hidden += jnp.broadcast_to(b_in.reshape(len(b_in), -1), hidden.shape)
     y = jnp.einsum("...ei,eih->...eh", activation(hidden), w_out)
     y = y if b_out is None else y + jnp.broadcast_to(b_out, y.shape)
     of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # an id of -1 is no expert
     return jnp.einsum("...ke,...k,...eh->...h", of_choice, weights, y)
+
+
+def dense_experts(x, weights, ids, experts):
+    """Return `dense` of `ma.Experts`; an axis of experts is added to those of a shared expert."""
+    if experts.w_out.ndim == 2:
+        experts = jax.tree.map(lambda w: w[None], experts)
+    activation = experts.activation or swiglu
+    arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
+    return dense(x, weights, ids, *arrays)
+
+
+def experts_of(w_in, w_out, b_in=None, b_out=None, activation=None):
+    """Return `ma.Experts`. If `w_in` [..., 2I] has gate and up side by side, they get an axis."""
+    width = w_out.shape[-2]
+
+    def divided(a):
+        is_gated = a is not None and a.shape[-1] == 2 * width
+        return a.reshape(*a.shape[:-1], 2, width) if is_gated else a
+
+    return ma.Experts(divided(w_in), w_out, divided(b_in), b_out, activation=activation)
 
 
 def swiglu(hidden):

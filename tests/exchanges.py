@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 from cases import SUMMED_DTYPES
+from device_counters import epochs_of
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
@@ -63,7 +64,7 @@ def num_exchanges(topology, kind):
 
     Epochs number the exchanges of a rank from 1.
     """
-    of_ranks = {next_epoch - 1 for next_epoch, *_ in native.counters(topology, kind)}
+    of_ranks = {next_epoch - 1 for next_epoch, *_ in epochs_of(topology, kind)}
     assert len(of_ranks) <= 1, f"ranks have made different numbers of exchanges: {of_ranks}"
     return of_ranks.pop() if of_ranks else 0
 

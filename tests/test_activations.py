@@ -219,22 +219,23 @@ def test_every_listed_activation_has_gradients_in_a_layer(name):
     act = ma.clamped_swiglu() if name == "clamped_swiglu" else LISTED[kind]
     act = ma.gated(act) if " " in name else act
 
-    def loss(params, x, **options):
-        return ma.moe(x, **params, axes="ep", activation=act, **options)[0].sum()
+    def loss(params, x):
+        if in_fp8:
+            params = params | dict(experts=params["experts"].in_fp8())
+        return ma.moe(x, **params, axes="ep")[0].sum()
 
     with jax.set_mesh(harness.mesh_of(2)):
-        for size, options in ((8, {}), (128, dict(experts_format=ma.BlockwiseFp8()))):
-            sizes = size, size, 2
-            router = dict(choose=ma.TopK(1))
-            params = ma.init_moe(jax.random.key(0), *sizes, shared_hidden=size, **router)
-            if not is_gated:
-                gates = {n: params[n][..., 0, :] for n in ("w_gate_up", "shared_gate_up")}
-                params |= gates
-            x = jnp.ones((4, size))
-            of_params = jax.grad(functools.partial(loss, **options))
-            if not options:  # the second derivative
-                of_params = jax.grad(lambda p, x, of=of_params: of(p, x)["w_down"].sum())
-            jax.make_jaxpr(of_params)(params, x)
+        for size, in_fp8 in ((8, False), (128, True)):
+            config = ma.MoEConfig(size, size, 2, ma.TopK(1), shared_hidden=size)
+            params = ma.init_moe(jax.random.key(0), config)
+            for part in ("experts", "shared"):
+                w_in = params[part].w_in if is_gated else params[part].w_in[..., 0, :]
+                params[part] = params[part].replace(w_in=w_in, activation=act)
+            gradient = jax.grad(loss)
+            if not in_fp8:  # the second derivative
+                first = gradient
+                gradient = jax.grad(lambda p, x: first(p, x)["experts"].w_out.sum())
+            jax.make_jaxpr(gradient)(params, jnp.ones((4, size)))
 
 
 @pytest.mark.parametrize("order", (0, 1, 2, 3))

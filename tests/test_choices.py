@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dense_layer import dense_experts
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,9 +36,7 @@ def normal(seed, *shape):
 
 
 X = normal(0, *LEAD, HIDDEN)
-EXPERT_WEIGHTS = dict(
-    w_gate_up=normal(1, EXPERTS, HIDDEN, 2, WIDTH) / 2, w_down=normal(2, EXPERTS, WIDTH, HIDDEN) / 2
-)
+OWN = ma.Experts(normal(1, EXPERTS, HIDDEN, 2, WIDTH) / 2, normal(2, EXPERTS, WIDTH, HIDDEN) / 2)
 KERNEL, BIAS = normal(3, HIDDEN, EXPERTS), normal(4, EXPERTS)
 TOPK = ma.Router(KERNEL, BIAS, choose=ma.TopK(TOP_K, score="sigmoid", scale=2.0))
 
@@ -54,24 +53,15 @@ def axes_of(mesh):
     return ma.Axes("ep", data="data") if "data" in mesh.shape else "ep"
 
 
-def experts(params, x, choices):
-    """Return the weighted sums of the experts of given choices."""
-    gate, up = jnp.unstack(jnp.einsum("...h,ehgi->...gei", x, params["w_gate_up"]), axis=-3)
-    y = jnp.einsum("...ei,eih->...eh", jax.nn.silu(gate) * up, params["w_down"])
-    weights = jax.nn.one_hot(choices.ids, EXPERTS)
-    if choices.weights is not None:
-        weights *= choices.weights[..., None]
-    return jnp.einsum("...eh,...ke->...h", y, weights)
-
-
 def reference(params, x, read=None, mask=None):
     """Return what `moe` returns with a user's router."""
     flat = lambda array: array.reshape(-1, *array.shape[len(LEAD) :])
     router, tokens = params["router"], flat(x if read is None else read)
     logits = tokens @ router.kernel + (0 if router.bias is None else router.bias[None])
     per_token = jax.tree.map(flat, router.per_token)
-    choices = router.choose(tokens, logits, per_token, router.whole)
-    y = experts(params, flat(x), choices).reshape(x.shape)
+    ids, weights, _ = router.choose(tokens, logits, per_token, router.whole)
+    weights = jnp.ones(ids.shape) if weights is None else weights
+    y = dense_experts(flat(x), weights, ids, params["experts"]).reshape(x.shape)
     return y if mask is None else jnp.where(mask[..., None], y, 0)
 
 
@@ -127,7 +117,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
 
     def layer(router, experts, x):
         outputs = ("choices",)
-        return ma.moe(x, router, **experts, axes=axes_of(mesh), outputs=outputs, **options)
+        return ma.moe(x, router, experts, axes=axes_of(mesh), outputs=outputs, **options)
 
     def loss(router_of, router, experts, x):
         y, stats = layer(router_of(router), experts, x)
@@ -146,7 +136,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
 
     with jax.set_mesh(mesh):
         x = np.where(mask[..., None], X, np.nan)
-        expected, replayed, given = run(TOPK, EXPERT_WEIGHTS, x)
+        expected, replayed, given = run(TOPK, OWN, x)
     assert_close(replayed, expected, 1e-6)
     (_, (y, stats)), (of_weights, *of_experts) = given
     (_, (y_router, of_router)), of_all = expected
@@ -159,7 +149,7 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
     assert float(stats.balance_loss) == float(stats.z_loss) == 0 < float(of_router.balance_loss)
     assert (ids[~mask] == -1).all() and (weights[~mask] == 0).all()
     assert np.isfinite(jax.tree.leaves(jax.tree.map(jnp.sum, of_all))).all()
-    of_choices = lambda weights: experts(EXPERT_WEIGHTS, X, ma.RouterChoices(ids, weights))
+    of_choices = lambda weights: dense_experts(X, weights, ids, OWN)
     assert_close((y, of_weights), (of_choices(weights), jax.grad(sum_of(of_choices))(weights)))
 
 
@@ -221,7 +211,7 @@ ROUTERS = {
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
     """Gradients of the kernel and of the router's own floats are exact, too."""
     mesh, options = mesh_of(**mesh), options_of(options)
-    params = dict(router=ROUTERS[name], **EXPERT_WEIGHTS)
+    params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
     with jax.set_mesh(mesh):
         found = value_and_grads(layer, params, X)
@@ -236,7 +226,7 @@ def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, option
 
 def test_zero_computation_experts_weigh_the_token_outside_of_the_layer():
     """An id of -1 keeps its weight in the statistics."""
-    params = dict(router=ROUTERS["more logits"], **EXPERT_WEIGHTS)
+    params = dict(router=ROUTERS["more logits"], experts=OWN)
     with jax.set_mesh(mesh_of(ep=2)):
         layer = lambda params: ma.moe(X, **params, axes="ep", outputs=("choices", "logits"))
         y, stats = quick_jit(layer)(params)
@@ -255,7 +245,7 @@ def noisy(tokens, logits, positions, key):
 
 def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_mesh():
     router = ma.Router(KERNEL, choose=noisy, per_token=POSITIONS, whole=jax.random.key(0))
-    layer = lambda router, x: ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep", outputs=("choices",))
+    layer = lambda router, x: ma.moe(x, router, OWN, axes="ep", outputs=("choices",))
     found = []
     for size, axis_type in ((1, Auto), (2, Explicit), (8, Auto)):
         with jax.set_mesh(mesh_of(axis_type, ep=size)):
@@ -273,7 +263,7 @@ def test_the_router_reads_another_array_than_the_experts(axis_type):
     """The router reads the token, and experts a projection of it, of another size."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
-    params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), **EXPERT_WEIGHTS)
+    params = dict(router=ma.Router(normal(7, 9, EXPERTS), choose=choose), experts=OWN)
     call = lambda router: lambda params, arrays: ma.moe(
         arrays[0],
         **params | dict(router=router(params["router"])),
@@ -295,11 +285,11 @@ def test_any_number_of_tokens_has_choices(lead):
     x = np.broadcast_to(X[0, 0], (*lead, HIDDEN))
     with jax.set_mesh(mesh_of(Explicit, ep=2)):
         for router in (ma.RouterChoices(ids, weights), TOPK.replay(ids)):
-            layer = lambda router: ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep")
+            layer = lambda router: ma.moe(x, router, OWN, axes="ep")
             y, stats = quick_jit(layer)(router)
             assert stats.load.wanted_per_expert[3] == math.prod(lead)
     scale = TOPK.choose.replay(x @ KERNEL + BIAS, ids).weights
-    assert_close(y, experts(EXPERT_WEIGHTS, x, ma.RouterChoices(ids, scale)))
+    assert_close(y, dense_experts(x, scale, ids, OWN))
 
 
 def test_ids_that_are_no_experts_stay_none():
@@ -308,25 +298,28 @@ def test_ids_that_are_no_experts_stay_none():
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):
         for router in (ma.RouterChoices(ids, None), TOPK.replay(ids)):
-            y, stats = quick_jit(
-                lambda router=router: ma.moe(X, router, **EXPERT_WEIGHTS, axes="ep")
-            )()
+            y, stats = quick_jit(lambda router=router: ma.moe(X, router, OWN, axes="ep"))()
             assert stats.num_invalid == 4 and not y[0].any() and y[1:].all()
 
 
 @pytest.mark.exchanges(0)
-def test_a_router_is_a_pytree_with_readable_paths():
-    params = dict(router=ROUTERS["scales"].replace(bias=BIAS), **EXPERT_WEIGHTS)
+def test_parameters_are_pytrees_with_readable_paths():
+    router = ROUTERS["scales"].replace(bias=BIAS)
+    params = dict(router=router, experts=OWN.replace(b_out=X[0]), shared=OWN)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    assert paths[:3] == [
+    assert paths == [
+        "['experts'].w_in",
+        "['experts'].w_out",
+        "['experts'].b_out",
         "['router'].kernel",
         "['router'].bias",
         "['router'].per_token['scale']",
+        "['shared'].w_in",
+        "['shared'].w_out",
     ]
     optimizer = optax.adamw(1e-3)
     state = jax.eval_shape(optimizer.init, params)
     assert jax.tree.structure(state[0].mu) == jax.tree.structure(params)
-    assert jax.tree.structure(ma.moe_partition_specs(params, "ep")) == jax.tree.structure(params)
     assert hash(ma.TopK(np.int32(2))) == hash(ma.TopK(2)) and ma.TopK(2) == ma.TopK(k=2)
 
 
@@ -337,7 +330,7 @@ def test_other_arrays_of_a_router_compile_nothing():
     @jax.jit
     def layer(router, x):
         traced.append(router)
-        return ma.moe(x, router, **EXPERT_WEIGHTS, axes="ep")[0]
+        return ma.moe(x, router, OWN, axes="ep")[0]
 
     with jax.set_mesh(mesh := mesh_of(ep=2)):
         for kernel in (KERNEL, 2 * KERNEL):
@@ -348,8 +341,8 @@ def test_other_arrays_of_a_router_compile_nothing():
 
 @pytest.mark.exchanges(0)
 def test_placements_of_stacked_layers_are_refused():
-    stacked = {name: w[None] for name, w in EXPERT_WEIGHTS.items()}
-    with pytest.raises(ValueError, match=r"of one layer .*w_gate_up=float32\[1,8,6,2,4\].*None"):
+    stacked = dict(experts=jax.tree.map(lambda w: w[None], OWN))
+    with pytest.raises(ValueError, match=r"of one layer .*experts.w_in=float32\[1,8,6,2,4\].*None"):
         ma.moe_partition_specs(stacked, "ep")
     with pytest.raises(ValueError, match=r"of one layer of moe by name; got weights="):
         ma.moe_partition_specs(dict(weights=KERNEL), "ep")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_layer import experts_of
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -41,13 +42,12 @@ def drawn(seed, *lead, dtype="float32", biases=True):
     return jnp.asarray(ids, jnp.int32), floats
 
 
-def layer(ids, floats, *, group=None, num_experts=RANKS * LOCAL, **options):
-    x, topk_weights, w_in, w_out, *biases = floats
-    options |= dict(zip(("b_in", "b_out"), biases))
+def layer(ids, floats, *, group=None, activation=SWIGLU, **options):
+    x, topk_weights, *arrays = floats
     group = group or harness.emulated_group(RANKS)
-    choices = ma.RouterChoices(ids, topk_weights)
-    options = harness.exchanging(options)
-    return ma.moe_mlp(x, choices, w_in, w_out, group=group, num_experts=num_experts, **options)
+    choices, options = ma.RouterChoices(ids, topk_weights), harness.exchanging(options)
+    experts = experts_of(*arrays, activation=activation)
+    return ma.moe_mlp(x, choices, experts, group=group, num_experts=RANKS * LOCAL, **options)
 
 
 def of_ranks(**options):
@@ -98,8 +98,7 @@ def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
     specs = of_tokens, [of_tokens, of_tokens, *[of_experts] * len(weights)]
 
     def grads(num_chunks):
-        options = dict(activation=SWIGLU, num_chunks=num_chunks, group=group)
-        fn = functools.partial(layer, **options)
+        fn = functools.partial(layer, num_chunks=num_chunks, group=group)
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=of_tokens)
         return gradient(mapped, ids)
 
@@ -165,7 +164,7 @@ def test_the_kernel_computes_a_part_of_the_experts_at_a_time(monkeypatch):
 def test_tokens_may_have_no_numbers():
     ids, (x, topk_weights, w_in, w_out) = drawn(0, RANKS, biases=False)
     floats = x[..., :0], topk_weights, w_in[:, :, :0], w_out[..., :0]
-    y = jax.eval_shape(of_ranks(activation=SWIGLU, num_chunks=2), ids, floats)
+    y = jax.eval_shape(of_ranks(num_chunks=2), ids, floats)
     assert y.shape == (RANKS, TOKENS, 0)
 
 
@@ -176,7 +175,7 @@ def temporary(num_chunks, *, tokens, hidden, width, gradients=True, top_k=4, dty
     """Return the bytes of temporary arrays of a layer, on the CPU."""
 
     def run(ids, floats, ct):
-        fn = functools.partial(layer, activation=SWIGLU, num_chunks=num_chunks)
+        fn = functools.partial(layer, num_chunks=num_chunks)
         if not gradients:
             return fn(ids, floats)
         return jax.vjp(functools.partial(fn, ids), floats)[1](ct)

@@ -121,21 +121,3 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         with counted() as compiled:
             step(params, unplaced, x)
         assert bool(compiled) == is_auto  # Explicit axes carry the placement into the state
-
-
-def parameters(two_arrays, quantized):
-    options = dict(choose=ma.TopK(2), two_arrays=two_arrays, bias=True, shared_hidden=128)
-    params = ma.init_moe(jax.random.key(0), 128, 128, 2, **options)
-    if quantized:
-        params |= {name: ma.quantize_experts(params[name]) for name in ("w_gate_up", "w_down")}
-    return params
-
-
-@pytest.mark.parametrize("options", ((False, False), (True, False), (False, True)), ids=str)
-@pytest.mark.parametrize("fsdp", (None, "data", ("data", "more")))
-@pytest.mark.parametrize("tensor", (None, "tensor"))
-def test_no_placement_ends_with_an_axis_that_is_not_divided(tensor, fsdp, options):
-    shapes = jax.eval_shape(lambda: parameters(*options))
-    specs = ma.moe_partition_specs(shapes, ma.Axes("ep", tensor=tensor, fsdp=fsdp))
-    for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec)):
-        assert not spec or spec[-1] is not None

@@ -19,7 +19,7 @@ import pytest
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import _doctor as doctor
-from jax_moe_a2a._src import api, compat
+from jax_moe_a2a._src import api
 from jax_moe_a2a._src.group import extension, meetings, native
 from jax_moe_a2a._src.group import value as group_value
 from jax_moe_a2a._src.plan.memory import readable
@@ -55,9 +55,6 @@ class Driver:
 
     def can_access(self, device, peer):
         return (device, peer) not in self.cut
-
-    def has_native_atomics(self, device, peer):
-        return self.can_access(device, peer)
 
     def free_bytes(self, device):
         return self.free
@@ -358,20 +355,6 @@ def test_the_architecture_is_a_line_where_kernels_are_wanted(monkeypatch):
     assert "never run on 10.0" in architecture.said
 
 
-def test_a_group_with_an_abstract_mesh_is_explained(monkeypatch):
-    where = []
-
-    def path(group):
-        where.append(compat.mesh_in_context())
-        return "portable" if where[-1] is None else "cuda"
-
-    monkeypatch.setattr(ma.Group, "path", property(path))
-    found = doctor._abstract_mesh(harness.group_of(harness.SEVERAL))
-    assert found.ok is None
-    assert "cuda with these devices, portable without" in found.said
-    assert "jax.set_mesh(mesh)" in found.advice
-
-
 def test_kernels_say_where_they_come_from(monkeypatch):
     monkeypatch.setattr(native, "has_kernels", lambda: True)
     for module, folder, origin in (
@@ -396,22 +379,6 @@ def test_every_pair_without_peer_access_is_named():
     assert found.ok is False
     assert "2 of 12 directed pairs: 0 to 3, 3 to 0" in found.said
     assert doctor._peer_access(cut, gpus(4), wanted=False).ok is None
-
-
-def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
-    topology = (
-        "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
-        "GPU0\t X \tNV18\tPXB\t0-15\n"
-        "GPU1\tNV18\t X \tPXB\t0-15\n"
-        "NIC0\tPXB\tPXB\t X \t\n"
-    )
-    monkeypatch.setattr(doctor, "_run", lambda *command: topology)
-    found = doctor._links(Driver(), gpus(2))
-    assert found.ok is None
-    assert "2 of 2 pairs" in found.said
-    assert "connected by NV18" in found.said and "PXB" not in found.said
-    monkeypatch.setattr(doctor, "_run", lambda *command: "")
-    assert doctor._links(None, gpus(2)).said == "unknown"
 
 
 @pytest.mark.parametrize("enough", (True, False))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.exchanges(0)
 
 RANKS, LOCAL, TOKENS, TOP_K = 2, 3, 5, 2
 EMPTY = 1  # the local expert without rows; the shared expert, where one exists, comes before it
-SWIGLU = ma.gated(jax.nn.silu)
+SWIGLU, FREEZE = ma.gated(jax.nn.silu), ma.quantize_experts
 GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 KINDS = {
     "fused": {},
@@ -23,18 +24,19 @@ KINDS = {
     "replicated": dict(exchange=ma.Exchange(replicated=True)),
     "replicas": dict(placement=[0, 1, 2, -1, 3, 4, 5, 0]),
     "slots": dict(placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
-    "experts_format": dict(experts_format=ma.BlockwiseFp8(), size=128),
-    "quantized": dict(size=128, quantize=True),
-    "quantized in bfloat16": dict(size=128, quantize=True, dtype=jnp.bfloat16),
-    "quantized slots": dict(size=128, quantize=True, placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
+    "trained in FP8": dict(change=ma.Experts.in_fp8, size=128),
+    "frozen": dict(size=128, change=FREEZE),
+    "frozen in bfloat16": dict(size=128, change=FREEZE, dtype=jnp.bfloat16),
+    "frozen slots": dict(size=128, change=FREEZE, placement=[0, -1, 2, 1, 3, -1, 4, 5], slots=4),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_experts_without_rows_reach_nothing(kind):
-    options = dict(activation=SWIGLU, group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
+    options = dict(group=GROUP, num_experts=RANKS * LOCAL) | KINDS[kind]
     size, slots = options.pop("size", 8), options.pop("slots", LOCAL)
-    dtype, quantize = options.pop("dtype", jnp.float32), options.pop("quantize", False)
+    dtype, change = options.pop("dtype", jnp.float32), options.pop("change", lambda own: own)
+    activation = options.pop("activation", SWIGLU)
     has_biases, table = options.pop("biases", True), options.pop("placement", None)
     if table is not None:
         table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
@@ -52,17 +54,15 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     weights += [draw(matrices, 2 * size), draw(matrices, size)] if has_biases else []
 
     def on_rank(ids, x, topk_weights, *weights):
-        biases = dict(zip(("b_in", "b_out"), weights[2:]))
-        choices = ma.RouterChoices(ids, topk_weights)
-        return ma.moe_mlp(x, choices, *weights[:2], **biases, **options)
+        experts = change(experts_of(*weights, activation=activation))
+        return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), experts, **options)
 
     layer = jax.vmap(on_rank, axis_name="ep")
 
     @jax.jit
     def run(x, topk_weights, *weights):
-        if quantize:
-            of_ranks = [jax.vmap(ma.quantize_experts)(w) for w in weights[:2]]
-            return layer(ids, x, topk_weights, *of_ranks, *weights[2:])
+        if change is FREEZE:
+            return layer(ids, x, topk_weights, *weights)
         of_ids = lambda *floats: jnp.sin(layer(ids, *floats).astype(jnp.float32)).sum()
         return jax.value_and_grad(of_ids, range(2 + len(weights)))(x, topk_weights, *weights)
 
@@ -72,6 +72,6 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(ours, right)
         assert not np.isnan(np.asarray(ours.astype(jnp.float32))).any()
-    if not quantize:
+    if change is not FREEZE:
         for gradient in found[1][2:]:
             assert (np.asarray(gradient[:, empty].astype(jnp.float32)) == 0).all()

@@ -310,15 +310,14 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     ranks, capacity = 2, 36
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=(ranks, *shape)), jnp.float32)
-    floats = draw(6, HIDDEN), draw(6, 3), draw(2, HIDDEN, 2 * INTERMEDIATE)
-    floats += (draw(2, INTERMEDIATE, HIDDEN),)
+    own = ma.Experts(draw(2, HIDDEN, 2, INTERMEDIATE), draw(2, INTERMEDIATE, HIDDEN))
+    floats = draw(6, HIDDEN), draw(6, 3), own
     ids = jnp.asarray(rng.integers(0, 4, (ranks, 6, 3)), jnp.int32)
-    options = dict(num_experts=4, activation=ma.gated(jax.nn.silu), capacity=capacity)
 
-    def run(x, weights, w_in, w_out, ids, options=options):
-        group = harness.emulated_group(ranks)
-        choices = ma.RouterChoices(ids, weights)
-        return ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options))
+    def run(x, weights, own, ids):
+        options = dict(group=harness.emulated_group(ranks), num_experts=4)
+        choices, exchange = ma.RouterChoices(ids, weights), ma.Exchange(capacity=capacity)
+        return ma.moe_mlp(x, choices, own, exchange=exchange, **options)
 
     fn = run if policy is None else jax.checkpoint(run, policy=policy)
     every = jax.vmap(fn, axis_name=harness.AXIS)
@@ -330,13 +329,11 @@ def test_the_layer_makes_no_pass_over_rows(policy):
     counted = harness.count_primitives(both)
     of_products = dict(REMAT[policy], act_dot_grad=1, grouped_outer=2)
     assert {name: counted[name] for name in of_products} == of_products
-    biases = dict(b_in=jnp.ones((2, 2 * INTERMEDIATE)), b_out=jnp.ones((2, HIDDEN)))
-    biased = functools.partial(run, options=options | biases)
-    jaxpr = jax.make_jaxpr(jax.vmap(biased, axis_name=harness.AXIS))(*floats, ids)
-    assert passes(jaxpr, (ranks, capacity)) == []
+    biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
+    assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
     # The check notices a pass: that of an activation that is not recognized.
-    unfused = functools.partial(run, options=dict(options, activation=ma.gated(jnp.tanh)))
-    jaxpr = jax.make_jaxpr(jax.vmap(unfused, axis_name=harness.AXIS))(*floats, ids)
+    unfused = own.replace(activation=ma.gated(jnp.tanh))
+    jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
 
 

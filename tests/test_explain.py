@@ -35,7 +35,7 @@ def aval(*shape, dtype="bfloat16"):
 X = aval(RANKS * TOKENS, HIDDEN)
 IDS = aval(RANKS * TOKENS, TOP_K, dtype="int32")
 WEIGHTS = aval(RANKS * TOKENS, TOP_K, dtype="float32")
-EXPERT_WEIGHTS = aval(EXPERTS, HIDDEN, 2 * HIDDEN), aval(EXPERTS, HIDDEN, HIDDEN)
+EXPERT_WEIGHTS = aval(EXPERTS, HIDDEN, 2, HIDDEN), aval(EXPERTS, HIDDEN, HIDDEN)
 ARGS = X, IDS, WEIGHTS, *EXPERT_WEIGHTS
 
 
@@ -51,10 +51,11 @@ def exchange(x, ids, **options):
 
 
 def layer(*args, activation=jax.nn.silu, **options):
-    options.update(group=AXIS, num_experts=EXPERTS, activation=ma.gated(activation))
+    options.update(group=AXIS, num_experts=EXPERTS)
 
     def on_rank(x, ids, weights, w_in, w_out):
-        return ma.moe_mlp(x, ma.RouterChoices(ids, weights), w_in, w_out, **options)
+        experts = ma.Experts(w_in, w_out, activation=ma.gated(activation))
+        return ma.moe_mlp(x, ma.RouterChoices(ids, weights), experts, **options)
 
     return on_ranks(on_rank)(*args)
 

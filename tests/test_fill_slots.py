@@ -89,6 +89,8 @@ def calls(fn, *args):
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Pretend GPUs that run the kernel."""
+    if not native.has_kernels():
+        pytest.skip("the extension, which checks the call, was not built")
     jax.clear_caches()
     monkeypatch.setattr(fill, "why_no_kernel", lambda *sizes: "")
     monkeypatch.setattr(native, "register_targets", lambda: None)

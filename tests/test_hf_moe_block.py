@@ -57,9 +57,10 @@ def test_outputs_and_gradients_are_those_of_the_originals():
         name.strip(): "".join(" x"[c != "-"] for c in cells.split()) for name, cells in rows
     }
     assert compared == {
-        **dict.fromkeys(("output", "tokens", "router", "w_gate_up", "w_down"), "xxxxx"),
-        **dict.fromkeys(("select_bias", "shared_gate_up", "shared_down"), "   x "),
-        **dict.fromkeys(("router_bias", "b_gate_up", "b_down"), "    x"),
+        **dict.fromkeys(("output", "tokens", "router.kernel"), "xxxxx"),
+        **dict.fromkeys(("experts.w_in", "experts.w_out"), "xxxxx"),
+        **dict.fromkeys(("router.select_bias", "shared.w_in", "shared.w_out"), "   x "),
+        **dict.fromkeys(("router.bias", "experts.b_in", "experts.b_out"), "    x"),
     }
     assert "check: ok" in done.stdout
 
@@ -75,32 +76,43 @@ WRONG_ROUTERS = {
 @needs_both
 @pytest.mark.parametrize("name", WRONG_ROUTERS)
 def test_a_mistake_in_a_router_is_noticed(example, name, monkeypatch):
-    right = example.hf.top_k
-    wrong = lambda config: dataclasses.replace(right(config), **WRONG_ROUTERS[name])
-    monkeypatch.setattr(example.hf, "top_k", wrong)
+    right = example.hf.moe_config
+
+    def wrong(config):
+        choose = dataclasses.replace(right(config).choose, **WRONG_ROUTERS[name])
+        return dataclasses.replace(right(config), choose=choose)
+
+    monkeypatch.setattr(example.hf, "moe_config", wrong)
     found = example.differences(model_called(example, name), harness.group_of(harness.FEW).mesh)
     # Far from the tolerance, as its comment says.
-    assert found["output"] > 1e-2 and found["router"] > 1e-2
+    assert found["output"] > 1e-2 and found["router.kernel"] > 1e-2
+
+
+WEIGHTS_LEFT_OUT = {
+    "DeepSeek-V3": ("router", "select_bias"),
+    "DeepSeek-V3 without its shared expert": ("shared", None),
+    "GPT-OSS": ("experts", "b_in"),
+}
 
 
 @needs_both
-@pytest.mark.parametrize(
-    ("name", "left_out"),
-    (("DeepSeek-V3", "select_bias"), ("DeepSeek-V3", "shared"), ("GPT-OSS", "b_gate_up")),
-)
-def test_weights_left_out_are_noticed(example, name, left_out, monkeypatch):
-    def without_it(x, weights, config, *, block=example.expert_parallel_block):
-        rest = {name: w for name, w in weights.items() if not name.startswith(left_out)}
-        if left_out == "select_bias":
-            rest["router"] = weights["router"].replace(select_bias=None)
-        return block(x, rest, config)
+@pytest.mark.parametrize("name", WEIGHTS_LEFT_OUT)
+def test_weights_left_out_are_noticed(example, name, monkeypatch):
+    of, field = WEIGHTS_LEFT_OUT[name]
+
+    def without_it(x, weights, *, block=example.expert_parallel_block):
+        rest = {name: value for name, value in weights.items() if name != of}
+        if field is not None:
+            rest[of] = weights[of].replace(**{field: None})
+        return block(x, rest)
 
     monkeypatch.setattr(example, "expert_parallel_block", without_it)
-    found = example.differences(model_called(example, name), harness.group_of(harness.FEW).mesh)
+    model = model_called(example, name.split(" ")[0])
+    found = example.differences(model, harness.group_of(harness.FEW).mesh)
     assert found["output"] > 1e-2
-    if left_out == "shared":
-        assert found["shared_gate_up"] == found["shared_down"] == 1
-        assert found["router"] < example.TOLERANCE
+    if of == "shared":
+        assert found["shared.w_in"] == found["shared.w_out"] == 1
+        assert found["router.kernel"] < example.TOLERANCE
 
 
 def test_where_torch_is_missing_the_example_says_what_to_install():

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+from dataclasses import replace
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_layer
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,25 +38,25 @@ pytestmark = [
     pytest.mark.usefixtures("exact_products"),
 ]
 X = jax.random.normal(jax.random.key(1), (4, 3, HIDDEN))
-SIZES = dict(expert_hidden=WIDTH, num_experts=EXPERTS, choose=ma.TopK(TOP_K))
+CONFIG = ma.MoEConfig(HIDDEN, WIDTH, EXPERTS, ma.TopK(TOP_K))
 MODULES = pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 
 
 @jax.jit
 def dense_module(params, x):
-    w_in = params["w_gate_up"].reshape(*params["w_gate_up"].shape[:2], -1)
-    return dense(x, *choose(x @ params["router"]), w_in, params["w_down"], swiglu)
+    w_in = params["w_in"].reshape(*params["w_in"].shape[:2], -1)
+    return dense(x, *choose(x @ params["router_kernel"]), w_in, params["w_out"], swiglu)
 
 
-def apply_and_params(make, mesh, x=X, call=None, **options):
+def apply_and_params(make, mesh, x=X, call=None, config=CONFIG):
     """Return a module as a function of parameters and tokens, and its parameters by name."""
-    options, call = SIZES | options, call or {}
+    call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
-            model = NnxMoE(HIDDEN, axes="ep", rngs=nnx.Rngs(0), **options)
+            model = NnxMoE(config, "ep", rngs=nnx.Rngs(0))
             graph, params, rest = nnx.split(model, nnx.Param, ...)
             return lambda params, x: nnx.merge(graph, params, rest)(x, **call), params
-        module = LinenMoE(axes="ep", **options)
+        module = LinenMoE(config, "ep")
         variables = quick_jit(module.init)(jax.random.key(0), x, **call)
         params, rest = variables.pop("params"), variables
         return lambda params, x: module.apply({"params": params, **rest}, x, **call), params
@@ -88,7 +90,7 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))
-    apply, params = apply_and_params(make, mesh, num_experts=8)
+    apply, params = apply_and_params(make, mesh, config=replace(CONFIG, num_experts=8))
     for param in jax.tree.leaves(params):
         if make is NnxMoE and param.ndim > 2:
             assert param.sharding.is_equivalent_to(NamedSharding(mesh, P("ep")), param.ndim)
@@ -96,10 +98,10 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
         (y, stats), grads = value_and_grads(apply, params)
     names = plain(params)
     assert_close(y, dense_module(names, X))
-    assert_close(stats.logits, X @ names["router"])
+    assert_close(stats.logits, X @ names["router_kernel"])
 
     def expected(params):
-        logits = (X @ params["router"]).reshape(-1, 8)
+        logits = (X @ params["router_kernel"]).reshape(-1, 8)
         scores, ids = jax.nn.softmax(logits), choose(logits)[1]
         losses = ma.load_balancing_loss(scores, ids) + ma.router_z_loss(logits)
         return loss_of(dense_module(params, X)) + losses
@@ -112,12 +114,13 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
 def test_a_module_with_all_parameters_is_moe(make):
     mesh = mesh_of(AxisType.Auto, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
-    call = dict(mask=np.arange(12).reshape(4, 3) != 3, shared_weights=0.5)
+    call = dict(mask=np.arange(12).reshape(4, 3) != 3, router_input=X[::-1], shared_weights=0.5)
+    config = replace(CONFIG, bias=True, shared_hidden=WIDTH)
+    options = dict(exchange=ma.Exchange(wire_dtype=jnp.float32), dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
-        more = dict(bias=True, select_bias=True, shared_expert=True)
-        make_module = functools.partial(make, **SIZES, axes=axes, dtype="bfloat16", **more)
+        make_module = functools.partial(make, config, axes, select_bias=True, **options)
         if make is NnxMoE:
-            model = make_module(HIDDEN, rngs=nnx.Rngs(0))
+            model = make_module(rngs=nnx.Rngs(0))
             specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model)))
             model.select_bias[...] = jnp.arange(EXPERTS) / 4.0
             y, stats = nnx.jit(lambda model, x: model(x, **call))(model, X)
@@ -133,18 +136,35 @@ def test_a_module_with_all_parameters_is_moe(make):
             y, stats = quick_jit(lambda v, x: module.apply(v, x, **call))(variables, X)
             names = plain(variables)
             names = names["params"] | names["router_state"]
-        own = [names.pop(name) for name in ("router", "router_bias", "select_bias")]
-        params = {name: a.astype("bfloat16") for name, a in names.items()}
-        params["router"] = ma.Router(*own, choose=ma.TopK(TOP_K))
-        layer = lambda x: ma.moe(x, **params, **call, axes=axes, outputs=("logits",))
-        expected = quick_jit(layer)(X.astype("bfloat16"))
+        router = names["router_kernel"], names["router_bias"], names["select_bias"]
+        params = dict(
+            router=ma.Router(*router, choose=config.choose),
+            experts=experts_of(names),
+            shared=experts_of(names, "shared_"),
+        )
+        options = dict(axes=axes, exchange=options["exchange"], outputs=("logits",))
+        layer = lambda x: ma.moe(x, **params, **call, **options)
+        expected = quick_jit(layer)(X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)
-    wanted = ma.moe_partition_specs(params, axes)
-    router = wanted.pop("router")
-    wanted |= dict(router=router.kernel, router_bias=router.bias, select_bias=router.select_bias)
     # NNX has an entry in each placement.
-    assert {name: P(*spec if any(spec) else ()) for name, spec in specs.items()} == wanted
+    specs = {name: P(*spec if any(spec) else ()) for name, spec in specs.items()}
+    router = specs["router_kernel"], specs["router_bias"], specs["select_bias"]
+    as_stored = dict(
+        router=ma.Router(*router, choose=config.choose),
+        experts=experts_of(specs),
+        shared=experts_of(specs, "shared_"),
+    )
+    wanted = ma.moe_partition_specs(params, axes)
+    assert jax.tree.structure(as_stored) == jax.tree.structure(wanted)
+    assert jax.tree.leaves(as_stored) == jax.tree.leaves(wanted)
+
+
+def experts_of(names, prefix=""):
+    """Return the experts of arrays, or of placements, by name."""
+    cast = lambda a: a.astype(jnp.bfloat16) if hasattr(a, "astype") else a
+    every = "w_in", "w_out", "b_in", "b_out"
+    return ma.Experts(*(cast(names[prefix + n]) for n in every if prefix + n in names))
 
 
 def test_nnx_scan_over_layers_without_a_mesh_in_scope():
@@ -156,7 +176,7 @@ def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=metadata)
     def create(rngs):
         axes = ma.Group(mesh, "ep")
-        return NnxMoE(HIDDEN, **SIZES, axes=axes, select_bias=True, rngs=rngs)
+        return NnxMoE(CONFIG, axes, select_bias=True, rngs=rngs)
 
     @nnx.jit
     def step(models, x):
@@ -184,7 +204,7 @@ def test_nnx_scan_over_layers_without_a_mesh_in_scope():
     assert_close((loss, plain(grads)), expected(plain(nnx.state(models, nnx.Param))))
     assert rows.shape == (2, 2)
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(models)))
-    assert P(*specs["w_down"]) == P(None, "ep")
+    assert P(*specs["w_out"]) == P(None, "ep")
     assert P(*specs["select_bias"]) == P(None, None)
 
 
@@ -194,7 +214,7 @@ def test_linen_module_scans_over_layers_with_remat():
     class Block(linen.Module):
         @linen.compact
         def __call__(self, x, _):
-            y, _ = LinenMoE(**SIZES, axes="ep", name="moe")(x)
+            y, _ = LinenMoE(CONFIG, "ep", name="moe")(x)
             return x + y, None
 
     layers = linen.scan(
@@ -208,7 +228,7 @@ def test_linen_module_scans_over_layers_with_remat():
         variables = quick_jit(layers.init)(jax.random.key(0), X, None)
         y, _ = quick_jit(layers.apply)(variables, X, None)
         unboxed = quick_jit(layers.apply)(linen.unbox(variables), X, None)[0]
-    spec = linen.get_partition_spec(variables)["params"]["moe"]["w_down"]
+    spec = linen.get_partition_spec(variables)["params"]["moe"]["w_out"]
     assert spec == P(None, "ep")
     params = plain(variables)["params"]["moe"]
     expected = X
@@ -217,47 +237,31 @@ def test_linen_module_scans_over_layers_with_remat():
     assert_close((y, unboxed), (expected, expected))
 
 
-@MODULES
 @pytest.mark.exchanges(0)
-def test_every_option_of_moe_and_moe_mlp_is_an_option_of_the_modules(make):
-    renamed = {
-        "x": "x",
-        "router": "choose",
-        "group": "axes",
-        "choices": "choose",
-        "w_gate_up": "expert_hidden",
-        "w_down": "expert_hidden",
-        "b_gate_up": "bias",
-        "b_down": "bias",
-        "shared_gate_up": "shared_expert",
-        "shared_down": "shared_expert",
-        "num_experts": "num_experts",
-        "w_in": "expert_hidden",
-        "w_out": "expert_hidden",
-        "b_in": "bias",
-        "b_out": "bias",
-    }
-    parameters = lambda function: inspect.signature(function).parameters
-    options = {**parameters(make.__init__), **parameters(make.__call__)}
-    for function in (ma.moe, ma.moe_mlp):
-        names = {renamed.get(name, name) for name in parameters(function)}
-        assert names <= set(options)
-    own = "axes", "outputs", *renamed
+def test_every_parameter_of_moe_is_a_field_or_a_parameter_of_a_call():
+    parameters = lambda function: dict(inspect.signature(function).parameters)
+    fields = [parameters(module.__init__) for module in (NnxMoE, LinenMoE)]
+    calls = [parameters(module.__call__) for module in (NnxMoE, LinenMoE)]
+    assert set(fields[0]) ^ set(fields[1]) == {"rngs", "name", "parent"}
+    assert calls[0] == calls[1]
+    in_config = "router", "shared"
     for name, parameter in parameters(ma.moe).items():
-        assert name in own or parameter.default == options[name].default, name
-    both = [set(parameters(module.__init__)) for module in (NnxMoE, LinenMoE)]
-    assert both[0] ^ both[1] == {"hidden", "rngs", "name", "parent"}
+        if name not in in_config:
+            own = fields[0].get(name) or calls[0][name]
+            assert name in ("experts", "outputs") or own.default == parameter.default, name
 
 
 @MODULES
 @pytest.mark.exchanges(0)
 def test_options_that_do_not_fit_are_refused_at_construction(make):
-    more = dict(hidden=HIDDEN, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
+    more = dict(rngs=nnx.Rngs(0)) if make is NnxMoE else {}
     axes = ma.Group(axis_name="ep", size=4)
     with pytest.raises(ValueError, match="multiple of the group's size 4; got 6. Use 4 or 8"):
-        make(**dict(SIZES, num_experts=6), axes=axes, **more)
-    with pytest.raises(ValueError, match="shared_hidden must be None without a shared expert"):
-        make(**SIZES, axes=axes, shared_hidden=4, **more)
+        make(replace(CONFIG, num_experts=6), axes, **more)
+    with pytest.raises(ValueError, match='fp8 must be "train", "frozen" or None; got True'):
+        make(CONFIG, axes, fp8=True, **more)
+    with pytest.raises(TypeError, match=r"config must be a MoEConfig; got 8. Pass ma.MoEConfig\("):
+        make(8, axes, **more)
 
 
 @MODULES
@@ -274,8 +278,8 @@ def test_a_module_replays_choices_and_passes_arrays_to_a_router(make):
     ids = np.arange(12 * TOP_K).reshape(4, 3, TOP_K) % EXPERTS
     run = {"replay": dict(replay=ids), "own": dict(per_token=ids, whole=np.float32(1))}
     found = {}
-    for name, choose_with in (("replay", ma.TopK(TOP_K)), ("own", given_ids)):
-        apply, params = apply_and_params(make, mesh, x=X, choose=choose_with, call=run[name])
+    for name, config in (("replay", CONFIG), ("own", replace(CONFIG, choose=given_ids))):
+        apply, params = apply_and_params(make, mesh, call=run[name], config=config)
         with jax.set_mesh(mesh):
             found[name] = quick_jit(lambda p, x, apply=apply: apply(p, x)[0])(params, X)
     assert_close(found["replay"], found["own"])
@@ -284,3 +288,52 @@ def test_a_module_replays_choices_and_passes_arrays_to_a_router(make):
 def given_ids(tokens, logits, ids, factor):
     chosen = jax.nn.one_hot(ids, EXPERTS) * logits[:, None, :]
     return ma.RouterChoices(ids, jax.nn.softmax(chosen.sum(-1)) * factor)
+
+
+WIDE = ma.MoEConfig(128, 128, 4, ma.TopK(2), bias=True)
+
+
+@MODULES
+def test_frozen_weights_are_those_of_quantize_experts(make):
+    x = jax.random.normal(jax.random.key(1), (6, 128), jnp.bfloat16)
+    options = dict(fp8="frozen", dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh_of(ep=2)):
+        if make is NnxMoE:
+            model = NnxMoE(WIDE, "ep", **options, rngs=nnx.Rngs(0))
+            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            y, _ = nnx.jit(lambda model, x: model(x))(model, x)
+        else:
+            module = LinenMoE(WIDE, "ep", **options)
+            variables = quick_jit(module.init)(jax.random.key(0), x)
+            params = linen.unbox(variables)["params"]
+            y, _ = quick_jit(module.apply)(variables, x)
+        frozen = [ma.QuantizedExperts(params[n], params[f"{n}_scales"]) for n in ("w_in", "w_out")]
+        experts = ma.Experts(*frozen, *(params[n].astype(x.dtype) for n in ("b_in", "b_out")))
+        router = ma.Router(params["router_kernel"], params["router_bias"], choose=WIDE.choose)
+        run = quick_jit(lambda *args: ma.moe(*args, axes="ep")[0])
+        np.testing.assert_array_equal(y, run(x, router, experts))
+    assert params["w_in"].dtype == jnp.float8_e4m3fn
+    assert params["w_in"].sharding.spec[0] == params["w_out_scales"].sharding.spec[0] == "ep"
+
+
+@MODULES
+@pytest.mark.exchanges(0)
+def test_training_in_fp8_reads_weights_that_were_quantized_once(make):
+    x = jax.random.normal(jax.random.key(1), (6, 128))
+    options = dict(fp8="train", exchange=ma.Exchange(num_chunks=2))
+    with jax.set_mesh(mesh_of(ep=2)):
+        if make is NnxMoE:
+            model = NnxMoE(WIDE, "ep", **options, rngs=nnx.Rngs(0))
+            graph, params = nnx.split(model)
+            apply = lambda params, once: nnx.merge(graph, params)(x, experts=once)[0]
+            experts = model.experts
+        else:
+            module = LinenMoE(WIDE, "ep", **options)
+            params = quick_jit(module.init)(jax.random.key(0), x)
+            apply = lambda params, once: module.apply(params, x, experts=once)[0]
+            experts = module.experts(params["params"])
+        quantize = functools.partial(ma.quantize_experts, trainable=True)
+        once = jax.eval_shape(quantize, experts)
+        counts = [small_layer.counts(apply, params, given) for given in (once, None)]
+    assert experts.b_in.shape == (4, 2, 128)
+    assert [each.get("encode_squares", 0) for each in counts] == [0, 2]

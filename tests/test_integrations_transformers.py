@@ -97,15 +97,13 @@ def test_a_round_trip_returns_the_same_names_and_bits(kind, per_expert, dtype):
     params = hf.from_state_dict(others | block, CONFIGS[kind], PREFIX[:-1])
     back = hf.to_state_dict(params, CONFIGS[kind], PREFIX, per_expert=per_expert)
     assert {name: bits(x) for name, x in back.items()} == {n: bits(x) for n, x in block.items()}
-    assert ma.moe_partition_specs(params, "ep").keys() == params.keys()
+    specs = ma.moe_partition_specs(params, "ep")
+    assert jax.tree.structure(specs) == jax.tree.structure(params)
     for array in jax.tree.leaves(params):
         assert not any(np.shares_memory(array, x) for x in [*block.values(), *back.values()])
 
-    # As JAX arrays, and gate and up as two arrays.
-    two = jax.tree.map(jnp.asarray, params)
-    pairs = [name for name in params if name.endswith("gate_up")]
-    two |= {name: tuple(jnp.moveaxis(two[name], -2, 0)) for name in pairs}
-    again = hf.to_state_dict(two, CONFIGS[kind], PREFIX, per_expert=per_expert)
+    of_jax = jax.tree.map(jnp.asarray, params)
+    again = hf.to_state_dict(of_jax, CONFIGS[kind], PREFIX, per_expert=per_expert)
     assert {name: bits(x) for name, x in again.items()} == {n: bits(x) for n, x in block.items()}
 
 
@@ -147,20 +145,21 @@ def original(kind, block, x):
     return y
 
 
-def converted(params, config, x):
+def converted(params, x):
     """Return the same, with the converted weights, the router of the package and all experts."""
-    act = hf.expert_activation(config)
-    router, zeros = params["router"], np.zeros(E, x.dtype)
+    router, experts, zeros = params["router"], params["experts"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)
-    w_in = params["w_gate_up"].reshape(E, H, -1)
-    b_in = params.get("b_gate_up", np.zeros((E, 2, I), x.dtype)).reshape(E, -1)
-    b_out = params.get("b_down", np.zeros((E, H), x.dtype))
-    h = act(jnp.einsum("th,ehi->tei", x, w_in) + b_in[None])
-    rows = jnp.einsum("tei,eih->teh", h, params["w_down"]) + b_out[None]
+    b_in = np.zeros((E, 2, I), x.dtype) if experts.b_in is None else experts.b_in
+    b_out = np.zeros((E, H), x.dtype) if experts.b_out is None else experts.b_out
+    products = jnp.einsum("th,ehi->tei", x, experts.w_in.reshape(E, H, -1))
+    h = experts.activation(products + b_in.reshape(E, -1)[None])
+    rows = jnp.einsum("tei,eih->teh", h, experts.w_out) + b_out[None]
     y = jnp.einsum("tke,tk,teh->th", jax.nn.one_hot(choices.ids, E), choices.weights, rows)
-    if "shared_down" in params:
-        y += act(jnp.asarray(x @ params["shared_gate_up"].reshape(H, -1))) @ params["shared_down"]
+    if "shared" in params:
+        shared = params["shared"]
+        h = shared.activation(jnp.asarray(x @ shared.w_in.reshape(H, -1)))
+        y += h @ shared.w_out
     return y
 
 
@@ -183,21 +182,25 @@ def test_converted_weights_compute_what_the_block_computes(kind, per_expert):
     x = np.random.default_rng(1).normal(size=(12, H)).astype(np.float32)
     config = types.SimpleNamespace(**CONFIGS[kind])  # an object, as in transformers
     expected = original(kind, fused(kind, block) if per_expert else block, x)
-    found = converted(hf.from_state_dict(block, config), config, x)
+    found = converted(hf.from_state_dict(block, config), x)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_configuration_selects_router_and_activation():
     deepseek, gpt_oss = CONFIGS["deepseek_v3"], CONFIGS["gpt_oss"]
-    found = hf.top_k(deepseek | dict(n_group=1))
-    assert found == ma.TopK(2, renormalize=True, score="sigmoid", scale=2.5)
-    assert hf.expert_activation(gpt_oss) == ma.clamped_swiglu(7.0, 1.702)
-    assert hf.expert_activation(gpt_oss | dict(swiglu_limit=5.0)) == ma.clamped_swiglu(5.0, 1.702)
+    top_k = ma.TopK(2, renormalize=True, score="sigmoid", scale=2.5)
+    found = hf.moe_config(deepseek | dict(n_group=1))
+    act = ma.gated(jax.nn.silu)
+    assert found == ma.MoEConfig(H, I, E, top_k, activation=act, shared_hidden=2 * I)
+    for fields, limit in (({}, 7.0), (dict(swiglu_limit=5.0), 5.0)):
+        act = ma.clamped_swiglu(limit, 1.702)
+        expected = ma.MoEConfig(H, I, E, ma.TopK(2, renormalize=True), activation=act, bias=True)
+        assert hf.moe_config(gpt_oss | fields) == expected
     x = jnp.array([[0.5, -1.0, 2.0, 3.0]])
     for name, act in dict(
         gelu=lambda x: jax.nn.gelu(x, approximate=False), relu=jax.nn.relu
     ).items():
-        found = hf.expert_activation(CONFIGS["mixtral"] | dict(hidden_act=name))(x)
+        found = hf.moe_config(CONFIGS["mixtral"] | dict(hidden_act=name)).activation(x)
         np.testing.assert_array_equal(found, ma.gated(act)(x))
 
 
@@ -234,7 +237,7 @@ def test_the_configuration_selects_router_and_activation():
         "dtypes": (
             "deepseek_v3",
             {"shared_experts.up_proj.weight": np.ones((2 * I, H))},
-            r"shared_experts.up_proj.weight must have the dtype float32, .*shared_gate_up.*"
+            r"shared_experts.up_proj.weight must have the dtype float32, .*shared.w_in.*"
             r"float64\[6,6\].*Cast",
         ),
     }.values(),
@@ -256,20 +259,17 @@ def test_a_prefix_without_a_block_names_the_blocks(prefix):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("change", "message"),
     (
-        ("router", None, "params must hold exactly .*lacks router.*from_state_dict"),
-        ("w_up", lambda _: np.ones(1), "unexpected w_up"),
-        ("w_down", lambda w: w.swapaxes(1, 2), r"w_down must .*\[4, 3, 6\].*got float32\[4,6,3\]"),
-        ("w_gate_up", lambda w: w.reshape(E, H, -1), r"w_gate_up .*\[4, 6, 2, 3\].*\[4,6,6\]"),
-        ("w_gate_up", lambda w: (w[:, :, 0], w), r"w_gate_up .*\[4, 6, 3\].*float32\[4,6,2,3\]"),
+        (dict(w_out=None), "params must hold exactly .*lacks experts.w_out.*from_state_dict"),
+        (dict(b_out=np.ones(1)), "unexpected experts.b_out"),
+        (dict(w_out=np.ones((E, H, I))), r"experts.w_out must .*\[4, 3, 6\].*got float64\[4,6,3\]"),
+        (dict(w_in=np.ones((E, H, 2 * I))), r"experts.w_in .*\[4, 6, 2, 3\].*\[4,6,6\]"),
     ),
 )
-def test_parameters_with_mistakes(name, change, message):
+def test_parameters_with_mistakes(change, message):
     params = hf.from_state_dict(block_of("mixtral", True), CONFIGS["mixtral"], PREFIX)
-    array = params.pop(name, None)
-    if change is not None:
-        params[name] = change(array)
+    params["experts"] = params["experts"].replace(**change)
     with pytest.raises(ValueError, match=message):
         hf.to_state_dict(params, CONFIGS["mixtral"])
 
@@ -291,8 +291,7 @@ def test_parameters_with_mistakes(name, change, message):
 def test_configurations_with_mistakes(kind, change, message):
     config = CONFIGS[kind] | change
     with pytest.raises(ValueError, match=message):
-        hf.top_k(config)
-        hf.expert_activation(config)
+        hf.moe_config(config)
 
 
 # ------------------------------------------------------------------------------- with transformers
@@ -351,5 +350,5 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
         m[1] for name in files if (m := re.match(r"(model\.layers\.1\..*\.)experts", name))
     )
     from_files = hf.from_state_dict(files, config, prefix)
-    assert jax.tree.map(bits, from_files) == jax.tree.map(bits, params)
-    assert hf.top_k(config) == hf.top_k(model.config)
+    assert jax.tree.structure(from_files) == jax.tree.structure(params)
+    assert [*map(bits, jax.tree.leaves(from_files))] == [*map(bits, jax.tree.leaves(params))]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
+from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
@@ -53,16 +54,11 @@ def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERME
 
 def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
     """Call `ma.moe_mlp` with one rank's floats, in the order of NAMES, and its ids."""
-    x, topk_weights, w_in, w_out, *biases, ids = args
+    x, topk_weights, *arrays, ids = args
     route_args = small_layer.route_args(group or harness.group_of(RANKS), layout)
-    return ma.moe_mlp(
-        x,
-        ma.RouterChoices(ids, topk_weights),
-        w_in,
-        w_out,
-        activation=activation,
-        **harness.exchanging(dict(zip(("b_in", "b_out"), biases)), dict(route_args, **options)),
-    )
+    choices = ma.RouterChoices(ids, topk_weights)
+    experts = experts_of(*arrays, activation=activation)
+    return ma.moe_mlp(x, choices, experts, **harness.exchanging(route_args, options))
 
 
 def of_all_ranks(fn=layer, **options):
@@ -352,23 +348,19 @@ def test_a_format_is_that_of_the_explicit_calls():
 
 def refused(naming, error, **changed):
     """Trace the layer of two emulated ranks with changed arguments; it must raise an error."""
-    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
-    arrays = dict(
-        x=array(6, 5),
-        topk_ids=array(6, 3, dtype="int32"),
-        topk_weights=array(6, 3),
-        w_in=array(2, 5, 6),
-        w_out=array(2, 3, 5),
-    )
-    options = dict(activation=SWIGLU, group=harness.emulated_group(2), num_experts=4)
-    for name, value in changed.items():
-        is_array = isinstance(value, tuple)
-        (arrays if is_array else options)[name] = array(*value) if is_array else value
+    shapes = dict(x=(6, 5), weights=(6, 3), w_in=(2, 5, 2, 3), w_out=(2, 3, 5))
+    shapes |= {name: value for name, value in changed.items() if isinstance(value, tuple)}
+    options = dict(group=harness.emulated_group(2), num_experts=4, activation=SWIGLU)
+    options |= {name: value for name, value in changed.items() if name not in shapes}
+    activation = options.pop("activation")
 
     def fn(arrays):
-        choices = ma.RouterChoices(arrays.pop("topk_ids"), arrays.pop("topk_weights"))
-        return ma.moe_mlp(**harness.exchanging(arrays, options), choices=choices)
+        x, weights, ids = arrays.pop("x"), arrays.pop("weights"), jnp.zeros((6, 3), int)
+        experts = ma.Experts(**arrays, activation=activation)
+        choices = ma.RouterChoices(ids, weights)
+        return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
 
+    arrays = {name: jax.ShapeDtypeStruct((2, *s), "float32") for name, s in shapes.items()}
     with pytest.raises(error) as caught:
         jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
     for text in naming:
@@ -380,39 +372,20 @@ def refused(naming, error, **changed):
     "changed, error, naming",
     [
         (dict(x=(6,)), ValueError, ["x must", "[num_tokens, hidden]", "float32[6]"]),
-        (dict(w_in=(3, 5, 6)), ValueError, ["w_in must", "[L=2, H=5, I']", "float32[3,5,6]"]),
-        (dict(w_in=(2, 6, 5)), ValueError, ["w_in must", "H=5", "float32[2,6,5]"]),
-        (dict(w_out=(2, 5, 3)), ValueError, ["w_out must", "[L=2, I, H=5]", "float32[2,5,3]"]),
-        (dict(shared_expert=True), ValueError, ["w_in must", "L=3", "shared expert"]),
-        (dict(b_in=(2, 3)), ValueError, ["b_in must", "[2, 6]", "float32[2,3]"]),
-        (dict(b_out=(2, 6)), ValueError, ["b_out must", "[2, 5]", "float32[2,6]"]),
-        (dict(activation=jax.nn.gelu), ValueError, ["activation must", "I=3", "float32[36,6]"]),
-        (dict(activation=None), TypeError, ["activation must", "None"]),
-        (dict(activation=lambda h: h > 0), ValueError, ["activation must", "floats", "bool"]),
+        (dict(w_in=(3, 5, 2, 3), w_out=(3, 3, 5)), ValueError, ["experts must", "L=2", "got 3"]),
+        (dict(w_in=(2, 6, 2, 3)), ValueError, ["experts.w_in must", "H=5", "float32[2,6,2,3]"]),
+        (dict(shared_expert=True), ValueError, ["experts must", "L=3", "shared expert", "got 2"]),
+        (dict(activation=jax.nn.gelu), ValueError, ["activation", "must", "I=3", "float32[36,6]"]),
+        (dict(activation=1), TypeError, ["activation", "must be a function", "got 1"]),
+        (dict(activation=lambda h: h > 0), ValueError, ["activation", "must", "floats", "bool"]),
         (dict(num_experts=3), ValueError, ["num_experts must", "3"]),
         (dict(group=None), ValueError, ["group must"]),
-        (dict(topk_weights=(6, 2)), ValueError, ["topk_weights must", "float32[6,2]"]),
+        (dict(weights=(6, 2)), ValueError, ["topk_weights must", "float32[6,2]"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming):
     refused(naming, error, **changed)
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize("name", ("x", "w_in", "w_out", "b_in", "b_out"))
-def test_every_array_has_one_dtype(name):
-    shapes = dict(x=(6, 5), w_in=(2, 5, 6), w_out=(2, 3, 5), b_in=(2, 6), b_out=(2, 5))
-
-    def fn(arrays):
-        arrays[name] = arrays[name].astype(jnp.bfloat16)
-        choices = ma.RouterChoices(jnp.zeros((6, 3), int), None)
-        given = dict(choices=choices, activation=SWIGLU)
-        return ma.moe_mlp(**arrays, **given, group=harness.emulated_group(2), num_experts=4)
-
-    arrays = {n: jax.ShapeDtypeStruct((2, *s), "float32") for n, s in shapes.items()}
-    with pytest.raises(TypeError, match="must have the dtype of x"):
-        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
 
 
 @pytest.mark.exchanges(0)
@@ -431,10 +404,9 @@ def test_a_routing_in_place_of_ids_says_what_was_dropped():
     def run(*args):
         *floats, ids = args
         routing = ma.route(ids, **small_layer.route_args(harness.group_of(RANKS), CUT))
-        x, topk_weights, w_in, w_out, b_in, b_out = floats
-        biases = dict(b_in=b_in, b_out=b_out)
+        x, topk_weights, *arrays = floats
         choices = ma.RouterChoices(routing, topk_weights)
-        out = ma.moe_mlp(x, choices, w_in, w_out, activation=SWIGLU, **biases)
+        out = ma.moe_mlp(x, choices, experts_of(*arrays))
         return out, routing.num_dropped, ma.expert_load(routing).dropped_per_rank
 
     program = small_layer.compiled(of_all_ranks(run))
@@ -493,15 +465,13 @@ def test_chunks_must_be_equal(changed, error, naming):
 
 @pytest.mark.exchanges(0)
 def test_a_routing_is_not_divided():
-    (x, weights, w_in, w_out, *_), ids, _ = arguments()
+    (x, weights, *arrays), ids, _ = arguments()
     group = harness.emulated_group(RANKS)
 
-    def fn(x, weights, w_in, w_out, ids):
+    def fn(x, weights, arrays, ids):
         routing = ma.route(ids, group=group, num_experts=2 * RANKS)
-        choices = ma.RouterChoices(routing, weights)
-        return ma.moe_mlp(
-            x, choices, w_in, w_out, activation=SWIGLU, exchange=ma.Exchange(num_chunks=2)
-        )
+        choices, exchange = ma.RouterChoices(routing, weights), ma.Exchange(num_chunks=2)
+        return ma.moe_mlp(x, choices, experts_of(*arrays), exchange=exchange)
 
     with pytest.raises(TypeError, match="topk_ids must be integers .* num_chunks.*got a Routing"):
-        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), x, weights, w_in, w_out, ids)
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), x, weights, arrays, ids)

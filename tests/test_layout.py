@@ -27,7 +27,7 @@ def test_the_extension_says_from_which_sources_it_was_built():
 def test_a_zone_array_holds_every_slot_and_starts_aligned():
     for num_slots in SLOT_COUNTS:
         for row_bytes in (1, 14, 16, 4096, 14336):
-            num_bytes = native.array_bytes(num_slots, row_bytes)
+            num_bytes = native._native.array_bytes(num_slots, row_bytes)
             assert num_bytes >= num_slots * -(-row_bytes // 16) * 16  # slots are aligned, too
             assert num_bytes % 128 == 0
             assert num_bytes <= num_slots * (row_bytes + 15) + 127
@@ -45,13 +45,15 @@ def test_the_memory_estimate_knows_the_ring_and_the_zones():
     assert memory.HEADER_BYTES == layout.HEADER_BYTES
     for num_slots in SLOT_COUNTS:
         for row_bytes in (0, 1, 14, 16, 4096, 14336):
-            expected = native.array_bytes(num_slots, row_bytes)
+            expected = native._native.array_bytes(num_slots, row_bytes)
             assert memory._array_bytes(num_slots, row_bytes) == expected
     ranks, tokens, hidden, top_k = 4, 4096, 7168, 8
     estimate = ma.memory_estimate(
         num_tokens=tokens, hidden=hidden, top_k=top_k, num_experts=256, group_size=ranks
     )
-    zones = native.array_bytes(tokens, hidden * 2) + native.array_bytes(tokens, top_k * 4)
+    zones = native._native.array_bytes(tokens, hidden * 2) + native._native.array_bytes(
+        tokens, top_k * 4
+    )
     assert estimate.workspace_bytes == layout.RING_DEPTH * ranks * zones
 
 

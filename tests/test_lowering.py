@@ -245,7 +245,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     bits, group = (4, 16) if scale else (8, 32)
     landed = [part for width in (32, 192) for part in (width * bits // 8, width // group)]
     landed += [4 * TOP_K] * (1 + is_returned) + [4] * (decode and has_token_scales)
-    zone = sum(native.array_bytes(TOKENS, row_bytes) for row_bytes in landed)
+    zone = sum(native._native.array_bytes(TOKENS, row_bytes) for row_bytes in landed)
     assert attribute(text, name, "half_bytes") == f"{RANKS * zone} : i64"
 
 
@@ -580,7 +580,7 @@ def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     # The gradient of the weights is a dot with the rows.
     assert attribute(text, "weighted_dispatch", "num_rows") == f"{int('weights' in of)} : i64"
     assert attribute(text, "weighted_dispatch", "num_weights") == f"{int('rows' in of)} : i64"
-    zone = native.array_bytes(TOKENS, 2 * HIDDEN)
+    zone = native._native.array_bytes(TOKENS, 2 * HIDDEN)
     assert attribute(text, "weighted_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
 
 
@@ -764,7 +764,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
             part.size * part.dtype.itemsize
             for part in jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((1, hidden), dtype))
         )
-        zone = native.array_bytes(TOKENS, values + -(-scales // 16) * 16)
+        zone = native._native.array_bytes(TOKENS, values + -(-scales // 16) * 16)
         assert attribute(text, "combine", "half_bytes") == f"{RANKS * zone} : i64"
         assert not re.search("f8E|f4E", text)
 
@@ -973,11 +973,13 @@ def test_the_landing_zone_holds_what_all_sources_send():
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
     text, at_once = lower(exchange_by_routing, *avals), lower(exchange, *avals)
     row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
-    zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
+    zone = native._native.array_bytes(TOKENS, row_bytes) + native._native.array_bytes(
+        TOKENS, weight_bytes
+    )
     assert attribute(text, "dispatch", "half_bytes") == f"{RANKS * zone} : i64"
     # The ids go through the header.
     assert attribute(at_once, "routed_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
-    zone = native.array_bytes(TOKENS, row_bytes)
+    zone = native._native.array_bytes(TOKENS, row_bytes)
     assert attribute(text, "combine", "half_bytes") == f"{RANKS * zone} : i64"
 
 

@@ -5,6 +5,7 @@ Each test damages a call of one kernel on its way from the lowering to the kerne
 call itself in every other way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import harness
@@ -23,6 +24,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering as lowered
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
+from jax_moe_a2a._src.placement import fill
 
 pytestmark = test_lowering.pytestmark
 
@@ -287,6 +289,22 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
         # The table of groups, [3, groups], may have any number of groups.
         axis = 0 if operand.dtype == "int32" else operand.ndim - 1
         larger = replaced(call.operands, i, resized(operand, axis))
+        call.error(lambda call: call._replace(operands=larger))
+
+
+@needs_kernel
+def test_a_malformed_plan_raises_while_it_is_lowered(monkeypatch, caplog):
+    caplog.set_level("INFO", "jax_moe_a2a")
+    monkeypatch.setattr(fill, "why_no_kernel", lambda *sizes: "")
+
+    def lower_it():
+        jax.clear_caches()
+        plan = partial(ma.plan_placement, num_ranks=4, spare=2)
+        return lowered_for_cuda(plan, jax.ShapeDtypeStruct((16,), jnp.int32))
+
+    call = check_every_damage("moe_a2a_fill_slots", lower_it, monkeypatch, caplog)
+    for i, operand in enumerate(call.operands):
+        larger = replaced(call.operands, i, resized(operand, 2))
         call.error(lambda call: call._replace(operands=larger))
 
 

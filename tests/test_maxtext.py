@@ -300,3 +300,5 @@ def test_an_exchange_sets_only_what_the_config_leaves_open(install):
         maxtext.enable(exchange=ma.Exchange(capacity=8))
     with pytest.raises(TypeError, match="exchange must be an Exchange or None"):
         maxtext.enable(exchange=ma.MxFp8())
+    with pytest.raises(TypeError, match="fp8 must be a bool"):
+        maxtext.enable(fp8=ma.BlockwiseFp8())

@@ -4,6 +4,7 @@ Nothing runs here. Each pytree is made in the program of its own group, and then
 arrays, in the program of a group of 8 ranks.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -41,8 +42,8 @@ def trace(fn, group):
 
 
 X, IDS = jnp.zeros((TOKENS, HIDDEN)), jnp.zeros((TOKENS, TOP_K), jnp.int32)
-W_IN, W_OUT = jnp.zeros((1, HIDDEN, 2 * HIDDEN)), jnp.zeros((1, HIDDEN, HIDDEN))
-SWIGLU = ma.gated(jax.nn.silu)
+W_OUT = jnp.zeros((1, HIDDEN, HIDDEN))
+OWN = ma.Experts(jnp.zeros((1, HIDDEN, 2, HIDDEN)), W_OUT)
 
 
 def recv_of(group, experts=EXPERTS, split=False):
@@ -77,7 +78,7 @@ USES = {
     "dispatch_start": lambda recv: ma.dispatch_done(ma.dispatch_start(X, recv.routing)),
     "combine": lambda recv: ma.combine(recv.rows, recv),
     "combine_start": lambda recv: ma.combine_done(ma.combine_start(recv.rows, recv)),
-    "moe_mlp": lambda recv: ma.moe_mlp(X, unweighted(recv.routing), W_IN, W_OUT, activation=SWIGLU),
+    "moe_mlp": lambda recv: ma.moe_mlp(X, unweighted(recv.routing), OWN),
     "expert_load": ma.expert_load,
 }
 FITTING = {
@@ -131,9 +132,9 @@ WRONG_PLANS = {
 }
 
 
-def mlp(placement, ids=IDS, weights=(W_IN, W_OUT), group=FLAT, num_experts=EXPERTS):
-    options = dict(activation=SWIGLU, group=group, num_experts=num_experts)
-    return ma.moe_mlp(X, unweighted(ids), *weights, **options, placement=placement)
+def mlp(placement, ids=IDS, experts=OWN, group=FLAT, num_experts=EXPERTS, **options):
+    options |= dict(group=group, num_experts=num_experts, placement=placement)
+    return ma.moe_mlp(X, unweighted(ids), experts, **options)
 
 
 def routed(placement, recv=OF_SLOTS):
@@ -142,13 +143,9 @@ def routed(placement, recv=OF_SLOTS):
 
 PLACED = {
     "choose_slots": lambda plan: ma.choose_slots(IDS, plan, rank=0, num_ranks=8),
-    "fetch_experts": lambda plan: ma.fetch_experts(W_IN, plan, group=FLAT),
+    "fetch_experts": lambda plan: ma.fetch_experts(W_OUT, plan, group=FLAT),
     "moe_mlp": mlp,
-    "moe_mlp in chunks": lambda plan: ma.moe_mlp(
-        *(X, unweighted(IDS), W_IN, W_OUT),
-        **dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS, placement=plan),
-        exchange=ma.Exchange(num_chunks=2),
-    ),
+    "moe_mlp in chunks": lambda plan: mlp(plan, exchange=ma.Exchange(num_chunks=2)),
     "moe_mlp of a Routing": routed,
     "expert_load": lambda plan: ma.expert_load(zeros(OF_SLOTS), placement=plan),
 }
@@ -169,9 +166,9 @@ def test_a_placement_that_moves_home_experts_needs_the_weights_of_all_slots():
     for name in names:
         message = "placement must have the home form.*home=True"
         raises(lambda name=name: PLACED[name](zeros(SERVING)), FLAT, message)
-    of_slots = [jnp.concatenate([w, w]) for w in (W_IN, W_OUT)]
+    of_slots = jax.tree.map(lambda w: jnp.concatenate([w, w]), OWN)
     for placement in (HOME, SERVING):
-        trace(lambda placement=placement: mlp(zeros(placement), weights=of_slots), FLAT)
+        trace(lambda placement=placement: mlp(zeros(placement), experts=of_slots), FLAT)
 
 
 def test_a_placement_of_other_experts_is_refused():
@@ -184,7 +181,7 @@ def test_a_placement_of_other_experts_is_refused():
 
 def test_moe_refuses_each_wrong_plan_as_an_argument_of_jit():
     mesh = jax.make_mesh((1,), ("ep",))
-    params = ma.init_moe(jax.random.key(0), 8, 4, EXPERTS, choose=ma.TopK(2))
+    params = ma.init_moe(jax.random.key(0), ma.MoEConfig(8, 4, EXPERTS, ma.TopK(2)))
     layer = lambda plan: ma.moe(jnp.zeros((2, 8)), **params, axes="ep", placement=plan)
     of_one = plan(num_ranks=1, spare=2)
     with jax.set_mesh(mesh):
@@ -211,45 +208,36 @@ def test_transforms_may_put_any_objects_into_a_placement():
 # Quantized weights
 
 
-def quantized(*shape, **options):
-    return jax.eval_shape(lambda: ma.quantize_experts(jnp.zeros(shape), **options))
-
-
-def in_fp8(w_in, w_out):
-    return ma.moe_mlp(
-        X, unweighted(IDS), w_in, w_out, activation=SWIGLU, group=FLAT, num_experts=EXPERTS
-    )
-
-
-def trained(w_in, w_out):
-    options = dict(experts_format=ma.BlockwiseFp8(), quantized=(w_in, w_out))
-    options |= dict(activation=SWIGLU, group=FLAT, num_experts=EXPERTS)
-    return ma.moe_mlp(X, unweighted(IDS), W_IN, W_OUT, **options)
+def quantized(w, **options):
+    return jax.eval_shape(lambda: ma.quantize_experts(w, **options))
 
 
 def test_quantized_weights_of_another_form_are_refused():
-    plain = quantized(*W_IN.shape), quantized(*W_OUT.shape)
-    both = [quantized(*w.shape, transposed=True) for w in (W_IN, W_OUT)]
-    stored = ma.QuantizedExperts(both[0].transposed, both[0].scales)  # [L, K, N]
-    pair = quantized(1, HIDDEN, 2, HIDDEN)
-    two = quantized(2, *W_IN.shape[1:], transposed=True)
+    frozen, both = quantized(OWN), quantized(OWN, transposed=True)
+    trained, plain = quantized(OWN, trainable=True), quantized(W_OUT)
+    for experts in (frozen, both, trained):
+        trace(lambda experts=experts: mlp(None, experts=zeros(experts)), FLAT)
     dot = lambda w: ma.grouped_dot(X, w, jnp.zeros(1, jnp.int32))
-    for w in (plain[0], both[0]):
-        trace(lambda w=w: dot(zeros(w)), FLAT)
-        trace(lambda w=w: in_fp8(zeros(w), zeros(plain[1])), FLAT)
-    trace(lambda: trained(*zeros(both)), FLAT)
-    for w in (stored, pair, two, stacked(plain[0])):
+    two = quantized(jnp.concatenate([W_OUT, W_OUT]))
+    for w in (frozen.w_in, two, stacked(plain)):
         raises(lambda w=w: dot(zeros(w)), FLAT, r"\bw\b|group_sizes", "; got")
-        raises(lambda w=w: in_fp8(zeros(w), zeros(plain[1])), FLAT, "w_in|rows", "; got")
-    for w in (plain[0], stored, pair, two, both[1], stacked(both[0])):
-        raises(lambda w=w: trained(zeros(w), zeros(both[1])), FLAT, r"quantized\[0\]", "; got")
-    raises(lambda: in_fp8(zeros(plain[0]), W_OUT), FLAT, "w_out must be a QuantizedExperts")
+    stored = ma.QuantizedExperts(both.w_in.transposed, both.w_in.scales)  # [L, K, 2, I]
+    other = dict(values=plain.values, scales=plain.scales, transposed=OWN.w_in, source=W_OUT)
+    others = [dataclasses.replace(trained.w_in, **{name: a}) for name, a in other.items()]
+    refused = {"w_in": [frozen.replace(w_in=w) for w in (stored, two, stacked(frozen.w_in))]}
+    refused["w_in"] += [trained.replace(w_in=w) for w in (*others, OWN.w_in)]
+    refused["w_out"] = [frozen.replace(w_out=W_OUT), trained.replace(w_out=plain)]
+    for name, wrong in refused.items():
+        for experts in wrong:
+            call = lambda experts=experts: mlp(None, experts=zeros(experts))
+            raises(call, FLAT, f"experts.{name}", "; got")
+    raises(lambda: mlp(HOME, experts=zeros(trained)), FLAT, "not be quantized .* placement")
 
 
 @pytest.mark.parametrize("fmt", (ma.MxFp8(), ma.NvFp4(), ma.BlockwiseFp8(scale_layout="columns")))
 def test_rows_in_another_format_are_refused_by_products_in_fp8(fmt):
     rows = jax.eval_shape(lambda: fmt.encode(X))
-    w = quantized(*W_IN.shape)
+    w = quantized(W_OUT)
     product = lambda rows: ma.grouped_dot(zeros(rows), zeros(w), jnp.zeros(1, jnp.int32))
     trace(lambda: product(jax.eval_shape(lambda: ma.BlockwiseFp8().encode(X))), FLAT)
     raises(lambda: product(rows), FLAT, "rows", "; got")

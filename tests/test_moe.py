@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_layer import dense_experts, experts_of
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,21 +36,17 @@ def mesh_of(axis_type=Auto, **sizes):
     return Mesh(devices, tuple(sizes), axis_types=types)
 
 
-def draw(*lead, bias=True, two_arrays=False):
+def draw(*lead, bias=True):
     """Draw tokens [*lead, H] and parameters, as numpy arrays without a placement."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    pair = lambda a: (a[:, ..., 0, :], a[:, ..., 1, :]) if two_arrays else a
-    params = dict(
-        router=ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K)),
-        w_gate_up=pair(normal(EXPERTS, HIDDEN, 2, WIDTH) / 2),
-        w_down=normal(EXPERTS, WIDTH, HIDDEN) / 2,
-    )
+    router = ma.Router(normal(HIDDEN, EXPERTS) / 2, choose=ma.TopK(TOP_K))
+    experts = ma.Experts(normal(EXPERTS, HIDDEN, 2, WIDTH) / 2, normal(EXPERTS, WIDTH, HIDDEN) / 2)
     router_bias = normal(EXPERTS)
-    biases = dict(b_gate_up=pair(normal(EXPERTS, 2, WIDTH)), b_down=normal(EXPERTS, HIDDEN))
+    biases = dict(b_in=normal(EXPERTS, 2, WIDTH), b_out=normal(EXPERTS, HIDDEN))
     if bias:
-        params |= dict(router=params["router"].replace(bias=router_bias), **biases)
-    return normal(*lead, HIDDEN), params
+        router, experts = router.replace(bias=router_bias), experts.replace(**biases)
+    return normal(*lead, HIDDEN), dict(router=router, experts=experts)
 
 
 def dense(x, params, mask=None):
@@ -64,19 +61,7 @@ def dense(x, params, mask=None):
         chosen = router.choose(x, logits, None, None)
         nothing = ma.RouterChoices(*map(jnp.full_like, chosen, (-1, 0.0, 0.0)))
         choices = jax.tree.map(functools.partial(jnp.where, mask[..., None]), chosen, nothing)
-    gate_up = params["w_gate_up"]
-    parts = gate_up if isinstance(gate_up, tuple) else jnp.unstack(gate_up, axis=2)
-    products = [jnp.einsum("...h,ehi->...ei", x, w) for w in parts]
-    if "b_gate_up" in params:
-        biases = params["b_gate_up"]
-        biases = biases if isinstance(biases, tuple) else jnp.unstack(biases, axis=1)
-        products = [p + jnp.broadcast_to(b, p.shape) for p, b in zip(products, biases)]
-    gate, up = products
-    y = jnp.einsum("...ei,eih->...eh", jax.nn.silu(gate) * up, params["w_down"])
-    if "b_down" in params:
-        y += jnp.broadcast_to(params["b_down"], y.shape)
-    weights = jax.nn.one_hot(choices.ids, EXPERTS) * choices.weights[..., None]
-    y = jnp.einsum("...eh,...ke->...h", y, weights)
+    y = dense_experts(x, choices.weights, choices.ids, params["experts"])
     scores, ids = (a.reshape(-1, a.shape[-1]) for a in (choices.scores, choices.ids))
     losses = ma.load_balancing_loss(scores, ids), ma.router_z_loss(logits, mask=mask)
     return y, losses
@@ -117,17 +102,17 @@ def layer_of(**options):
 
 
 @pytest.mark.parametrize(
-    "axis_type, sizes, two_arrays",
+    "axis_type, sizes",
     [
-        (Auto, dict(data=2, ep=2, tensor=2), True),
-        (Explicit, dict(data=2, tensor=2, ep=2), False),
-        ((Auto, Explicit), dict(tensor=4, ep=2), True),
+        (Auto, dict(data=2, ep=2, tensor=2)),
+        (Explicit, dict(data=2, tensor=2, ep=2)),
+        ((Auto, Explicit), dict(tensor=4, ep=2)),
     ],
     ids=str,
 )
-def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, sizes, two_arrays):
+def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, sizes):
     mesh = mesh_of(axis_type, **sizes)
-    x, params = draw(8, 3, two_arrays=two_arrays)
+    x, params = draw(8, 3)
     mask = np.arange(24).reshape(8, 3) % 5 != 0
     select_bias = np.linspace(-0.3, 0.3, EXPERTS, dtype=np.float32)
     params["router"] = params["router"].replace(select_bias=select_bias)
@@ -226,22 +211,21 @@ def test_tokens_that_explicit_axes_divide_stay_where_they_are():
 
 def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
     x, params = draw(2, 3, bias=False)
-    params["w_gate_up"] = params["w_gate_up"][:, :, 0]
-    options = dict(axes=ma.Group(mesh_of(ep=2), "ep"), activation=jax.nn.relu)
+    gated = params["experts"]
+    experts = gated.replace(w_in=gated.w_in[:, :, 0], activation=jax.nn.relu)
+    params["experts"], group = experts, ma.Group(mesh_of(ep=2), "ep")
 
     def layer(params, x):
-        y, stats = jax.vmap(lambda x: ma.moe(x, **params, **harness.exchanging(options)))(x)
+        y, stats = jax.vmap(lambda x: ma.moe(x, **params, axes=group))(x)
         return y, (stats.balance_loss.sum(), stats.z_loss.sum()), stats
 
     def expected(params, x):
         logits = x @ params["router"].kernel
         choices = ma.TopK(TOP_K)(logits)
-        acts = jax.nn.relu(jnp.einsum("...h,ehi->...ei", x, params["w_gate_up"]))
-        outputs = jnp.einsum("...ei,eih->...eh", acts, params["w_down"])
-        weights = jax.nn.one_hot(choices.ids, EXPERTS) * choices.weights[..., None]
+        y = dense_experts(x, choices.weights, choices.ids, params["experts"])
         balance = jax.vmap(ma.load_balancing_loss)(choices.scores, choices.ids)
         z = jax.vmap(ma.router_z_loss)(logits)
-        return jnp.einsum("...eh,...ke->...h", outputs, weights), (balance.sum(), z.sum())
+        return y, (balance.sum(), z.sum())
 
     y, losses, stats = quick_jit(layer)(params, x)
     assert_close((y, losses), quick_jit(expected)(params, x))
@@ -254,20 +238,21 @@ def sigmoid_router(tokens, logits, per_token, whole):
 
 
 @pytest.mark.parametrize(
-    "lead, two_arrays, more",
+    "lead, more",
     [
-        ((3, 3), False, dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
-        ((1,), True, {}),  # all ranks hold the token
+        ((3, 3), dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
+        ((1,), {}),  # all ranks hold the token
     ],
     ids=["many", "one"],
 )
-def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
-    x, params = draw(*lead, bias=False, two_arrays=two_arrays)
-    sizes = HIDDEN, WIDTH, EXPERTS
-    options = dict(choose=sigmoid_router, shared_hidden=6, two_arrays=two_arrays)
-    shared = ma.init_moe(jax.random.key(3), *sizes, **options)
+def test_a_shared_expert_and_a_router_of_the_users(lead, more):
+    """The shared expert has biases, another width and another activation."""
+    x, params = draw(*lead, bias=False)
+    rng = np.random.default_rng(3)
+    shapes = (HIDDEN, 12), (6, HIDDEN), (12,), (HIDDEN,)
+    arrays = (rng.normal(size=shape).astype(np.float32) / 2 for shape in shapes)
     params["router"] = params["router"].replace(choose=sigmoid_router)
-    params |= {name: shared[name] for name in ("shared_gate_up", "shared_down")}
+    params["shared"] = experts_of(*arrays, ma.gated(jax.nn.gelu))
     params["shared_weights"] = np.linspace(0.5, 1.5, math.prod(lead), dtype="float32").reshape(lead)
     mask = np.arange(math.prod(lead)).reshape(lead) != 4
 
@@ -283,13 +268,10 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, two_arrays, more):
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
     def expected(params, x):
-        of_experts = {name: params[name] for name in ("router", "w_gate_up", "w_down")}
-        y, losses = dense(x, of_experts, mask)
-        gate_up = params["shared_gate_up"]
-        gate, up = gate_up if two_arrays else jnp.unstack(gate_up, axis=1)
-        out = (jax.nn.silu(x @ gate) * (x @ up)) @ params["shared_down"]
+        y, losses = dense(x, params, mask)
         weights = jnp.where(mask, params["shared_weights"], 0)[..., None]
-        return y + out * weights, losses, jnp.where(mask[..., None], x @ params["router"].kernel, 0)
+        y += dense_experts(x, weights, jnp.zeros_like(weights, int), params["shared"])
+        return y, losses, jnp.where(mask[..., None], x @ params["router"].kernel, 0)
 
     with jax.set_mesh(mesh_of(Explicit, ep=2, tensor=2)):
         found = value_and_grads(layer, params, x)
@@ -310,25 +292,10 @@ def test_a_layer_makes_two_exchanges_forward_and_two_backward():
 
 @pytest.mark.exchanges(0)
 def test_every_option_of_moe_mlp_is_an_option_of_moe():
-    in_moe = {
-        "choices": "router",
-        "group": "axes",
-        "w_in": "w_gate_up",
-        "w_out": "w_down",
-        "b_in": "b_gate_up",
-        "b_out": "b_down",
-        "num_experts": "router",
-        "shared_expert": "shared_gate_up",
-    }
+    in_moe = {"choices": "router", "group": "axes", "num_experts": "router"}
     options = inspect.signature(ma.moe).parameters
-    # Global weights have no quantized form for training yet.
-    for name in inspect.signature(ma.moe_mlp).parameters.keys() - {"quantized"}:
+    for name in inspect.signature(ma.moe_mlp).parameters:
         assert in_moe.get(name, name) in options
-    make = functools.partial(ma.init_moe, choose=ma.TopK(2), bias=True, shared_hidden=4)
-    drawn = jax.eval_shape(lambda key: make(key, 8, 4, 4), jax.random.key(0))
-    assert set(drawn) < set(options)
-    specs = ma.moe_partition_specs(drawn, "ep")
-    assert jax.tree.structure(specs) == jax.tree.structure(drawn)
 
 
 def test_under_another_axis_that_is_manual():
@@ -360,11 +327,23 @@ def traced(change=None, mesh=None, **options):
 
 X, PARAMS = draw(2, 3)
 KERNEL, IDS = PARAMS["router"].kernel, np.zeros((2, 3, TOP_K), np.int32)
+OWN = PARAMS["experts"]
 
 
 def routed(kernel=KERNEL, **fields):
     """Return a change of the router for `traced`."""
     return dict(router=ma.Router(kernel, **dict(choose=ma.TopK(TOP_K)) | fields))
+
+
+def changed(**fields):
+    """Return a change of the experts for `traced`."""
+    return dict(experts=OWN.replace(**fields))
+
+
+def shared(**fields):
+    """Return a change for `traced` that adds a shared expert."""
+    one = dict(w_in=OWN.w_in[0], w_out=OWN.w_out[0]) | fields
+    return dict(shared=ma.Experts(**one))
 
 
 @pytest.mark.exchanges(0)
@@ -376,16 +355,16 @@ def test_an_initializer_may_be_an_object_without_a_hash():
         def __call__(self, key, shape, dtype):
             return jnp.full(shape, self.value, dtype)
 
-    options = dict(choose=ma.TopK(2), initializer=Constant(0.5))
-    params = ma.init_moe(jax.random.key(0), 2, 3, 4, **options)
-    np.testing.assert_array_equal(params["w_down"], 0.5)
+    config = ma.MoEConfig(2, 3, 4, ma.TopK(2), initializer=Constant(0.5))
+    params = ma.init_moe(jax.random.key(0), config)
+    np.testing.assert_array_equal(params["experts"].w_out, 0.5)
 
 
 @pytest.mark.exchanges(0)
 def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     with jax.enable_x64(True), jax.set_mesh(mesh_of(ep=2)):
         x, params = jax.tree.map(np.float64, draw(4, bias=False))
-        params |= dict(shared_gate_up=np.ones((HIDDEN, 2, 1)), shared_down=np.ones((1, HIDDEN)))
+        params["shared"] = ma.Experts(np.ones((HIDDEN, 2, 1)), np.ones((1, HIDDEN)))
         layer = lambda weight: ma.moe(x, **params, axes="ep", shared_weights=weight)
         traced = jax.make_jaxpr(layer)(np.float64(1))
     assert "new_dtype=float32" not in str(traced)
@@ -398,7 +377,8 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(x=X.astype(int)), r"x must be an array \[..., H\] of floats.*int"),
         (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
         (dict(x=X[..., :0]), r"with H > 0; got float32\[.*,0\]"),
-        (dict(w_gate_up=None), "w_gate_up must have one of .*got NoneType"),
+        (dict(experts=OWN.w_in), r"experts must be .*Experts.*got float32\[4,8,2,4\]"),
+        (changed(w_in=None), r"experts.w_in must .*None"),
         (dict(router=KERNEL), r"router must be a Router.*got float32\[8,4\]. Pass ma.Router"),
         (routed(KERNEL.T), r"kernel of the router must be .*\[H=8, E\].*float32\[4,8\]"),
         (routed(KERNEL[:3]), r"kernel of the router must be .*\[H=8, E\].*float32\[3,4\]"),
@@ -430,14 +410,16 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(router=ma.RouterChoices(IDS, None, X[..., :3])), r"scores .*\[2, 3, 4\], a score"),
         (dict(router_input=X[0]), r"router_input must have the leading axes of x, \[2, 3\]"),
         (
-            dict(w_gate_up=PARAMS["w_gate_up"].reshape(4, 8, 8)),
-            r"w_down must have the shape \[4, 8, 8\].*side by side",
+            changed(w_in=OWN.w_in.reshape(4, 8, 8)),
+            r"experts.w_out must have the shape \[4, 8, 8\].*side by side.*reshape",
         ),
-        (dict(w_gate_up=PARAMS["w_gate_up"][:2]), r"w_gate_up must have one of .*\[2,8,2,4\]"),
-        (dict(w_gate_up=PARAMS["w_gate_up"][:, :, 0], b_gate_up=None), "activation must be"),
-        (dict(w_down=PARAMS["w_down"][:2]), r"w_down must have the shape \[4, 4, 8\]"),
-        (dict(b_down=PARAMS["b_down"][0]), r"b_down must have the shape \[4, 8\]"),
-        (dict(w_down=PARAMS["w_down"].astype(np.float16)), "w_down must have the dtype of x"),
+        (changed(w_in=OWN.w_in[:2]), r"experts.w_in must have .*\[2,8,2,4\]"),
+        (changed(w_in=OWN.w_in[:, :, 0], b_in=None), "activation"),
+        (changed(w_out=OWN.w_out[:2]), r"experts.w_out must have the shape \[4, 4, 8\]"),
+        (changed(b_in=OWN.b_in[:, 0]), r"experts.b_in must have the shape \[4, 2, 4\]"),
+        (changed(b_out=OWN.b_out[0]), r"experts.b_out must have the shape \[4, 8\]"),
+        (changed(w_out=OWN.w_out.astype(np.float16)), "experts.w_out must have the dtype of x"),
+        (changed(b_in=OWN.b_in.astype(np.float16)), "experts.b_in must have the dtype of x"),
         (dict(mask=np.ones((2, 3))), "mask must hold a boolean"),
         (dict(mask=np.ones(2, bool)), r"mask must hold a boolean for each token, \[2, 3\]"),
         (routed(choose=ma.TopK(5)), "k of TopK must be at most"),
@@ -447,12 +429,12 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(axes=ma.Axes("ep", data="data")), "data of axes must name axes of the mesh"),
         (dict(axes=ma.Axes("ep", tensor="ep")), "must be different axes; got 'ep' twice"),
         (dict(axes=1), "axes must be a Group, the name"),
-        (dict(shared_down=PARAMS["w_down"][0]), "both be arrays or both be None; .*shared_gate_up"),
+        (dict(shared=OWN.w_in), r"shared must be .*Experts.*got float32\[4,8,2,4\]"),
         (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
-        (
-            dict(shared_gate_up=PARAMS["w_gate_up"][0, :3], shared_down=PARAMS["w_down"][0]),
-            r"shared_gate_up must have the shape \[8, 2, 4\].*without E",
-        ),
+        (shared(w_in=OWN.w_in[0, :3]), r"shared.w_in must have .*float32\[3,2,4\]"),
+        (shared(w_out=OWN.w_out), r"shared.w_out must have the shape \[4, 8\]"),
+        (shared(b_in=OWN.b_in), r"shared.b_in must have the shape \[2, 4\]"),
+        (shared(w_out=OWN.w_out[0].astype(np.float16)), "shared.w_out must have the dtype of x"),
         (dict(outputs="logits"), "outputs must be a tuple of the names .*; got 'logits'"),
         (
             dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),
@@ -494,25 +476,23 @@ def test_a_mesh_with_devices_is_necessary():
 def test_the_name_of_an_axis_is_a_group():
     """In `shard_map` and in `vmap`; and next to a routing, it must be the routing's."""
     x, params = draw(2, 3, bias=False)
-    w_in = params["w_gate_up"].reshape(EXPERTS, HIDDEN, -1)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
-    options = dict(num_experts=EXPERTS, activation=ma.gated(jax.nn.silu))
 
-    def on_rank(x, ids, w_in, w_out, group, **more):
-        choices = ma.RouterChoices(ids, jnp.full(ids.shape, 0.5))
-        y = ma.moe_mlp(x, choices, w_in, w_out, group=group, **harness.exchanging(options, more))
+    def on_rank(x, ids, experts, group, **more):
+        choices, options = ma.RouterChoices(ids, jnp.full(ids.shape, 0.5)), harness.exchanging(more)
+        y = ma.moe_mlp(x, choices, experts, group=group, num_experts=EXPERTS, **options)
         routing = ma.route(ids, group=group, num_experts=EXPERTS)
         recv = ma.dispatch(x, routing, group=group)
         return y + ma.combine(recv.rows, recv)
 
-    args = x, ids, *(w.reshape(2, 2, *w.shape[1:]) for w in (w_in, params["w_down"]))
+    args = x, ids, jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), params["experts"])
 
     def in_vmap(group, **more):
         one = functools.partial(on_rank, group=group, **more)
         return str(jax.make_jaxpr(jax.vmap(one, axis_name="ep"))(*args))
 
     def in_shard_map(group):
-        one = lambda *args: on_rank(*(a[0] for a in args), group=group)[None]
+        one = lambda *args: on_rank(*jax.tree.map(lambda a: a[0], args), group=group)[None]
         specs = dict(in_specs=P("ep"), out_specs=P("ep"))
         return str(jax.make_jaxpr(jax.shard_map(one, mesh=mesh_of(ep=2), **specs))(*args))
 
@@ -532,13 +512,12 @@ def test_the_name_of_an_axis_is_a_group():
 
 
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize("axis_type, two_arrays", [(Auto, True), (Explicit, False)])
-def test_parameters_are_drawn_where_their_specs_say(axis_type, two_arrays):
+@pytest.mark.parametrize("axis_type", (Auto, Explicit))
+def test_parameters_are_drawn_where_their_specs_say(axis_type):
     mesh = mesh_of(axis_type, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", tensor="tensor", fsdp="data")
-    sizes = HIDDEN, WIDTH, EXPERTS
-    options = dict(choose=ma.TopK(TOP_K), bias=True, two_arrays=two_arrays)
-    init = functools.partial(ma.init_moe, jax.random.key(0), *sizes, **options)
+    config = ma.MoEConfig(HIDDEN, WIDTH, EXPERTS, ma.TopK(TOP_K), bias=True, shared_hidden=6)
+    init = functools.partial(ma.init_moe, jax.random.key(0), config)
     with jax.set_mesh(mesh):
         params = init(axes=axes)
     assert_close(params, init())
@@ -547,7 +526,7 @@ def test_parameters_are_drawn_where_their_specs_say(axis_type, two_arrays):
         jax.tree.leaves(jax.tree.map(is_stored, params, ma.moe_partition_specs(params, axes)))
     )
     assert params["router"].kernel.sharding.spec[0] == "data"
-    for matrices in jax.tree.leaves((params["w_down"], params["w_gate_up"])):
+    for matrices in (params["experts"].w_out, params["experts"].w_in):
         assert 0.5 < float(matrices.std()) * matrices.shape[1] ** 0.5 < 1.5
 
 

@@ -23,8 +23,9 @@ pytestmark = [
 TOKENS, TOP_K, HIDDEN, EXPERTS = 8, 2, 8, 4
 PARAMS = dict(
     router=ma.Router(np.eye(HIDDEN, EXPERTS, dtype=np.float32), choose=ma.TopK(TOP_K)),
-    w_gate_up=np.ones((EXPERTS, HIDDEN, 2, 4), np.float32),
-    w_down=np.ones((EXPERTS, 4, HIDDEN), np.float32),
+    experts=ma.Experts(
+        np.ones((EXPERTS, HIDDEN, 2, 4), np.float32), np.ones((EXPERTS, 4, HIDDEN), np.float32)
+    ),
 )
 
 
@@ -91,22 +92,20 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
     for enough in (dict(capacity=4), dict(capacity_factor=0.5), dict(capacity=2, num_chunks=2)):
         assert not of(**enough)
     assert not of(capacity=4, replicated=True) and not of()
-    shared = dict(shared_gate_up=PARAMS["w_gate_up"][0], shared_down=PARAMS["w_down"][0])
-    assert_warns_once(of(capacity=3, **shared), "leaves 3 rows")
+    shared = jax.tree.map(lambda w: w[0], PARAMS["experts"])
+    assert_warns_once(of(capacity=3, shared=shared), "leaves 3 rows")
     group = ma.Group(axis_name="ep", size=2)
 
-    def on_rank(x, ids, w_in, w_out):
-        options = dict(activation=jax.nn.silu, group=group, num_experts=2, shared_expert=True)
-        return ma.moe_mlp(
-            *(x, ma.RouterChoices(ids, None), w_in, w_out),
-            **harness.exchanging(options, capacity=TOKENS + 3),
-        )
+    def on_rank(x, ids, experts):
+        exchange = ma.Exchange(shared_expert=True, capacity=TOKENS + 3)
+        options = dict(group=group, num_experts=2, exchange=exchange)
+        return ma.moe_mlp(x, ma.RouterChoices(ids, None), experts, **options)
 
-    arrays = (2, TOKENS, HIDDEN), (2, 2, HIDDEN, 4), (2, 2, 4, HIDDEN)
-    x, w_in, w_out = (jnp.ones(shape) for shape in arrays)
+    experts = ma.Experts(jnp.ones((2, 2, HIDDEN, 2, 4)), jnp.ones((2, 2, 4, HIDDEN)))
+    ids = jnp.zeros((2, TOKENS, TOP_K), jnp.int32)
     with pytest.warns(UserWarning, match=r"capacity=11 leaves 3 rows.*each rank has 8 tokens"):
         layer = jax.vmap(on_rank, axis_name="ep")
-        jax.eval_shape(layer, x, jnp.zeros((2, TOKENS, TOP_K), jnp.int32), w_in, w_out)
+        jax.eval_shape(layer, jnp.ones((2, TOKENS, HIDDEN)), ids, experts)
 
 
 def choose(tokens, logits, per_token, whole):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_layer import experts_of
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
@@ -75,11 +76,11 @@ def split(x, ids, weights, *_, **options):
     ).rows
 
 
-def layer(x, ids, weights, w_in, w_out, **options):
+def layer(x, ids, weights, *arrays, in_fp8=False, **options):
     options.pop("decode", None)
-    activation = ma.gated(jax.nn.silu)
-    choices = ma.RouterChoices(ids, weights)
-    return ma.moe_mlp(x, choices, w_in, w_out, activation=activation, **harness.exchanging(options))
+    experts = experts_of(*arrays)
+    experts = experts.in_fp8() if in_fp8 else experts
+    return ma.moe_mlp(x, ma.RouterChoices(ids, weights), experts, **harness.exchanging(options))
 
 
 DISPATCHES = dict(whole=whole, by_routing=by_routing, split=split)
@@ -92,7 +93,7 @@ FORMS = {
 }
 FORMS["layer, chunks"] = functools.partial(layer, num_chunks=2), False, {}
 FORMS["layer, chunks, format"] = functools.partial(layer, num_chunks=2), False, QUANTIZED
-FORMS["layer in FP8"] = functools.partial(layer, experts_format=FORMAT), False, {}
+FORMS["layer in FP8"] = functools.partial(layer, in_fp8=True), False, {}
 
 
 def exchanges(jaxpr):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_layer import dense, swiglu
+from dense_layer import dense, experts_of, swiglu
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -112,9 +112,9 @@ def expert_layer(x, logits, w_in, w_out, group="expert", **options):
     """Apply experts inside a shard_map, as MaxText does; x [..., H]."""
     weights, ids = choose(logits)
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
-    options |= dict(activation=swiglu, group=group, num_experts=EXPERTS)
-    choices, options = ma.RouterChoices(ids, weights), harness.exchanging(options)
-    return ma.moe_mlp(tokens, choices, w_in, w_out, **options).reshape(*x.shape[:-1], HIDDEN)
+    options = dict(group=group, num_experts=EXPERTS, **harness.exchanging(options))
+    choices, experts = ma.RouterChoices(ids, weights), experts_of(w_in, w_out)
+    return ma.moe_mlp(tokens, choices, experts, **options).reshape(*x.shape[:-1], HIDDEN)
 
 
 def on_mesh(body, mesh, *in_specs, out_spec=None, **options):

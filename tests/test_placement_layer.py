@@ -9,6 +9,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.layer import fetch, placed
@@ -118,22 +119,13 @@ def layer_arguments(rng, ranks, hostile, shared=0):
     return jnp.asarray(ids), floats
 
 
-def layer(ids, floats, placement, *, group, activation=SWIGLU, **options):
-    x, topk_weights, w_in, w_out, b_in, b_out = floats
-    experts = LOCAL * group.size
-    return ma.moe_mlp(
-        x,
-        ma.RouterChoices(ids, topk_weights),
-        w_in,
-        w_out,
-        b_in=b_in,
-        b_out=b_out,
-        activation=activation,
-        group=group,
-        num_experts=experts,
-        placement=placement,
-        **harness.exchanging(options),
-    )
+def layer(ids, floats, placement, *, group, activation=SWIGLU, change=None, **options):
+    x, topk_weights, *arrays = floats
+    options = dict(group=group, num_experts=LOCAL * group.size, placement=placement, **options)
+    experts = experts_of(*arrays, activation=activation)
+    experts = change(experts) if change else experts
+    choices = ma.RouterChoices(ids, topk_weights)
+    return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
 
 
 def value_and_gradients(ids, floats, placement, **options):
@@ -175,7 +167,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
     assert np.all(rows == 1) and found.tolist() == [[5] * 3, [0] * 3]
 
 
-@pytest.mark.parametrize("kind", ("frozen", "frozen, chunks", "experts_format"))
+@pytest.mark.parametrize("kind", ("frozen", "frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
     """Fetched weights are the same numbers, so only sums differ."""
     ranks, size, rng = 2, 128, np.random.default_rng(5)
@@ -187,19 +179,19 @@ def test_replicas_compute_in_fp8(kind):
     weights = [draw(LOCAL, size, 2 * size) / 10, draw(LOCAL, size, size) / 10]
     options = dict(group=group, num_chunks=TOKENS if "chunks" in kind else None)
     if "frozen" in kind:
-        quantize = functools.partial(ma.quantize_experts, transposed=True)
-        weights = list(map(jax.jit(jax.vmap(quantize)), weights))
 
         def run(ids, floats, placement):
+            frozen = functools.partial(ma.quantize_experts, transposed=True)
+
             def of_others(x, topk_weights, *biases):
                 given = [x, topk_weights, *floats[2:4], *biases]
-                return layer(ids, given, placement, **options)
+                return layer(ids, given, placement, change=frozen, **options)
 
             y, transpose = jax.vjp(of_others, *floats[:2], *floats[4:])
             return y, transpose(jnp.cos(y))
 
     else:
-        run = functools.partial(value_and_gradients, experts_format=ma.BlockwiseFp8(), **options)
+        run = functools.partial(value_and_gradients, change=ma.Experts.in_fp8, **options)
     run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
     floats = [x, topk_weights, *weights, *biases]
     actual, expected = run(ids, floats, placement), run(ids, floats, None)
@@ -224,9 +216,9 @@ def test_chunks_fetch_once():
 def test_moe_with_replicas_equals_moe_without():
     mesh = jax.make_mesh((2,), ("ep",))
     placement = ma.Placement.from_slots([0, 1, 3, 0, 2, 3, 0, -1], 4, num_ranks=2)
-    sizes = dict(hidden=8, expert_hidden=4, num_experts=4, bias=True, shared_hidden=4)
+    config = ma.MoEConfig(8, 4, 4, ma.TopK(2), bias=True, shared_hidden=4)
     with jax.set_mesh(mesh):
-        params = ma.init_moe(jax.random.key(0), **sizes, choose=ma.TopK(2), axes="ep")
+        params = ma.init_moe(jax.random.key(0), config, axes="ep")
         x = jax.random.normal(jax.random.key(1), (12, 8))
 
         def loss(params, x, placement):
@@ -236,8 +228,8 @@ def test_moe_with_replicas_equals_moe_without():
         run = jax.jit(jax.value_and_grad(loss, has_aux=True))
         actual, expected = run(params, x, placement), run(params, x, None)
         slots = np.maximum(placement.slot_experts, 0)
-        names = "w_gate_up", "w_down", "b_gate_up", "b_down"
-        placed = params | {name: jnp.asarray(np.asarray(params[name])[slots]) for name in names}
+        of_slots = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)[slots]), params["experts"])
+        placed = params | dict(experts=of_slots)
         served, _ = jax.jit(loss)(placed, x, placement)
     (_, stats), (value, expected_stats) = actual[0], expected[0]
     for name in ("wanted_per_expert", "rows_per_expert"):
@@ -284,7 +276,7 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     assert joined not in jax.jit(both).lower(*args).as_text()
 
 
-@pytest.mark.parametrize("kind", ("bfloat16", "quantized"))
+@pytest.mark.parametrize("kind", ("bfloat16", "frozen"))
 def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
     ranks, size, rng = 2, 128, np.random.default_rng(0)
     placement, _ = placement_of(rng, ranks, LOCAL, 1)
@@ -293,9 +285,8 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
     weights = [draw(LOCAL, size, 2 * size), draw(LOCAL, size, size)]
     group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
     run = functools.partial(value_and_gradients, group=group)
-    if kind == "quantized":
-        weights = [jax.vmap(ma.quantize_experts)(w) for w in weights]
-        run = functools.partial(layer, group=group)
+    if kind == "frozen":
+        run = functools.partial(layer, group=group, change=ma.quantize_experts)
     run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
     top_k = jnp.ones((ranks, TOKENS, TOP_K), jnp.float32)
     floats = [draw(TOKENS, size), top_k, *weights, draw(LOCAL, 2 * size), draw(LOCAL, size)]

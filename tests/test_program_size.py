@@ -78,10 +78,10 @@ def num_kernels(fn):
 
 
 def test_an_expert_layer_is_a_few_kernels():
-    def layer(x, ids, weights, *experts, group):
+    def layer(x, ids, weights, *arrays, group):
         choices = ma.RouterChoices(ids, weights)
-        options = dict(activation=jax.nn.silu, group=group, num_experts=8)
-        return ma.moe_mlp(x, choices, *experts, **options)
+        experts = ma.Experts(*arrays, activation=jax.nn.silu)
+        return ma.moe_mlp(x, choices, experts, group=group, num_experts=8)
 
     def gradients(x, ids, *weights, group):
         def loss(*args):

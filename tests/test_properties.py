@@ -10,7 +10,6 @@ import harness
 import hypothesis
 import numpy as np
 import oracle
-import pytest
 from hypothesis import strategies as st
 
 import jax_moe_a2a as ma
@@ -83,29 +82,3 @@ def test_every_exchange_is_the_oracles(routing, seed):
     harness.assert_sums_agree(
         weighted, *oracle.combine(y["float32"], expected, weights), "weighted"
     )
-
-
-@pytest.mark.exchanges(0)
-@hypothesis.given(routings(3))
-def test_the_oracles_routing_is_consistent(routing):
-    """The oracle itself: a choice has one row or none, slots are dense, both directions agree."""
-    layout, ids = routing
-    routing = oracle.route(ids, layout.num_experts(3), layout.rows(3), layout.alignment)
-    rows = [(rank, row) for *_, rank, row in oracle.choices(routing)]
-    assert len(rows) == len(set(rows)) == routing.num_rows.sum() == (routing.row_token >= 0).sum()
-    for source, token, k, rank, row in oracle.choices(routing):
-        slot = routing.token_slot[source, token, rank]
-        assert routing.slot_token[source, rank, slot] == token
-        assert routing.slot_rows[rank, source, slot, k] == row
-        assert (routing.row_rank[rank, row], routing.row_token[rank, row]) == (source, token)
-        assert (routing.row_slot[rank, row], routing.row_k[rank, row]) == (slot, k)
-        offsets = routing.row_offsets[rank]
-        local_expert = ids[source, token, k] % layout.local_experts
-        assert offsets[local_expert] <= row < offsets[local_expert + 1]
-    for source in range(3):
-        for rank in range(3):
-            used = routing.token_slot[source, :, rank]
-            used = used[used >= 0]
-            np.testing.assert_array_equal(used, np.arange(len(used)))
-    dropped = (routing.choice_row == oracle.DROPPED).sum()
-    assert dropped == routing.num_dropped.sum() == (routing.slot_rows == oracle.DROPPED).sum()

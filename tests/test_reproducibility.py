@@ -1,6 +1,5 @@
 """What docs/reproducibility.md promises, and no other test checks."""
 
-import functools
 import re
 from pathlib import Path
 
@@ -57,8 +56,8 @@ def test_the_sum_of_a_token_does_not_depend_on_the_capacity_or_on_other_tokens()
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_two_runs_of_a_training_step_return_the_same_bytes(dtype):
     with jax.set_mesh(harness.mesh_of(RANKS)):
-        make = functools.partial(ma.init_moe, choose=ma.TopK(2), dtype=dtype, shared_hidden=32)
-        params = make(jax.random.key(0), 64, 32, EXPERTS)
+        config = ma.MoEConfig(64, 32, EXPERTS, ma.TopK(2), shared_hidden=32, dtype=dtype)
+        params = ma.init_moe(jax.random.key(0), config)
         x = jax.random.normal(jax.random.key(1), (4 * RANKS, 64), dtype)
 
         @jax.jit

@@ -1,6 +1,5 @@
 """Operations of a layer have names in a compiled program, forward and backward."""
 
-import functools
 import re
 
 import harness
@@ -19,7 +18,7 @@ pytestmark = [
 RANKS = harness.SEVERAL
 
 
-def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
+def op_names(config, num_tokens, **options):
     """Return the names of the operations of a layer and its gradients, as compiled for this
     machine."""
     mesh = harness.mesh_of(RANKS)
@@ -27,14 +26,12 @@ def op_names(experts, hidden, width, num_tokens, *, placement=None, **options):
 
     def loss(params, x):
         with jax.named_scope("my_layer"):
-            y, found = ma.moe(
-                x, **params, axes=group, placement=placement, **harness.exchanging(options)
-            )
+            params = params | dict(experts=params["experts"].in_fp8())
+            y, found = ma.moe(x, **params, axes=group, **options)
         return jnp.sum(y) + found.balance_loss + found.z_loss, (y, found.load)
 
-    make = functools.partial(ma.init_moe, choose=ma.TopK(2), shared_hidden=width)
-    params = jax.eval_shape(lambda: make(jax.random.key(0), hidden, width, experts))
-    x = jax.ShapeDtypeStruct((num_tokens, hidden), jnp.float32)
+    params = jax.eval_shape(lambda: ma.init_moe(jax.random.key(0), config))
+    x = jax.ShapeDtypeStruct((num_tokens, config.hidden), jnp.float32)
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
     return re.findall(r'op_name="([^"]+)"', compiled.as_text())
 
@@ -44,8 +41,8 @@ def names():
     """Return the names of a layer with everything that has a name."""
     experts, spare = RANKS, RANKS
     placement = ma.Placement.identity(experts, RANKS, spare=spare // RANKS)
-    options = dict(experts_format=ma.BlockwiseFp8(), placement=placement)
-    return op_names(experts, 128, 128, 2 * RANKS + 1, **options)
+    config = ma.MoEConfig(128, 128, experts, ma.TopK(2), shared_hidden=128)
+    return op_names(config, 2 * RANKS + 1, placement=placement)
 
 
 @pytest.mark.parametrize("name", sorted(scopes.NAMES))

@@ -18,7 +18,6 @@ from jax.interpreters import partial_eval
 from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange import split
 from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 from jax_moe_a2a._src.exchange.record import Options
 
@@ -616,40 +615,3 @@ def test_start_and_done_work_outside_jit_on_the_portable_path():
 
 
 # The lint itself
-
-
-def linted(fn):
-    """Return the problems of fn(x, routing) that binds the halves itself."""
-    params = dict(num_leaves=1, num_choice_arrays=0, options=Options(), group=GROUP)
-
-    def of_one_rank(x, ids):
-        routing = ma.route(ids, **route_args(GROUP)).arrays
-        start = lambda x: DISPATCH.start.bind([x], routing, **params)
-        done = lambda f: DISPATCH.done.bind(f, routing, **params)
-        return fn(start, done, x)
-
-    (x, _, _), ids, _ = problem()
-    return pairs.problems(jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids))
-
-
-def test_the_lint_sees_what_is_wrong():
-    def twice(start, done, x):
-        f = start(x)
-        return done(f), done(f)
-
-    def summed(start, done, x):
-        f, g = start(x), start(2 * x)
-        return done([f[0] + g[0], f[1] + g[1]])
-
-    def mixed(start, done, x):
-        f, g = start(x), start(2 * x)
-        return done([f[0], g[1]]), done([g[0], f[1]])
-
-    assert linted(lambda start, done, x: done(start(x))) == []
-    assert linted(lambda start, done, x: done(split.tie(*start(x)))) == []
-    assert "done 2 times" in linted(twice)[0]
-    assert "done 0 times" in linted(lambda start, done, x: (start(x), x)[1])[0]
-    assert "leaves its function" in linted(lambda start, done, x: start(x))[-1]
-    assert "uses what is in flight" in linted(summed)[0]
-    assert "mixes" in linted(mixed)[0]
-    assert "has no start" in linted(lambda start, done, x: done([x, jnp.zeros((10, 4))]))[0]

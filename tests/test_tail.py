@@ -18,7 +18,7 @@ import small_layer
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.grouped import frozen
-from jax_moe_a2a._src.layer import fp8
+from jax_moe_a2a._src.layer import forms
 
 RANKS = harness.SEVERAL
 IS_POISONED = harness.group_of(RANKS).path == "portable" and harness.IMPLEMENTATION != "cuda"
@@ -282,8 +282,9 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
             -1 - ma.dispatch(x, ids, tail="unspecified", **harness.exchanging(options)).rows[0]
         )
 
-    def layer(x, w, **more):
-        return ma.moe_mlp(x, ma.RouterChoices(ids, None), w, w, **harness.exchanging(more, options))
+    def layer(x, w, activation, **more):
+        experts = ma.Experts(w, w, activation=activation)
+        return ma.moe_mlp(x, ma.RouterChoices(ids, None), experts, **options, **more)
 
     def gradient(activation, **more):
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
@@ -329,39 +330,30 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     else:
         placement, local = ma.Placement.from_slots([0, 1, 2, -1, 3, 4, 5, 0], 6, num_ranks=2), 4
     ids = jnp.asarray(np.where(inputs(LAYOUT, ranks=2)[0] == 2, 0, inputs(LAYOUT, ranks=2)[0]))
-    quantize = jax.jit(jax.vmap(ma.quantize_experts))
-    weights = [quantize(normal(local, HIDDEN, HIDDEN) / 11) for _ in range(2)]
+    arrays = (normal(local, HIDDEN, HIDDEN) / 11 for _ in range(2))
+    experts = jax.jit(jax.vmap(ma.quantize_experts))(ma.Experts(*arrays, activation=silu))
     floats = normal(9, HIDDEN), normal(9, 3), normal(local, HIDDEN), normal(local, HIDDEN)
 
-    def gradients(floats, weights):
-        def of_rank(x, topk_weights, b_in, b_out, w_in, w_out, ids):
-            return ma.moe_mlp(
-                x,
-                ma.RouterChoices(ids, topk_weights),
-                w_in,
-                w_out,
-                b_in=b_in,
-                b_out=b_out,
-                activation=silu,
-                group=PORTABLE,
-                num_experts=6,
-                placement=placement,
-                exchange=ma.Exchange(alignment=4),
-            )
+    def gradients(floats, experts):
+        def of_rank(ids, experts, x, topk_weights, b_in, b_out):
+            choices = ma.RouterChoices(ids, topk_weights)
+            options = dict(group=PORTABLE, num_experts=6, exchange=ma.Exchange(alignment=4))
+            own = experts.replace(b_in=b_in, b_out=b_out)
+            return ma.moe_mlp(x, choices, own, placement=placement, **options)
 
         layers = jax.vmap(of_rank, axis_name="ep")
-        y, transpose = jax.vjp(lambda floats: layers(*floats, *weights, ids), floats)
+        y, transpose = jax.vjp(functools.partial(layers, ids, experts), *floats)
         return y, transpose(jnp.cos(y))
 
-    expected = jax.jit(gradients)(floats, weights)
+    expected = jax.jit(gradients)(floats, experts)
     for module, names in (
         (frozen, ("bind_dot_fp8", "bind_dot", "bind_act_encode")),
-        (fp8, ("bind_act_encode",)),
+        (forms, ("bind_act_encode",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
     # Expert 2 has no rows, and the slot after it no expert.
-    poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), weights)
+    poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.isfinite(right).all() and np.abs(right).max() > 0

@@ -385,11 +385,9 @@ def decode_with_scales_of_tokens(x, ids, **options):
 
 
 def layer_in_chunks(x, ids, **options):
-    weights = jnp.ones((1, 32, 4)), jnp.ones((1, 4, 32))
-    options |= dict(activation=jax.nn.silu)
-    return ma.moe_mlp(
-        x, ma.RouterChoices(ids, None), *weights, **harness.exchanging(options, num_chunks=2)
-    )
+    experts = ma.Experts(jnp.ones((1, 32, 2, 4)), jnp.ones((1, 4, 32)))
+    options = harness.exchanging(options, num_chunks=2)
+    return ma.moe_mlp(x, ma.RouterChoices(ids, None), experts, **options)
 
 
 def fewer_scales_than_tokens(x, ids, **options):
@@ -431,7 +429,7 @@ def test_a_layer_of_global_arrays_refuses_scales_of_tokens():
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
     message = r"format .*global_scale.*moe divides.*float32\[2\].*moe_mlp"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        params = ma.init_moe(jax.random.key(0), 32, 8, 2, choose=ma.TopK(1), axes="ep")
+        params = ma.init_moe(jax.random.key(0), ma.MoEConfig(32, 8, 2, ma.TopK(1)), axes="ep")
         ma.moe(jnp.ones((2, 32)), **params, axes="ep", exchange=ma.Exchange(token_format=SCALES))
 
 

@@ -2,8 +2,7 @@
 //
 // The kernels index an array by sizes that they take from other arrays. An exported program can
 // call with any arrays, so every array is checked.
-#ifndef MOE_A2A_CALLS_ARRAY_H_
-#define MOE_A2A_CALLS_ARRAY_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -135,7 +134,7 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
 
 // Checks the leading axes of an array, and the bytes that the other axes span.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
-  if (Problem p = CheckLead(array, name, axes); !p.empty()) return p;
+  MOE_A2A_TRY(CheckLead(array, name, axes));
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
   if (array.bytes == items * item_bytes) return {};
   return std::string(name) + " must have " + std::to_string(item_bytes) + " bytes after the axes " +
@@ -151,5 +150,3 @@ inline Problem FirstOf(std::initializer_list<Problem> problems) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ARRAY_H_

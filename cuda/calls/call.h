@@ -21,8 +21,7 @@
 // Describe() runs when a program is lowered (calls/why_not.h) and once for each call when it runs,
 // Point() at each execution. Ranks that share a GPU differ only in addresses and in the number of
 // the rank, so one Describe() serves all of them.
-#ifndef MOE_A2A_CALLS_CALL_H_
-#define MOE_A2A_CALLS_CALL_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -78,5 +77,3 @@ inline int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_byte
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_CALL_H_

@@ -2,8 +2,7 @@
 // addends, and the routing. Otherwise they are pairs (all rows, then all weights), an addend, and
 // the routing. Results: sums and choice arrays, or the single sum of all pairs. There is an addend
 // for each sum, or none at all.
-#ifndef MOE_A2A_CALLS_COMBINE_H_
-#define MOE_A2A_CALLS_COMBINE_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -37,9 +36,7 @@ struct CombineCall {
                    CombineParams* params) const {
     CombineParams& p = *params;
     p.view = context.view;
-    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
       return "combine needs one result for each operand, or one result of all pairs of rows and "
              "weights, then an addend for each sum or none; got " +
@@ -56,17 +53,14 @@ struct CombineCall {
     p.num_pairs = static_cast<int32_t>(num_pairs);
     p.num_moved = static_cast<int32_t>(num_choice_arrays);
     p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
-    if (Problem problem = DescribeWire(args, p); !problem.empty()) return problem;
+    MOE_A2A_TRY(DescribeWire(args, p));
     Mix(p.view.signature, num_pairs);
     Mix(p.view.signature, static_cast<uint64_t>(p.wire));
     Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
     p.listed = p.wire == WireType::kOfRows && num_pairs <= 1 &&
                p.routing.top_k + p.view.num_ranks <= kWarpThreads;
-    if (Problem problem = FirstOf({DescribeSums(args, results, p),
-                                   DescribeScalars(args, results, p), DescribePairs(args, p)});
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(FirstOf({DescribeSums(args, results, p), DescribeScalars(args, results, p),
+                         DescribePairs(args, p)}));
     if (is_encoded(p) && !p.listed) {
       return Unsupported(
           "combine with a token format needs rows of whole groups, at most one pair of rows and "
@@ -140,13 +134,9 @@ struct CombineCall {
       }
       const int64_t item = rows.type.bytes;
       const Array& addend = num_addends > 0 ? args[first_addend(p) + i] : out;
-      if (Problem problem =
-              FirstOf({CheckLead(rows, "rows", {capacity}),
-                       CheckItems(out, "sums", {num_tokens}, array.elements * item),
-                       CheckItems(addend, "addends", {num_tokens}, array.elements * item)});
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(FirstOf({CheckLead(rows, "rows", {capacity}),
+                           CheckItems(out, "sums", {num_tokens}, array.elements * item),
+                           CheckItems(addend, "addends", {num_tokens}, array.elements * item)}));
       if (addend.type != out.type) {
         return "combine needs addends of the type of the sums; got " + ToString(addend) + " for " +
                ToString(out);
@@ -169,12 +159,9 @@ struct CombineCall {
       const Array &in = args[p.num_summed + i], &out = results[p.num_summed + i];
       MovedArray& array = p.moved[i];
       array.choice_bytes = NumElements(in, 1) * in.type.bytes;
-      if (Problem problem =
-              FirstOf({CheckLead(in, "a choice array's rows", {p.routing.capacity}),
-                       CheckItems(out, "a choice array", {num_tokens, top_k}, array.choice_bytes)});
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(
+          FirstOf({CheckLead(in, "a choice array's rows", {p.routing.capacity}),
+                   CheckItems(out, "a choice array", {num_tokens, top_k}, array.choice_bytes)}));
       array.row_bytes = top_k * array.choice_bytes;
       array.width = Width(array.choice_bytes, {&in, &out});
       array.zone_offset = TakeZone(p.zone_bytes, num_tokens, array.row_bytes, p.view);
@@ -194,13 +181,9 @@ struct CombineCall {
                            ToString(rows) + " and " + ToString(weights));
       }
       const int64_t item = rows.type.bytes;
-      if (Problem problem =
-              FirstOf({CheckItems(rows, "rows", {capacity}, sum.elements * item),
-                       CheckItems(weights, "weights", {capacity},
-                                  NumElements(args[p.num_pairs], 1) * kFloat32.bytes)});
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(FirstOf({CheckItems(rows, "rows", {capacity}, sum.elements * item),
+                           CheckItems(weights, "weights", {capacity},
+                                      NumElements(args[p.num_pairs], 1) * kFloat32.bytes)}));
       const int64_t weights_per_row = std::max<int64_t>(1, NumElements(weights, 1));
       p.elements_per_weight = std::max<int64_t>(1, sum.elements / weights_per_row);
       // A vector must not straddle two weights.
@@ -221,5 +204,3 @@ struct CombineCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_COMBINE_H_

@@ -1,7 +1,6 @@
 // The call `dispatch`. Operands: payload arrays and the routing. Results: rows of each payload
 // array.
-#ifndef MOE_A2A_CALLS_DISPATCH_H_
-#define MOE_A2A_CALLS_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -29,16 +28,11 @@ struct DispatchCall {
                    DispatchParams* params) const {
     DispatchParams& p = *params;
     p.view = context.view;
-    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
     options.Describe(p);
     SignShapes(p.view, p.routing);
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
-    if (Problem problem = DescribePayload(moved, results, options.num_choice_arrays, p);
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribePayload(moved, results, options.num_choice_arrays, p));
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
   }
@@ -52,5 +46,3 @@ struct DispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_DISPATCH_H_

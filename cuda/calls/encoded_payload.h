@@ -1,8 +1,7 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
 // the scale of each token. Results: values and scales of each leaf, or its decoded rows; choice
 // arrays.
-#ifndef MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
-#define MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -70,7 +69,7 @@ struct EncodedPayload {
     for (size_t i = 0; i < leaves; ++i) {
       const Array& in = args[i];
       const ArraySlice out = results.from(i * results_per_leaf());
-      if (Problem p = CheckLead(in, "a payload array", {num_tokens}); !p.empty()) return p;
+      MOE_A2A_TRY(CheckLead(in, "a payload array", {num_tokens}));
       const int64_t elements = NumElements(in, 1);
       if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
           elements % group_size(encoding.format) != 0) {
@@ -83,19 +82,12 @@ struct EncodedPayload {
         return "decoded rows must have the type of their leaf; got " + ToString(out[0]) + " for " +
                ToString(in);
       }
-      if (Problem p = FirstOf({CheckAlignment(in), decode ? CheckAlignment(out[0]) : Problem()});
-          !p.empty()) {
-        return p;
-      }
+      MOE_A2A_TRY(FirstOf({CheckAlignment(in), decode ? CheckAlignment(out[0]) : Problem()}));
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);
-      if (Problem p = decode
-                          ? CheckItems(out[0], "decoded rows", {capacity}, elements * in.type.bytes)
-                          : FirstOf({CheckItems(out[0], "values of rows", {capacity}, of_values),
-                                     CheckItems(out[1], "scales of rows", {capacity}, of_scales)});
-          !p.empty()) {
-        return p;
-      }
+      MOE_A2A_TRY(decode ? CheckItems(out[0], "decoded rows", {capacity}, elements * in.type.bytes)
+                         : FirstOf({CheckItems(out[0], "values of rows", {capacity}, of_values),
+                                    CheckItems(out[1], "scales of rows", {capacity}, of_scales)}));
       add(of_values, 0, decode ? kVectorBytes : Width(of_values, {&out[0]}));
       add(of_scales, 0, decode ? kVectorBytes : Width(of_scales, {&out[1]}));
     }
@@ -103,19 +95,12 @@ struct EncodedPayload {
       const Array& in = args[leaves + i];
       const Array& out = results[results_per_leaf() * leaves + i];
       const int64_t choice_bytes = NumElements(in, 2) * in.type.bytes;
-      if (Problem p = FirstOf({CheckLead(in, "a choice array", {num_tokens, top_k}),
-                               CheckItems(out, "rows", {capacity}, choice_bytes)});
-          !p.empty()) {
-        return p;
-      }
+      MOE_A2A_TRY(FirstOf({CheckLead(in, "a choice array", {num_tokens, top_k}),
+                           CheckItems(out, "rows", {capacity}, choice_bytes)}));
       add(NumElements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
     }
     if (has_token_scales) {
-      if (Problem p =
-              CheckShape(args[leaves + choice_arrays], "token scales", kFloat32, {num_tokens});
-          !p.empty()) {
-        return p;
-      }
+      MOE_A2A_TRY(CheckShape(args[leaves + choice_arrays], "token scales", kFloat32, {num_tokens}));
       if (scales_travel()) add(sizeof(float), 0, sizeof(float));
     }
     for (size_t i = 0; i < results.size(); ++i) exchange.fills[i] = FillOf(results[i]);
@@ -164,5 +149,3 @@ struct EncodedPayload {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ENCODED_PAYLOAD_H_

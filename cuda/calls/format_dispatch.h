@@ -1,7 +1,6 @@
 // The call `format_dispatch`. Operands: the payload (calls/encoded_payload.h) and the routing.
 // Results: rows of the payload.
-#ifndef MOE_A2A_CALLS_FORMAT_DISPATCH_H_
-#define MOE_A2A_CALLS_FORMAT_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -32,18 +31,11 @@ struct FormatDispatchCall {
     FormatDispatchParams& p = *params;
     DispatchParams& exchange = p.exchange;
     exchange.view = context.view;
-    if (Problem problem = DescribeRouting(args, exchange.view.num_ranks, &exchange.routing);
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribeRouting(args, exchange.view.num_ranks, &exchange.routing));
     options.Describe(exchange);
     SignShapes(exchange.view, exchange.routing);
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
-    if (Problem problem =
-            payload.Describe(moved, results, options.num_choice_arrays, p.encoding, exchange);
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(payload.Describe(moved, results, options.num_choice_arrays, p.encoding, exchange));
     p.num_results = static_cast<int32_t>(results.size());
     exchange.roles = grid_of(p, context.num_sms).roles;
     return {};
@@ -58,5 +50,3 @@ struct FormatDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_FORMAT_DISPATCH_H_

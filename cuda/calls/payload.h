@@ -1,6 +1,5 @@
 // The options of every dispatch, and payload arrays that a dispatch moves as bytes.
-#ifndef MOE_A2A_CALLS_PAYLOAD_H_
-#define MOE_A2A_CALLS_PAYLOAD_H_
+#pragma once
 
 #include <cstdint>
 
@@ -40,20 +39,13 @@ inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_
   for (int i = 0; i < p.num_arrays; ++i) {
     const Array &in = args[i], &out = results[i];
     const bool per_choice = i >= p.num_arrays - num_choice_arrays;
-    if (Problem problem = per_choice
-                              ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
-                              : CheckLead(in, "a payload array", {routing.num_tokens});
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(per_choice ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
+                           : CheckLead(in, "a payload array", {routing.num_tokens}));
     MovedArray& array = p.arrays[i];
     array.row_bytes = NumElements(in, 1) * in.type.bytes;
     array.choice_bytes = per_choice ? NumElements(in, 2) * in.type.bytes : 0;
     const int64_t moved_bytes = per_choice ? array.choice_bytes : array.row_bytes;
-    if (Problem problem = CheckItems(out, "rows", {routing.capacity}, moved_bytes);
-        !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(CheckItems(out, "rows", {routing.capacity}, moved_bytes));
     array.width = Width(moved_bytes, {&in, &out});
     array.zone_offset = TakeZone(p.zone_bytes, routing.num_tokens, array.row_bytes, p.view);
     p.fills[i] = FillOf(out);
@@ -70,5 +62,3 @@ inline void PointPayload(Addresses args, Addresses results, DispatchParams& p) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_PAYLOAD_H_

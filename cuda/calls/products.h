@@ -1,5 +1,5 @@
-// The calls of products, which run without other ranks. A call is a struct as in calls/call.h, but
-// has no state: its handler describes it at each execution.
+// The calls that run without other ranks: products, and the plan of a placement. A call is a struct
+// as in calls/call.h, but has no state: its handler describes it at each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
 // int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
@@ -16,7 +16,9 @@
 // [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I /
 // 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of weights: operand
 // weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the same values [L, K,
-// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
+// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32. moe_a2a_fill_slots, which
+// fills spare slots of ranks with experts (placement/fill_slots.h): operands experts and rows,
+// int32 [B, R, L]; results the expert and the rows of each slot, int32 [B, R, L + S].
 //
 // Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
 // [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
@@ -25,8 +27,7 @@
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Its values are not checked. Groups must lie within the rows, and indices within the weights; the
 // lowering in Python ensures both.
-#ifndef MOE_A2A_CALLS_PRODUCTS_H_
-#define MOE_A2A_CALLS_PRODUCTS_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -40,7 +41,9 @@
 #include "gemm/encode_squares.h"
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
+#include "layout.h"
 #include "lists.h"
+#include "placement/fill_slots.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a {
@@ -89,7 +92,7 @@ Problem DescribeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
 // Sets what all products of 16-bit numbers have in common, after checks.
 inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array& table,
                             const Array& counter, GroupedGemm* gemm) {
-  if (Problem problem = CheckAxes(rows, weights, table); !problem.empty()) return problem;
+  MOE_A2A_TRY(CheckAxes(rows, weights, table));
   const bool is_bfloat16 = rows.type == kBFloat16;
   gemm->type = is_bfloat16 ? ElementType::kBFloat16 : ElementType::kFloat16;
   const char* name = is_bfloat16 ? "bfloat16" : rows.type == kFloat16 ? "float16" : "another type";
@@ -98,11 +101,7 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
   // Before the comparison of dtypes: a dtype that no kernel has is the reason to tell.
-  if (Problem problem =
-          WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n);
-      !problem.empty()) {
-    return problem;
-  }
+  MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
       {CheckShape(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
@@ -163,13 +162,9 @@ struct GroupedGemmCall {
     }
     gemm->product = static_cast<GroupedProduct>(product);
     const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
-    if (Problem p = CheckCounts(args, 3, is_gradient ? 3 : 4, results, 2); !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(CheckCounts(args, 3, is_gradient ? 3 : 4, results, 2));
     const Array &a = args[0], &b = args[1], &d = results[0];
-    if (Problem p = DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm); !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
     gemm->a = a.data;
     gemm->b = b.data;
     gemm->d = d.data;
@@ -216,19 +211,13 @@ struct DotActCall {
     if (gemm.product != GroupedProduct::kForward && gemm.product != GroupedProduct::kForwardFew) {
       return "an activation has no product " + std::to_string(product);
     }
-    if (Problem p = CheckCounts(args, 5, 6, results, 3); !p.empty()) return p;
+    MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 3));
     const Array &rows = args[0], &weights = args[1], &bias = args[3], &row_weights = args[4],
                 &act = results[0], &pre = results[1];
-    if (Problem p = FirstOf({activation.Describe(&activated),
-                             DescribeGemm(rows, weights, args[2], results[2], &gemm)});
-        !p.empty()) {
-      return p;
-    }
-    if (Problem p =
-            FirstOf({DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, gemm.n)});
-        !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(FirstOf({activation.Describe(&activated),
+                         DescribeGemm(rows, weights, args[2], results[2], &gemm)}));
+    MOE_A2A_TRY(
+        FirstOf({DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, gemm.n)}));
     const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
     const bool has_bias = bias.dimensions.size() != 1, keeps = pre.dimensions.size() != 1;
     gemm.a = rows.data;
@@ -266,14 +255,11 @@ struct ActDotGradCall {
   Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* params) const {
     auto& [gemm, activated] = *params;
     gemm.product = GroupedProduct::kTransposed;
-    if (Problem p = CheckCounts(args, 5, 6, results, 4); !p.empty()) return p;
+    MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 4));
     const Array &gradient = args[0], &weights = args[1], &pre = args[3], &row_weights = args[4],
                 &d_pre = results[0], &act = results[1], &partial_dots = results[2];
-    if (Problem p = FirstOf({activation.Describe(&activated),
-                             DescribeGemm(gradient, weights, args[2], results[3], &gemm)});
-        !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(FirstOf({activation.Describe(&activated),
+                         DescribeGemm(gradient, weights, args[2], results[3], &gemm)}));
     if (activated.function == Activation::kScaledBias) return "no activation has no gradient";
     const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
     const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
@@ -323,19 +309,15 @@ struct Fp8GemmCall {
     if (gemm.product != Fp8Product::kForward && gemm.product != Fp8Product::kForwardFew) {
       return "grouped_dot in FP8 has no product " + std::to_string(product);
     }
-    if (Problem p = CheckCounts(args, 5, 6, results, 2); !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
     const Array &rows = args[0], &weights = args[1], &table = args[2], &row_scales = args[3],
                 &weight_scales = args[4], &d = results[0];
-    if (Problem p = CheckAxes(rows, weights, table); !p.empty()) return p;
+    MOE_A2A_TRY(CheckAxes(rows, weights, table));
     gemm.num_rows = rows.dimensions[0];
     gemm.num_weights = weights.dimensions[0];
     gemm.n = weights.dimensions[1];
     gemm.k = weights.dimensions[2];
-    if (Problem p = WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n); !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n));
     DataType type_of_d;
     gemm.type = WideType(d.type, &type_of_d);
     const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
@@ -346,7 +328,7 @@ struct Fp8GemmCall {
     gemm.block_stride = 1;
     gemm.matrix_scales = static_cast<const float*>(weight_scales.data);
     gemm.d = d.data;
-    if (Problem p = DescribeSpare(args.from(5), weights, &gemm); !p.empty()) return p;
+    MOE_A2A_TRY(DescribeSpare(args.from(5), weights, &gemm));
     return FirstOf(
         {CheckShape(rows, "rows", kFp8, {gemm.num_rows, gemm.k}),
          CheckShape(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}),
@@ -377,14 +359,14 @@ struct ActEncodeCall {
 
   Problem Describe(ArraySlice args, ArraySlice results, ActEncode* params) const {
     ActEncode& call = *params;
-    if (Problem p = CheckCounts(args, 3, 3, results, 2); !p.empty()) return p;
+    MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 2));
     const Array &product = args[0], &table = args[1], &row_weights = args[2], &values = results[0],
                 &scales = results[1];
     if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
       return "act_encode needs a product of three axes and a table of two; got " +
              ToString(product) + " and " + ToString(table);
     }
-    if (Problem p = activation.Describe(&call); !p.empty()) return p;
+    MOE_A2A_TRY(activation.Describe(&call));
     if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
     DataType type;
     call.type = WideType(product.type, &type);
@@ -436,7 +418,7 @@ struct EncodeSquaresCall {
 
   Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
     EncodeSquares& call = *params;
-    if (Problem p = CheckCounts(args, 1, 1, results, 3); !p.empty()) return p;
+    MOE_A2A_TRY(CheckCounts(args, 1, 1, results, 3));
     const Array &weights = args[0], &turned = results[0], &plain = results[1], &scales = results[2];
     if (weights.dimensions.size() != 3 || weights.dimensions[1] % kFp8Block != 0 ||
         weights.dimensions[2] % kFp8Block != 0) {
@@ -474,20 +456,71 @@ struct EncodeSquaresCall {
   }
 };
 
-using ProductCalls = Types<GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall, ActEncodeCall,
-                           EncodeSquaresCall>;
+struct FillSlotsCall {
+  int64_t most, min_rows;
+  static constexpr int64_t num_sms = 0;  // it launches a block for each plan
+
+  static constexpr const char* kTarget = "moe_a2a_fill_slots";
+  using Params = FillSlots;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("most", &most) && read("min_rows", &min_rows);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, FillSlots* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 2, 2, results, 2));
+    const Array &experts = args[0], &rows = args[1], &slots = results[0], &slot_rows = results[1];
+    if (experts.dimensions.size() != 3 || slots.dimensions.size() != 3) {
+      return "fill_slots needs arrays of three axes; got " + ToString(experts) + " and " +
+             ToString(slots);
+    }
+    const int64_t batch = experts.dimensions[0], ranks = experts.dimensions[1],
+                  local = experts.dimensions[2], width = slots.dimensions[2];
+    if (ranks < 1 || ranks > kMaxRanks || local < 1 || local > kMaxPlannedExperts / ranks ||
+        width < local || most < 1 || min_rows < 1) {
+      return "fill_slots cannot fill " + ToString(slots) + " from " + ToString(experts) + " with " +
+             std::to_string(most) + " slots of an expert and " + std::to_string(min_rows) +
+             " rows of a replica";
+    }
+    *params = {static_cast<const int32_t*>(experts.data),
+               static_cast<const int32_t*>(rows.data),
+               static_cast<int32_t*>(slots.data),
+               static_cast<int32_t*>(slot_rows.data),
+               static_cast<int32_t>(batch),
+               static_cast<int32_t>(ranks),
+               static_cast<int32_t>(local),
+               static_cast<int32_t>(width - local),
+               static_cast<int32_t>(most),
+               min_rows};
+    return FirstOf({CheckShape(experts, "experts", kInt32, {batch, ranks, local}),
+                    CheckShape(rows, "rows", kInt32, {batch, ranks, local}),
+                    CheckShape(slots, "slots", kInt32, {batch, ranks, width}),
+                    CheckShape(slot_rows, "rows of slots", kInt32, {batch, ranks, width})});
+  }
+
+  static Problem Launch(const FillSlots& call, int, cudaStream_t stream) {
+    const cudaError_t error = call.batch == 0 ? cudaSuccess : LaunchFillSlots(call, stream);
+    return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  }
+};
+
+#ifdef MOE_A2A_GROUPED_GEMM
+using ProductCalls = Types<FillSlotsCall, GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
+                           ActEncodeCall, EncodeSquaresCall>;
+#else
+using ProductCalls = Types<FillSlotsCall>;
+#endif
 
 // Reads and describes a call. Returns why no kernel runs it.
 template <typename Call, typename Reader>
 Problem DescribeProduct(const Reader& read, ArraySlice args, ArraySlice results,
                         typename Call::Params* params, int64_t* num_sms) {
   Call call = {};
-  if (Problem problem = ReadAttributes(read, &call); !problem.empty()) return problem;
+  MOE_A2A_TRY(ReadAttributes(read, &call));
   *num_sms = call.num_sms;
   if (*num_sms < 0) return "num_sms must be at least 0; got " + std::to_string(*num_sms);
   return call.Describe(args, results, params);
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_PRODUCTS_H_

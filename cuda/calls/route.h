@@ -1,7 +1,6 @@
 // The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch memory
 // that the second launch reads.
-#ifndef MOE_A2A_CALLS_ROUTE_H_
-#define MOE_A2A_CALLS_ROUTE_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -38,7 +37,7 @@ struct RouteCall {
     if (rank < 2 || ids.type != kInt32) {
       return "ids must be S32[..., num_tokens, top_k]; got " + ToString(ids);
     }
-    if (Problem problem = CheckShape(args[1], "rank", kInt32, {}); !problem.empty()) return problem;
+    MOE_A2A_TRY(CheckShape(args[1], "rank", kInt32, {}));
     p.view = context.view;
     p.num_tokens = static_cast<int32_t>(ids.dimensions[rank - 2]);
     p.top_k = static_cast<int32_t>(ids.dimensions[rank - 1]);
@@ -105,5 +104,3 @@ struct RouteCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTE_H_

@@ -1,8 +1,7 @@
 // The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
 // and rows of the payload. If `format` is not empty, the payload is that of
 // calls/encoded_payload.h.
-#ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
-#define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 
@@ -42,7 +41,7 @@ struct RoutedDispatchCall {
     if (ids.dimensions.size() != 2 || ids.type != kInt32) {
       return "ids must be S32[num_tokens, top_k]; got " + ToString(ids);
     }
-    if (Problem problem = CheckShape(args[1], "rank", kInt32, {}); !problem.empty()) return problem;
+    MOE_A2A_TRY(CheckShape(args[1], "rank", kInt32, {}));
     DispatchParams& exchange = p.exchange;
     options.Describe(exchange);
     exchange.view = context.view;
@@ -81,16 +80,10 @@ struct RoutedDispatchCall {
     const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
     p.num_results = static_cast<int32_t>(moved.size());
     if (has_format()) {
-      if (Problem problem =
-              encoded.Describe(payload, moved, options.num_choice_arrays, p.encoding, exchange);
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(
+          encoded.Describe(payload, moved, options.num_choice_arrays, p.encoding, exchange));
     } else {
-      if (Problem problem = DescribePayload(payload, moved, options.num_choice_arrays, exchange);
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(DescribePayload(payload, moved, options.num_choice_arrays, exchange));
     }
     exchange.roles = grid_of(p, context.num_sms).roles;
     return {};
@@ -118,5 +111,3 @@ struct RoutedDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTED_DISPATCH_H_

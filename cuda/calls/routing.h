@@ -1,6 +1,5 @@
 // The routing as operands of a call, and the plan as its results.
-#ifndef MOE_A2A_CALLS_ROUTING_H_
-#define MOE_A2A_CALLS_ROUTING_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -34,15 +33,11 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
   }
   const int64_t num_tokens = choice_rank.dimensions[0], top_k = choice_rank.dimensions[1];
   const int64_t capacity = row_slot.dimensions[0];
-  if (Problem p =
-          FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
-                   CheckShape(arrays[1], "slot_token", kInt32, {num_ranks, num_tokens}),
-                   CheckShape(choice_rank, "choice_rank", kInt32, {num_tokens, top_k}),
-                   CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
-                   CheckShape(row_slot, "row_slot", kInt32, {capacity})});
-      !p.empty()) {
-    return p;
-  }
+  MOE_A2A_TRY(FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
+                       CheckShape(arrays[1], "slot_token", kInt32, {num_ranks, num_tokens}),
+                       CheckShape(choice_rank, "choice_rank", kInt32, {num_tokens, top_k}),
+                       CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
+                       CheckShape(row_slot, "row_slot", kInt32, {capacity})}));
   if (top_k > kMaxTopK) {
     return Unsupported("top_k must be at most " + std::to_string(kMaxTopK) + "; got " +
                        std::to_string(top_k));
@@ -78,5 +73,3 @@ inline void PointPlan(Addresses results, RoutePlan* plan) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_ROUTING_H_

@@ -1,8 +1,7 @@
 // The call `weighted_dispatch`. Operands: a payload array, rows to take the inner product with,
 // weights to scale by, the routing. Results: the scaled rows of each weight, the inner products of
 // each array of rows. The kernel has at most one array of weights and one of rows.
-#ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
-#define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -30,9 +29,7 @@ struct WeightedDispatchCall {
                    DispatchParams* params) const {
     DispatchParams& p = *params;
     p.view = context.view;
-    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
     const auto num_results = static_cast<size_t>(num_rows + num_weights);
     if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
@@ -64,9 +61,7 @@ struct WeightedDispatchCall {
                          ToString(numbers));
     }
     const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
-    if (Problem problem = CheckLead(in, "a payload array", {num_tokens}); !problem.empty()) {
-      return problem;
-    }
+    MOE_A2A_TRY(CheckLead(in, "a payload array", {num_tokens}));
     array.row_bytes = NumElements(in, 1) * in.type.bytes;
     array.width = Width(array.row_bytes, {&in});
     if (dotted) {
@@ -75,28 +70,18 @@ struct WeightedDispatchCall {
         return Unsupported("weighted dispatch needs rows of the payload's type; got " +
                            ToString(rows) + " and " + ToString(in));
       }
-      if (Problem problem = CheckItems(rows, "rows", {capacity}, array.row_bytes);
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(CheckItems(rows, "rows", {capacity}, array.row_bytes));
       array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
     }
     if (scaled) {
-      if (Problem problem =
-              FirstOf({CheckShape(args[1 + dotted], "weights", kFloat32, {capacity}),
-                       CheckItems(results[0], "scaled rows", {capacity}, array.row_bytes)});
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(FirstOf({CheckShape(args[1 + dotted], "weights", kFloat32, {capacity}),
+                           CheckItems(results[0], "scaled rows", {capacity}, array.row_bytes)}));
       array.width = std::min(array.width, Width(array.row_bytes, {&results[0]}));
       p.fills[0] = FillOf(results[0]);
     }
     if (dotted) {
       const Array& products = results[scaled];
-      if (Problem problem = CheckShape(products, "inner products", kFloat32, {capacity});
-          !problem.empty()) {
-        return problem;
-      }
+      MOE_A2A_TRY(CheckShape(products, "inner products", kFloat32, {capacity}));
       p.fills[scaled] = FillOf(products);
     }
     if (array.width != kVectorBytes) {
@@ -130,5 +115,3 @@ struct WeightedDispatchCall {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_

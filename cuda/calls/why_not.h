@@ -1,8 +1,7 @@
 // The reasons for which the kernels refuse a call. The lowering in Python asks before the call
 // runs. It takes another path if the kernels do not support the call, and raises an error if the
 // call is malformed.
-#ifndef MOE_A2A_CALLS_WHY_NOT_H_
-#define MOE_A2A_CALLS_WHY_NOT_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -51,5 +50,3 @@ Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_CALLS_WHY_NOT_H_

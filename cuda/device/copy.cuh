@@ -1,7 +1,6 @@
 // Moves rows as bytes: a team of warps copies or zeroes a row, with the widest accesses that its
 // addresses allow.
-#ifndef MOE_A2A_DEVICE_COPY_CUH_
-#define MOE_A2A_DEVICE_COPY_CUH_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -129,5 +128,3 @@ __device__ inline void copy_choice(char* to, const char* from, int64_t bytes, in
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_COPY_CUH_

@@ -1,8 +1,7 @@
 // Conversions between each element type and float32, of single numbers and of the one or two
 // numbers of a 32-bit word. Functions pass whole words, so that the compiler keeps them in
 // registers.
-#ifndef MOE_A2A_DEVICE_ELEMENT_CUH_
-#define MOE_A2A_DEVICE_ELEMENT_CUH_
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -79,5 +78,3 @@ constexpr bool have_their_sizes(Types<T...>) {
 static_assert(have_their_sizes(Elements{}));
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_ELEMENT_CUH_

@@ -4,8 +4,7 @@
 // A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The
 // kernel chooses how a segment leaves. With BulkSegments, bulk copies run while the warp makes the
 // next segment. With PlainSegments, all lanes execute ordinary stores, which are complete sooner.
-#ifndef MOE_A2A_DEVICE_ENCODE_CUH_
-#define MOE_A2A_DEVICE_ENCODE_CUH_
+#pragma once
 
 #include "device/format.cuh"
 #include "device/stream.cuh"
@@ -364,5 +363,3 @@ __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_ENCODE_CUH_

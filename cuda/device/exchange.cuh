@@ -7,8 +7,7 @@
 // sent. When a block receives, all send items have been taken, or blocks that have started are
 // still taking them. So one resident block is enough for a launch to end: docs/protocol.md,
 // section 6.
-#ifndef MOE_A2A_DEVICE_EXCHANGE_CUH_
-#define MOE_A2A_DEVICE_EXCHANGE_CUH_
+#pragma once
 
 #include "device/ranks.cuh"
 #include "device/signal.cuh"
@@ -269,5 +268,3 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_EXCHANGE_CUH_

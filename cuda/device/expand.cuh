@@ -1,7 +1,6 @@
 // Writes the arrays of a dispatch at the destination, as bytes: copies landed rows to their rows,
 // and zeroes rows without a token.
-#ifndef MOE_A2A_DEVICE_EXPAND_CUH_
-#define MOE_A2A_DEVICE_EXPAND_CUH_
+#pragma once
 
 #include "device/copy.cuh"
 #include "device/stream.cuh"
@@ -81,5 +80,3 @@ __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, c
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_EXPAND_CUH_

@@ -7,8 +7,7 @@
 // Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
 // as the definition does: the factor is a power of two, or the result is rounded once. No addition
 // follows a multiplication, because the compiler could fuse them.
-#ifndef MOE_A2A_DEVICE_FORMAT_CUH_
-#define MOE_A2A_DEVICE_FORMAT_CUH_
+#pragma once
 
 #include <cuda_fp8.h>
 
@@ -303,5 +302,3 @@ __device__ __forceinline__ LaneNumbers<T> decode_lane(const Values<F>& values,
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_FORMAT_CUH_

@@ -1,6 +1,5 @@
 // Rows of a plan, as both route and routed_dispatch write them.
-#ifndef MOE_A2A_DEVICE_PLAN_CUH_
-#define MOE_A2A_DEVICE_PLAN_CUH_
+#pragma once
 
 #include "device/team.cuh"
 #include "params.h"
@@ -81,5 +80,3 @@ __device__ inline bool carries_token(const int32_t* first_row, const int32_t* ro
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_PLAN_CUH_

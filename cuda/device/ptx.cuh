@@ -4,8 +4,7 @@
 // There are two implementations: this one for GPUs, and one in tests/emulation, which runs the
 // kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
 // in both.
-#ifndef MOE_A2A_DEVICE_PTX_CUH_
-#define MOE_A2A_DEVICE_PTX_CUH_
+#pragma once
 
 #ifdef MOE_A2A_EMULATION
 #include "primitives.h"  // in tests/emulation
@@ -170,5 +169,3 @@ __device__ inline float multiply_flushed(float a, float b) {
 }  // namespace moe_a2a
 
 #endif  // MOE_A2A_EMULATION
-
-#endif  // MOE_A2A_DEVICE_PTX_CUH_

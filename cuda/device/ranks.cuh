@@ -12,8 +12,7 @@
 // Why parameters are not in a table in device memory: each call would need a copy, which a captured
 // graph would replay. Ranks differ only in pointers, by a constant distance, and in the number of
 // the rank.
-#ifndef MOE_A2A_DEVICE_RANKS_CUH_
-#define MOE_A2A_DEVICE_RANKS_CUH_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -103,5 +102,3 @@ cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* rank
 }  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_RANKS_CUH_

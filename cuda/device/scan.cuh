@@ -1,6 +1,5 @@
 // Prefix sums over the threads of a block.
-#ifndef MOE_A2A_DEVICE_SCAN_CUH_
-#define MOE_A2A_DEVICE_SCAN_CUH_
+#pragma once
 
 #include "device/team.cuh"
 
@@ -49,5 +48,3 @@ __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_SCAN_CUH_

@@ -8,8 +8,7 @@
 // Ordering: the writing threads store rows and meet at a barrier. Then one of them executes a
 // system-scope fence and stores the flag. One reading thread acquires the flag. Then the reading
 // threads meet at a barrier and load rows.
-#ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
-#define MOE_A2A_DEVICE_SIGNAL_CUH_
+#pragma once
 
 #include "device/ptx.cuh"
 #include "layout.h"
@@ -238,5 +237,3 @@ __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_SIGNAL_CUH_

@@ -7,8 +7,7 @@
 //
 // Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit,
 // before the next copy. The stores must be complete before a flag says that their rows have landed.
-#ifndef MOE_A2A_DEVICE_STREAM_CUH_
-#define MOE_A2A_DEVICE_STREAM_CUH_
+#pragma once
 
 #include "device/ptx.cuh"
 #include "device/team.cuh"
@@ -146,5 +145,3 @@ __device__ inline void stream_zeros(const Team& team, const char* zeros, char* t
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_STREAM_CUH_

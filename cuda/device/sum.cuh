@@ -1,6 +1,5 @@
 // Sums of rows in float32, and how they are rounded.
-#ifndef MOE_A2A_DEVICE_SUM_CUH_
-#define MOE_A2A_DEVICE_SUM_CUH_
+#pragma once
 
 #include <type_traits>
 
@@ -412,5 +411,3 @@ __device__ __forceinline__ float scale_row(const Team& team, const char* row, co
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_SUM_CUH_

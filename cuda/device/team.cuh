@@ -1,7 +1,6 @@
 // Teams: the threads that share a work item. A team is one warp, or several warps if there are few
 // or large rows.
-#ifndef MOE_A2A_DEVICE_TEAM_CUH_
-#define MOE_A2A_DEVICE_TEAM_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -76,5 +75,3 @@ class Team {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_TEAM_CUH_

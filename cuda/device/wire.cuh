@@ -4,8 +4,7 @@
 // A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The
 // lane that holds a 16-byte word of sums also holds the word's values. A group is the words of a
 // few neighbouring lanes.
-#ifndef MOE_A2A_DEVICE_WIRE_CUH_
-#define MOE_A2A_DEVICE_WIRE_CUH_
+#pragma once
 
 #include "device/format.cuh"
 #include "device/sum.cuh"
@@ -117,5 +116,3 @@ class EncodedWire {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_DEVICE_WIRE_CUH_

@@ -1,6 +1,5 @@
 // The attributes that every call has. jax_moe_a2a/_src/exchange/lowering.py writes them.
-#ifndef MOE_A2A_FFI_ATTRIBUTES_H_
-#define MOE_A2A_FFI_ATTRIBUTES_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -53,5 +52,3 @@ xla::ffi::ErrorOr<CallAttributes> DecodeAttributes(const xla::ffi::Dictionary& a
 xla::ffi::Error SetDevice(int32_t ordinal, Topology* topology);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_ATTRIBUTES_H_

@@ -1,6 +1,5 @@
 // The operands and results of an execution, as XLA passes them.
-#ifndef MOE_A2A_FFI_BUFFERS_H_
-#define MOE_A2A_FFI_BUFFERS_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -62,5 +61,3 @@ class AddressList {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_BUFFERS_H_

@@ -9,8 +9,7 @@
 // A DeviceState stays valid when the workspace is closed and opened again, because a workspace
 // keeps its addresses for the life of the process (runtime/workspace.h). Every call checks whether
 // the workspace is open.
-#ifndef MOE_A2A_FFI_CALL_STATE_H_
-#define MOE_A2A_FFI_CALL_STATE_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -104,5 +103,3 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Devic
                                    int32_t ordinal);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_CALL_STATE_H_

@@ -1,6 +1,5 @@
 // The state of a call whose operation is described in cuda/calls.
-#ifndef MOE_A2A_FFI_CALL_STATE_OF_H_
-#define MOE_A2A_FFI_CALL_STATE_OF_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -158,5 +157,3 @@ class CallStateOf final : public CallState {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_CALL_STATE_OF_H_

@@ -1,7 +1,6 @@
 // The done of a split exchange. Operands: the operands of its start, then the results of its start.
 // The latter are also the results of the done.
-#ifndef MOE_A2A_FFI_DONE_H_
-#define MOE_A2A_FFI_DONE_H_
+#pragma once
 
 #include <algorithm>
 #include <memory>
@@ -42,5 +41,3 @@ class Done final : public CallState {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_DONE_H_

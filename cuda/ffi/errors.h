@@ -1,6 +1,5 @@
 // Converts problems to errors of XLA.
-#ifndef MOE_A2A_FFI_ERRORS_H_
-#define MOE_A2A_FFI_ERRORS_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -35,5 +34,3 @@ inline ffi::Error ToError(cudaError_t error) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_ERRORS_H_

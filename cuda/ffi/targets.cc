@@ -18,11 +18,6 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {
-
-// ffi/fill_slots.cc
-XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(moe_a2a_fill_slots);
-
 namespace {
 
 // Makes the state of a call and opens its workspace.
@@ -114,11 +109,7 @@ void AddTargets(std::vector<Target>& targets) {
 std::vector<Target> MakeTargets() {
   std::vector<Target> targets;
   for_each(ExchangeCalls{}, [&](auto call) { AddTargets<typename decltype(call)::type>(targets); });
-  targets.push_back(
-      {"moe_a2a_fill_slots", nullptr, moe_a2a_fill_slots_initialize, moe_a2a_fill_slots});
-#ifdef MOE_A2A_GROUPED_GEMM
   AddProductTargets(targets);
-#endif
   return targets;
 }
 

@@ -1,6 +1,5 @@
 // The targets and types that this package registers with XLA.
-#ifndef MOE_A2A_FFI_TARGETS_H_
-#define MOE_A2A_FFI_TARGETS_H_
+#pragma once
 
 #include <string>
 #include <vector>
@@ -22,7 +21,7 @@ struct Target {
 
 const std::vector<Target>& Targets();
 
-// Adds the targets of products (ffi/grouped_gemm.cc). XLA may capture their calls in a CUDA graph.
+// Adds the targets of ffi/products.cc. XLA may capture their calls in a CUDA graph.
 void AddProductTargets(std::vector<Target>& targets);
 
 // The type of the state that `instantiate` makes. XLA assigns the id.
@@ -35,5 +34,3 @@ struct StateType {
 StateType StateOfTargets();
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_FFI_TARGETS_H_

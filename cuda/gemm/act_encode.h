@@ -1,6 +1,5 @@
 // Launches the pass between two products in FP8: activation, router weight and quantization.
-#ifndef MOE_A2A_GEMM_ACT_ENCODE_H_
-#define MOE_A2A_GEMM_ACT_ENCODE_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -39,5 +38,3 @@ cudaError_t LoadActEncode();
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_GEMM_ACT_ENCODE_H_

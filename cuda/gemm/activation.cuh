@@ -1,6 +1,5 @@
 // Activations and their slopes, in float32. Each argument that is NaN has a NaN as its value.
-#ifndef MOE_A2A_GEMM_ACTIVATION_CUH_
-#define MOE_A2A_GEMM_ACTIVATION_CUH_
+#pragma once
 
 #include "gemm/form.h"
 
@@ -88,5 +87,3 @@ __device__ inline void for_activation(Activation a, Body&& body) {
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_ACTIVATION_CUH_

@@ -1,6 +1,5 @@
 // The activations that a grouped GEMM applies to its results.
-#ifndef MOE_A2A_GEMM_ACTIVATION_H_
-#define MOE_A2A_GEMM_ACTIVATION_H_
+#pragma once
 
 #include <cstdint>
 
@@ -19,5 +18,3 @@ enum class Activation : int32_t {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_GEMM_ACTIVATION_H_

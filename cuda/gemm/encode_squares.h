@@ -1,6 +1,5 @@
 // Launches the quantization of weights to BlockwiseFp8, by squares.
-#ifndef MOE_A2A_GEMM_ENCODE_SQUARES_H_
-#define MOE_A2A_GEMM_ENCODE_SQUARES_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -28,5 +27,3 @@ cudaError_t LoadEncodeSquares();
 Problem LaunchEncodeSquares(const EncodeSquares& call, cudaStream_t stream);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_GEMM_ENCODE_SQUARES_H_

@@ -6,8 +6,7 @@
 // row 8 below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
-#ifndef MOE_A2A_GEMM_EPILOGUE_CUH_
-#define MOE_A2A_GEMM_EPILOGUE_CUH_
+#pragma once
 
 #include "gemm/activation.cuh"
 #include "gemm/hopper.cuh"
@@ -389,5 +388,3 @@ class Derivative {
 };
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_EPILOGUE_CUH_

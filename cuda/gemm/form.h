@@ -1,8 +1,7 @@
 // The forms of a grouped GEMM. Its products are matrix products d[m, n] = sum over k of a[m, k]
 // b[k, n], and a form says how one is divided into tiles. Rows of groups lie along one of the three
 // axes.
-#ifndef MOE_A2A_GEMM_FORM_H_
-#define MOE_A2A_GEMM_FORM_H_
+#pragma once
 
 #include <cuda.h>
 
@@ -158,5 +157,3 @@ struct GemmParams {
 };
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_FORM_H_

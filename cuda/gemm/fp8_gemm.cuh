@@ -25,8 +25,7 @@
 // (rows along n). No copy of the scales is needed, so they may lie in any order.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
-#ifndef MOE_A2A_GEMM_FP8_GEMM_CUH_
-#define MOE_A2A_GEMM_FP8_GEMM_CUH_
+#pragma once
 
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.cuh"
@@ -425,5 +424,3 @@ __global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constan
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_FP8_GEMM_CUH_

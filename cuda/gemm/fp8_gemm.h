@@ -1,6 +1,5 @@
 // Launches grouped GEMMs of FP8 numbers with blockwise scales.
-#ifndef MOE_A2A_GEMM_FP8_GEMM_H_
-#define MOE_A2A_GEMM_FP8_GEMM_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -48,5 +47,3 @@ cudaError_t LoadFp8Gemm();
 Problem LaunchFp8Gemm(const Fp8Gemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_GEMM_FP8_GEMM_H_

@@ -1,6 +1,5 @@
 // Launches one form of the FP8 kernel.
-#ifndef MOE_A2A_GEMM_FP8_LAUNCH_CUH_
-#define MOE_A2A_GEMM_FP8_LAUNCH_CUH_
+#pragma once
 
 #include "gemm/fp8_gemm.cuh"
 #include "gemm/launch.cuh"
@@ -54,5 +53,3 @@ Problem LaunchFp8(const Fp8Gemm& gemm, cudaStream_t stream) {
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_FP8_LAUNCH_CUH_

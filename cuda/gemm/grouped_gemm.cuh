@@ -22,8 +22,7 @@
 // when the stores of their gradients have read it. Nothing waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
-#ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
-#define MOE_A2A_GEMM_GROUPED_GEMM_CUH_
+#pragma once
 
 #include "gemm/epilogue.cuh"
 #include "gemm/hopper.cuh"
@@ -358,5 +357,3 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_GROUPED_GEMM_CUH_

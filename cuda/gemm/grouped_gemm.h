@@ -1,6 +1,5 @@
 // Launches grouped GEMMs.
-#ifndef MOE_A2A_GEMM_GROUPED_GEMM_H_
-#define MOE_A2A_GEMM_GROUPED_GEMM_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -73,5 +72,3 @@ Problem WhyNotGroupedGemm(std::string_view type, int64_t num_rows, int64_t num_g
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_GEMM_GROUPED_GEMM_H_

@@ -1,8 +1,7 @@
 // Instructions of compute capability 9.0 for the grouped GEMM, each as a function: matrix products
 // of a warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the
 // instructions that other kernels share.
-#ifndef MOE_A2A_GEMM_HOPPER_CUH_
-#define MOE_A2A_GEMM_HOPPER_CUH_
+#pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -362,5 +361,3 @@ __device__ inline void release_registers() {
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_HOPPER_CUH_

@@ -1,6 +1,5 @@
 // Launches one form of the kernel.
-#ifndef MOE_A2A_GEMM_LAUNCH_CUH_
-#define MOE_A2A_GEMM_LAUNCH_CUH_
+#pragma once
 
 #include <algorithm>
 
@@ -122,5 +121,3 @@ Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
 }
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_LAUNCH_CUH_

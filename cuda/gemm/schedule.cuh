@@ -1,6 +1,5 @@
 // Lists the tiles, and the order in which clusters take them.
-#ifndef MOE_A2A_GEMM_SCHEDULE_CUH_
-#define MOE_A2A_GEMM_SCHEDULE_CUH_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -117,5 +116,3 @@ class Walk {
 };
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_SCHEDULE_CUH_

@@ -1,6 +1,5 @@
 // Describes arrays to the hardware that copies boxes of them.
-#ifndef MOE_A2A_GEMM_TENSOR_MAP_H_
-#define MOE_A2A_GEMM_TENSOR_MAP_H_
+#pragma once
 
 #include <cuda.h>
 
@@ -25,5 +24,3 @@ struct TensorMap {
 Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded);
 
 }  // namespace moe_a2a::gemm
-
-#endif  // MOE_A2A_GEMM_TENSOR_MAP_H_

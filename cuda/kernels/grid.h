@@ -1,6 +1,5 @@
 // Chooses how many blocks a launch has, and how they share its work.
-#ifndef MOE_A2A_KERNELS_GRID_H_
-#define MOE_A2A_KERNELS_GRID_H_
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -163,5 +162,3 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_KERNELS_GRID_H_

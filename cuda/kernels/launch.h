@@ -1,6 +1,5 @@
 // Launchers of the kernels. They only launch: no allocation, no synchronization.
-#ifndef MOE_A2A_KERNELS_LAUNCH_H_
-#define MOE_A2A_KERNELS_LAUNCH_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -87,5 +86,3 @@ static_assert(Tuning::kRouteTokensPerChunk <= kMaxTokensPerRouteChunk &&
 #endif
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_KERNELS_LAUNCH_H_

@@ -8,8 +8,7 @@
 //   Kernel     the type of all its kernels
 //   list(add)  calls add(key, kernel, shared_bytes) for each kernel; shared_bytes is the most
 //              dynamic shared memory that a launch of the kernel requests
-#ifndef MOE_A2A_KERNELS_TABLE_H_
-#define MOE_A2A_KERNELS_TABLE_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -58,5 +57,3 @@ cudaError_t LoadListed() {
 }  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_KERNELS_TABLE_H_

@@ -1,6 +1,5 @@
 // Fills the spare slots of ranks with replicas of popular experts.
-#ifndef MOE_A2A_PLACEMENT_FILL_SLOTS_H_
-#define MOE_A2A_PLACEMENT_FILL_SLOTS_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -28,5 +27,3 @@ cudaError_t LoadFillSlots();
 cudaError_t LaunchFillSlots(const FillSlots& call, cudaStream_t stream);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_PLACEMENT_FILL_SLOTS_H_

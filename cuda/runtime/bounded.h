@@ -1,7 +1,6 @@
 // Bounds a wait for a call of CUDA that may block forever. The call runs in a thread of
 // its own.
-#ifndef MOE_A2A_RUNTIME_BOUNDED_H_
-#define MOE_A2A_RUNTIME_BOUNDED_H_
+#pragma once
 
 #include <atomic>
 #include <chrono>
@@ -29,5 +28,3 @@ inline bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work
 }
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_BOUNDED_H_

@@ -1,8 +1,7 @@
 // A file descriptor that its destructor closes, and that is also closed in a child that this
 // process forks. Otherwise the child would keep a socket open on which it never answers, and memory
 // of other processes, until it ends.
-#ifndef MOE_A2A_RUNTIME_DESCRIPTOR_H_
-#define MOE_A2A_RUNTIME_DESCRIPTOR_H_
+#pragma once
 
 #include <utility>
 
@@ -26,5 +25,3 @@ class Descriptor {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_DESCRIPTOR_H_

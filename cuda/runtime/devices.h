@@ -1,7 +1,6 @@
 // A registry of the devices of all processes, by the ids that JAX assigns, and of the process that
 // holds each device.
-#ifndef MOE_A2A_RUNTIME_DEVICES_H_
-#define MOE_A2A_RUNTIME_DEVICES_H_
+#pragma once
 
 #include <cstdint>
 
@@ -33,5 +32,3 @@ void SetEnded(int process);
 bool HasEnded(int process);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_DEVICES_H_

@@ -1,7 +1,6 @@
 // The functions of the CUDA driver that this package calls. They are found at run time, so that the
 // package loads on a machine without a driver.
-#ifndef MOE_A2A_RUNTIME_DRIVER_H_
-#define MOE_A2A_RUNTIME_DRIVER_H_
+#pragma once
 
 #include <cuda.h>
 
@@ -49,5 +48,3 @@ class DeviceScope {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_DRIVER_H_

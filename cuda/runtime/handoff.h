@@ -1,7 +1,6 @@
 // Lets processes of one host and user share memory. Requests and answers go over a unix socket,
 // allocations as file descriptors. This file does not use CUDA.
-#ifndef MOE_A2A_RUNTIME_HANDOFF_H_
-#define MOE_A2A_RUNTIME_HANDOFF_H_
+#pragma once
 
 #include <chrono>
 #include <cstdint>
@@ -59,5 +58,3 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_HANDOFF_H_

@@ -1,5 +1,4 @@
-#ifndef MOE_A2A_RUNTIME_PER_DEVICE_H_
-#define MOE_A2A_RUNTIME_PER_DEVICE_H_
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -47,5 +46,3 @@ class PerDevice {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_PER_DEVICE_H_

@@ -1,5 +1,4 @@
-#ifndef MOE_A2A_RUNTIME_PROBLEM_H_
-#define MOE_A2A_RUNTIME_PROBLEM_H_
+#pragma once
 
 #include <string>
 #include <utility>
@@ -26,6 +25,8 @@ inline Problem Unsupported(std::string text) {
   return problem;
 }
 
-}  // namespace moe_a2a
+// Returns the problem of an expression from the function around it, if it is not empty.
+#define MOE_A2A_TRY(...) \
+  if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 
-#endif  // MOE_A2A_RUNTIME_PROBLEM_H_
+}  // namespace moe_a2a

@@ -50,9 +50,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
            "error.)";
   }
   // cudaStreamWaitEvent() reads the event's state at once, so one event serves all forks.
-  if (Problem p = Check(cudaEventRecord(forked_, stream), "recording XLA's stream"); !p.empty()) {
-    return p;
-  }
+  MOE_A2A_TRY(Check(cudaEventRecord(forked_, stream), "recording XLA's stream"));
   *side = stream_;
   return Check(cudaStreamWaitEvent(stream_, forked_, 0), "waiting for XLA's stream");
 }
@@ -76,7 +74,7 @@ Problem SideStream::Take(Flight** flight) {
   const auto idle = std::find_if(flights_.begin(), flights_.end(),
                                  [](const Flight& e) { return !e.is_under_way; });
   if (idle == flights_.end()) {
-    if (Problem p = Add(); !p.empty()) return p;
+    MOE_A2A_TRY(Add());
     *flight = &flights_.back();
   } else {
     *flight = &*idle;
@@ -87,11 +85,8 @@ Problem SideStream::Take(Flight** flight) {
 Problem SideStream::Started(int64_t run, Addresses read, Addresses written) {
   std::lock_guard<std::mutex> lock(mutex_);
   Flight* flight;
-  if (Problem p = Take(&flight); !p.empty()) return p;
-  if (Problem p = Check(cudaEventRecord(flight->end, stream_), "recording the exchange");
-      !p.empty()) {
-    return p;
-  }
+  MOE_A2A_TRY(Take(&flight));
+  MOE_A2A_TRY(Check(cudaEventRecord(flight->end, stream_), "recording the exchange"));
   flight->arrays.assign(read.begin(), read.end());
   flight->arrays.insert(flight->arrays.end(), written.begin(), written.end());
   if (Find(flight->arrays.back()) != nullptr) {

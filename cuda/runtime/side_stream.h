@@ -1,7 +1,6 @@
 // A second stream of a device, for split exchanges, and a table of the exchanges that were started
 // on it.
-#ifndef MOE_A2A_RUNTIME_SIDE_STREAM_H_
-#define MOE_A2A_RUNTIME_SIDE_STREAM_H_
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -63,5 +62,3 @@ class SideStream {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_SIDE_STREAM_H_

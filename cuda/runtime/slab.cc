@@ -87,14 +87,11 @@ OwnSlab::OwnSlab(int ordinal, std::vector<int> readers, bool is_shared)
 }
 
 Problem OwnSlab::Open() {
-  if (Problem p = CheckAccess(properties_.location.id, readers_); !p.empty()) return p;
-  if (Problem p = Slab::Open(); !p.empty()) return p;
-  if (Problem p = Check(
-          driver_->granularity(&granularity_, &properties_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-          "asking for the allocation granularity");
-      !p.empty()) {
-    return p;
-  }
+  MOE_A2A_TRY(CheckAccess(properties_.location.id, readers_));
+  MOE_A2A_TRY(Slab::Open());
+  MOE_A2A_TRY(
+      Check(driver_->granularity(&granularity_, &properties_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+            "asking for the allocation granularity"));
   if (kHeaderBytes % granularity_ == 0) return {};
   return "the driver's allocation granularity must divide the workspace's header; got " +
          std::to_string(granularity_) + " bytes";
@@ -106,9 +103,9 @@ Problem OwnSlab::Grow(int64_t half_bytes) {
     return "landing zones must be at most " + std::to_string(kHalfStride) + " bytes; got " +
            std::to_string(half_bytes) + ". Use fewer tokens per exchange";
   }
-  if (Problem p = BackUpTo(0, kHeaderBytes, kHeaderBytes); !p.empty()) return p;
+  MOE_A2A_TRY(BackUpTo(0, kHeaderBytes, kHeaderBytes));
   for (int half = 0; half < kRingDepth; ++half) {
-    if (Problem p = BackUpTo(half_offset(half), kHalfStride, wanted); !p.empty()) return p;
+    MOE_A2A_TRY(BackUpTo(half_offset(half), kHalfStride, wanted));
   }
   return {};
 }
@@ -123,11 +120,8 @@ Problem OwnSlab::Share(size_t first, std::vector<Allocation>* allocations) {
   for (size_t i = first; i < mapped_.size(); ++i) {
     const Mapped& m = mapped_[i];
     int fd = -1;
-    if (Problem p = Check(driver_->export_handle(&fd, m.handle, kShared, 0),
-                          "sharing it with another process");
-        !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(Check(driver_->export_handle(&fd, m.handle, kShared, 0),
+                      "sharing it with another process"));
     allocations->push_back({m.offset, m.bytes, Descriptor(fd)});
   }
   return {};
@@ -167,11 +161,8 @@ Problem PeerSlab::Map(const std::vector<Allocation>& allocations) {
     }
     CUmemGenericAllocationHandle handle;
     void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(allocation.memory.get()));
-    if (Problem p = Check(driver_->import_handle(&handle, fd, kShared), "importing memory");
-        !p.empty()) {
-      return p;
-    }
-    if (Problem p = MapAt(allocation.offset, allocation.bytes, handle); !p.empty()) return p;
+    MOE_A2A_TRY(Check(driver_->import_handle(&handle, fd, kShared), "importing memory"));
+    MOE_A2A_TRY(MapAt(allocation.offset, allocation.bytes, handle));
   }
   return {};
 }

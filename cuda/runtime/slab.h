@@ -5,8 +5,7 @@
 // Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC
 // handles, a slab can grow at fixed addresses. If the owner of a slab ends, other processes'
 // mappings stay valid: writes to the memory of a dead peer have no effect and do not fault.
-#ifndef MOE_A2A_RUNTIME_SLAB_H_
-#define MOE_A2A_RUNTIME_SLAB_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -102,5 +101,3 @@ class PeerSlab : public Slab {
 Problem CheckAccess(int ordinal, const std::vector<int>& readers);
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_SLAB_H_

@@ -1,5 +1,4 @@
-#ifndef MOE_A2A_RUNTIME_SLICE_H_
-#define MOE_A2A_RUNTIME_SLICE_H_
+#pragma once
 
 #include <cstddef>
 
@@ -22,5 +21,3 @@ struct Slice {
 using Addresses = Slice<char* const>;
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_SLICE_H_

@@ -27,12 +27,9 @@ Problem Check(cudaError_t error, const char* doing) {
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
-  Problem p = Check(cudaSetDevice(ordinal), "choosing a device");
-  if (p.empty()) {
-    p = Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  }
-  if (!p.empty()) return p;
-  p = Check(work(stream), doing);
+  MOE_A2A_TRY(Check(cudaSetDevice(ordinal), "choosing a device"));
+  MOE_A2A_TRY(Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream"));
+  Problem p = Check(work(stream), doing);
   if (p.empty()) p = Check(cudaStreamSynchronize(stream), doing);
   cudaStreamDestroy(stream);
   return p;
@@ -107,19 +104,16 @@ std::vector<int> Workspace::ReadersOf(const Device& device) const {
 Problem Workspace::CheckAccess() const {
   for (const Device& device : devices_) {
     if (!device.is_own()) continue;
-    Problem p = moe_a2a::CheckAccess(device.place.ordinal, ReadersOf(device));
-    if (!p.empty()) return p;
+    MOE_A2A_TRY(moe_a2a::CheckAccess(device.place.ordinal, ReadersOf(device)));
   }
   return unknown_;
 }
 
 Problem Workspace::OpenOwn(Device& device) {
-  if (Problem p = Check(cudaSetDevice(device.place.ordinal), "choosing a device"); !p.empty()) {
-    return p;
-  }
+  MOE_A2A_TRY(Check(cudaSetDevice(device.place.ordinal), "choosing a device"));
   if (!device.own) {
     auto own = std::make_unique<OwnSlab>(device.place.ordinal, ReadersOf(device), spans_processes_);
-    if (Problem p = own->Open(); !p.empty()) return p;
+    MOE_A2A_TRY(own->Open());
     device.own = std::move(own);
   }
   return OpenRest(device);
@@ -127,21 +121,20 @@ Problem Workspace::OpenOwn(Device& device) {
 
 Problem Workspace::OpenRest(Device& device) {
   // Kernels are loaded now, because loading one while a peer waits can deadlock.
-  if (Problem p = Check(kernels().load(), "loading the kernels"); !p.empty()) return p;
+  MOE_A2A_TRY(Check(kernels().load(), "loading the kernels"));
   if (errors_ == nullptr) {
     const std::vector<Device*> own = OwnDevices();
     const size_t bytes = own.size() * sizeof(ErrorRecord);
-    Problem p = Check(cudaHostAlloc(reinterpret_cast<void**>(&errors_), bytes,
+    MOE_A2A_TRY(Check(cudaHostAlloc(reinterpret_cast<void**>(&errors_), bytes,
                                     cudaHostAllocPortable | cudaHostAllocMapped),
-                      "allocating the error records");
-    if (!p.empty()) return p;
+                      "allocating the error records"));
     std::memset(errors_, 0, bytes);
     for (size_t i = 0; i < own.size(); ++i) own[i]->error = &errors_[i];
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
   if (is_split(kind_) && (rank(device) == 0 || !topology_.is_colocated())) {
     if (!device.side) device.side = std::make_unique<SideStream>();
-    if (Problem p = device.side->Open(); !p.empty()) return p;
+    MOE_A2A_TRY(device.side->Open());
   }
   return {};
 }
@@ -166,14 +159,14 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
 Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
   for (Device* device : OwnDevices()) {
     if (!own_is_open_) {
-      if (Problem p = OpenOwn(*device); !p.empty()) return p;
+      MOE_A2A_TRY(OpenOwn(*device));
     }
     // All devices grow before any of them uses the new shape.
-    if (Problem p = device->own->Grow(half_bytes); !p.empty()) return p;
+    MOE_A2A_TRY(device->own->Grow(half_bytes));
   }
   if (!own_is_open_) {
     for (Device* device : OwnDevices()) {
-      if (Problem p = ClearHeader(device->place.ordinal, device->base()); !p.empty()) return p;
+      MOE_A2A_TRY(ClearHeader(device->place.ordinal, device->base()));
     }
   }
   return {};
@@ -194,7 +187,7 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
   uint64_t generation;
   {
     std::lock_guard<std::mutex> own_lock(own_mutex_);
-    if (Problem p = ReserveOwn(half_bytes); !p.empty()) return p;
+    MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
   // half_bytes, not own_half_bytes_: the latter may be larger, for a shape that did not fit in
@@ -203,7 +196,7 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     DeviceScope scope;
     for (Device& device : devices_) {
       if (device.is_own()) continue;
-      if (Problem p = ReservePeer(device, half_bytes, generation, timeout_ns); !p.empty()) return p;
+      MOE_A2A_TRY(ReservePeer(device, half_bytes, generation, timeout_ns));
     }
   }
   half_bytes_ = half_bytes;
@@ -246,7 +239,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
   }
   if (!device.peer) {
     auto peer = std::make_unique<PeerSlab>(ReadersOf(device));
-    if (Problem p = peer->Open(); !p.empty()) return p;
+    MOE_A2A_TRY(peer->Open());
     device.peer = std::move(peer);
   }
   while (!device.peer->holds(half_bytes)) {
@@ -328,9 +321,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
   for (const Device* device : OwnDevices()) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
-    if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
-      return p;
-    }
+    MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
     // Even if another device has used up the time, this device has enough time to show that it is
     // idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
@@ -400,7 +391,7 @@ Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>*
 
 Problem Workspace::Wait(int64_t timeout_ns) {
   std::unique_lock<std::mutex> lock;
-  if (Problem p = LockWithin(&timeout_ns, &lock); !p.empty()) return p;
+  MOE_A2A_TRY(LockWithin(&timeout_ns, &lock));
   DeviceScope scope;
   return WaitUntilIdle(timeout_ns);
 }
@@ -408,14 +399,14 @@ Problem Workspace::Wait(int64_t timeout_ns) {
 Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns) {
   std::vector<std::unique_lock<std::mutex>> locks(workspaces.size());
   for (size_t i = 0; i < workspaces.size(); ++i) {
-    if (Problem p = workspaces[i]->LockWithin(&timeout_ns, &locks[i]); !p.empty()) return p;
+    MOE_A2A_TRY(workspaces[i]->LockWithin(&timeout_ns, &locks[i]));
   }
   DeviceScope scope;
   // No slab is unmapped while a peer of this process may still write to it. Mappings in other
   // processes stay. The wait does not hold own_mutex_, because the one thread that answers other
   // processes for all workspaces takes that mutex.
   for (Workspace* workspace : workspaces) {
-    if (Problem p = workspace->WaitUntilIdle(timeout_ns); !p.empty()) return p;
+    MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
   Problem first;
   for (Workspace* workspace : workspaces) {
@@ -575,7 +566,7 @@ Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
     if (index >= 0 && static_cast<int64_t>(device->index) != index) continue;
     cudaSetDevice(device->place.ordinal);
     set(device->base());
-    if (Problem p = Check(cudaDeviceSynchronize(), "setting test hooks"); !p.empty()) return p;
+    MOE_A2A_TRY(Check(cudaDeviceSynchronize(), "setting test hooks"));
   }
   return {};
 }

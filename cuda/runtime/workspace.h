@@ -1,7 +1,6 @@
 // The memory for one workspace kind of a topology: a slab per device, opened at the first use. Each
 // process allocates the slabs of its own devices, and maps the slabs of other processes.
-#ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
-#define MOE_A2A_RUNTIME_WORKSPACE_H_
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -195,5 +194,3 @@ class Workspace {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_RUNTIME_WORKSPACE_H_

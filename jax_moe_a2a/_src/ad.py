@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from . import compat
+
+Tangent: TypeAlias = jax.Array | ad.Zero
+"""A tangent or cotangent of an array."""
 
 
 def accumulation_dtype(dtype: Any) -> Any:

@@ -57,10 +57,6 @@ def route(
       A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
       as ``topk_ids``, and to ``combine`` as ``recv``.
 
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
-
     Example:
       Two ranks have one expert each. Both experts receive three rows:
 
@@ -130,10 +126,6 @@ def dispatch(
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and more. C is the capacity, and L the number
       of local experts.
-
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
 
     Example:
       Two ranks have one expert and two tokens each. Rank 0 receives three rows for expert 0: token
@@ -225,10 +217,6 @@ def combine(
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.
 
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
-
     Example:
       Two ranks have one expert each. Each expert adds its id plus 1 to its rows:
 
@@ -280,48 +268,11 @@ def dispatch_start(
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
     and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
 
-    Args:
-      x: as in ``dispatch``.
-      topk_ids: as in ``dispatch``.
-      topk_weights: as in ``dispatch``.
-      group: as in ``dispatch``.
-      num_experts: as in ``dispatch``.
-      exchange: how tokens travel, an ``Exchange``, without ``replicated``.
-      shared_weights: as in ``dispatch``.
-      decode: as in ``dispatch``.
-      tail: as in ``dispatch``.
+    The arguments are those of ``dispatch``, but the routing cannot have replicated tokens, which do
+    not travel. On the CUDA path, the call must be under ``jax.jit``.
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
-
-    Raises:
-      TypeError: as ``dispatch``.
-      ValueError: as ``dispatch``. Also if the routing has replicated tokens, which do not travel,
-        or if the call is outside ``jax.jit`` on the CUDA path.
-
-    Example:
-      A shared computation runs while tokens travel:
-
-      ```python
-      import jax
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      group = ma.Group(axis_name="ep", size=2)
-
-      def on_rank(x, ids):
-          inflight = ma.dispatch_start(x, ids, group=group, num_experts=2)
-          inflight, shared = ma.overlap(inflight, jnp.square, x)
-          recv = ma.dispatch_done(inflight)
-          return shared + ma.combine(recv.rows, recv)
-
-      x, ids = jnp.full((2, 3, 4), 3.0), jnp.ones((2, 3, 1), int)
-      print(jax.vmap(on_rank, axis_name="ep")(x, ids)[0, 0])
-      ```
-
-      ```text
-      [12. 12. 12. 12.]
-      ```
     """
     arrays = x, topk_ids, topk_weights, shared_weights
     given = RouteArguments(group, num_experts, check_exchange(exchange))
@@ -344,10 +295,6 @@ def dispatch_done(inflight: InFlight) -> Recv:
 
     Returns:
       A ``Recv``.
-
-    Raises:
-      TypeError: if ``inflight`` is anything else.
-      ValueError: if ``inflight`` was already used, or was started in another function.
     """
     return finish_exchange(inflight, "dispatch")
 
@@ -361,22 +308,11 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine``, and return what ``combine_done`` needs to finish it.
 
-    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
-    ``add``: add to the result of ``combine_done``.
-
-    Args:
-      y: as in ``combine``.
-      recv: as in ``combine``.
-      weights: as in ``combine``.
-      wire_dtype: as in ``combine``.
+    ``combine_start`` works like ``dispatch_start``, with the arguments of ``combine``. Its gradient
+    is ``dispatch_done``. It has no ``add``: add to the result of ``combine_done``.
 
     Returns:
       An ``InFlight``. Pass it to ``combine_done`` once, in the same function.
-
-    Raises:
-      TypeError: as ``combine``.
-      ValueError: as ``combine``. Also if the routing has replicated tokens, which do not travel, or
-        if the call is outside ``jax.jit`` on the CUDA path.
     """
     arguments = check_combine(y, recv, weights, wire_dtype)
     check_start("combine", arguments.routing)
@@ -399,9 +335,5 @@ def combine_done(inflight: InFlight) -> PyTree:
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y`` of ``combine_start``.
-
-    Raises:
-      TypeError: if ``inflight`` is anything else.
-      ValueError: if ``inflight`` was already used, or was started in another function.
     """
     return finish_exchange(inflight, "combine")

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -17,6 +17,7 @@ from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
@@ -24,6 +25,7 @@ from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
 
 T = TypeVar("T")
+LoweringContext: TypeAlias = mlir.LoweringRuleContext
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -169,12 +171,14 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn or None)``."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)`` for equations of which some
+    result is used. Other equations are removed."""
 
-    def with_any_signature(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        return rule(used_outputs, args[-1])  # newer versions insert the live inputs
+    def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
+        eqn = args[-1]  # newer versions insert the live inputs
+        return rule(used_outputs, eqn) if any(used_outputs) else ([False] * len(eqn.invars), None)
 
-    pe.dce_rules[primitive] = with_any_signature
+    pe.dce_rules[primitive] = of_any
 
 
 def register_partial_eval_rule(

@@ -36,7 +36,6 @@ NAMES = dict(
     unfused_activation="activation",
     fill_slots="placement of experts",
 )
-EXCHANGES = ("dispatch", "combine")  # the ends of their names, without the phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +112,6 @@ def explain(
       An ``Explanation``, which prints as a table, and iterates over ``Call`` records. If this
       process alone cannot know a path, for example because the GPUs belong to several processes,
       the path is "unknown".
-
-    Raises:
-      TypeError: if ``fn`` is not a function.
-      ValueError: if ``device`` is not as above. Errors of ``fn`` are raised, too.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function; got {fn!r}")

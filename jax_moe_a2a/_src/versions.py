@@ -8,11 +8,7 @@ OLDEST_JAX = (0, 10, 2)
 
 
 def check_jax() -> None:
-    """Check the version of JAX.
-
-    Raises:
-      ImportError: if JAX is older than ``OLDEST_JAX``.
-    """
+    """Raise an ImportError if JAX is older than ``OLDEST_JAX``."""
     if jax.__version_info__ < OLDEST_JAX:
         oldest = ".".join(map(str, OLDEST_JAX))
         raise ImportError(

@@ -1,127 +1,133 @@
-"""Define the options of the Flax modules, and the specs of their parameters."""
+"""Define the layer that the Flax modules apply, and the names of its parameters in a module."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 
 import jax_moe_a2a as ma
 
 from .._src.checks import fitting_experts
 from .._src.layer.axes import AxesLike as AxesLike
 from .._src.layer.axes import as_axes
-from .._src.layer.parameters import NUM_AXES
-from .._src.layer.router import Choose as Choose
 
-Activation = Callable[[jax.Array], jax.Array]
-Initializer = Callable[..., jax.Array]
-
-# Weights that a module may hold in FP8. Their scales are parameters with these names.
-SCALES = {name: f"{name}_scales" for name in ("w_gate_up", "w_down")}
-# Arrays of a module, or arguments of each of its calls.
-OF_ROUTER = {"kernel": "router", "bias": "router_bias", "select_bias": "select_bias"}
-PARAMETERS = *OF_ROUTER.values(), *NUM_AXES, *SCALES.values()
-OF_A_CALL = "x", "mask", "router_input", "shared_weights", "quantized", "placement"
-# Options of ``moe`` that the modules have, too.
-OPTIONS = tuple(
-    name for name in inspect.signature(ma.moe).parameters if name not in (*PARAMETERS, *OF_A_CALL)
-)
+Fp8: TypeAlias = Literal["train", "frozen"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """``moe`` with the options of a module. Layers of equal options are equal."""
 
-    choose: Choose
-    options: tuple[tuple[str, Any], ...]
+    config: ma.MoEConfig
+    axes: AxesLike
+    exchange: ma.Exchange | None
+    outputs: tuple[str, ...]
+    dtype: DTypeLike
+    fp8: Fp8 | None
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Layer:
-        """Return the layer whose options are among ``given``."""
-        return cls(given["choose"], tuple((name, given[name]) for name in OPTIONS))
+    def __post_init__(self) -> None:
+        """Raise an error if options do not fit together."""
+        if not isinstance(self.config, ma.MoEConfig):
+            raise TypeError(
+                f"config must be a MoEConfig; got {self.config!r}. Pass ma.MoEConfig(hidden, "
+                "expert_hidden, num_experts, choose)"
+            )
+        if self.fp8 not in (None, *get_args(Fp8)):
+            raise ValueError(f'fp8 must be "train", "frozen" or None; got {self.fp8!r}')
+        group, num_experts = as_axes(self.axes).experts, self.config.num_experts
+        if isinstance(group, ma.Group) and num_experts % group.size:
+            raise ValueError(
+                f"num_experts must be a multiple of the group's size {group.size}; got "
+                f"{num_experts}. {fitting_experts(num_experts, group.size)}"
+            )
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Draw the parameters, where they belong if a mesh is in scope."""
+        return named(self._draw(key, self.axes if mesh_in_scope() else None))
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the parameters of ``moe`` as shapes and dtypes."""
+        return jax.eval_shape(lambda key: self._draw(key, None), jax.random.key(0))
+
+    def specs(self) -> dict[str, P]:
+        """Return where the parameters belong."""
+        return named(ma.moe_partition_specs(self.shapes(), self.axes))
+
+    def experts(self, arrays: Mapping[str, jax.Array]) -> ma.Experts:
+        """Return the experts among the parameters, in the dtype in which the layer computes."""
+        return self._arguments(arrays)["experts"]
 
     def __call__(
-        self, params: Mapping[str, jax.Array], dtype: Any, given: Mapping[str, Any]
+        self,
+        arrays: Mapping[str, jax.Array],
+        x: jax.Array,
+        *,
+        select_bias: jax.Array | None,
+        mask: ArrayLike | None,
+        router_input: ArrayLike | None,
+        replay: ArrayLike | None,
+        per_token: object,
+        whole: object,
+        shared_weights: ArrayLike | None,
+        experts: ma.Experts | None,
+        placement: ma.Placement | None,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer in a dtype to the arguments of a call of the module, among ``given``. The
-        router computes in the larger one of both dtypes."""
-        arguments = dict(self.options) | {name: given[name] for name in OF_A_CALL}
-        arguments["x"] = given["x"].astype(dtype)
-        router = ma.Router(
-            *(params.get(name) for name in OF_ROUTER.values()),
-            choose=self.choose,
-            per_token=given["per_token"],
-            whole=given["whole"],
+        """Apply the layer. The router computes in the larger one of its dtype and ``dtype``."""
+        arguments = self._arguments(arrays)
+        router = arguments["router"]
+        router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)
+        arguments["router"] = router if replay is None else router.replay(replay)
+        if experts is not None:
+            arguments["experts"] = experts
+        elif self.fp8 == "train":
+            arguments["experts"] = arguments["experts"].in_fp8()
+        return ma.moe(
+            x.astype(self.dtype),
+            **arguments,
+            axes=self.axes,
+            shared_weights=shared_weights,
+            mask=mask,
+            router_input=router_input,
+            exchange=self.exchange,
+            placement=placement,
+            outputs=self.outputs,
         )
-        arguments["router"] = router if given["replay"] is None else router.replay(given["replay"])
-        for name, param in params.items():
-            scales = SCALES.get(name, "")
-            if scales in params:
-                arguments[name] = ma.QuantizedExperts(param, params[scales])
-            elif name in NUM_AXES:
-                arguments[name] = param.astype(dtype)
-        return ma.moe(**arguments)
+
+    def _draw(self, key: jax.Array, axes: AxesLike | None) -> dict[str, Any]:
+        params = ma.init_moe(key, self.config, axes)
+        if self.fp8 == "frozen":
+            params["experts"] = ma.quantize_experts(params["experts"])
+        return params
+
+    def _arguments(self, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Return arguments of ``moe`` from the parameters by name."""
+        in_fp8 = lambda w: isinstance(w, ma.QuantizedExperts)
+        cast = lambda w: w if in_fp8(w) else w.astype(self.dtype)
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, _: arrays[_name_of(path)], self.shapes()
+        )
+        router = params.pop("router")  # keeps its dtype
+        return {"router": router, **jax.tree.map(cast, params, is_leaf=in_fp8)}
 
 
-def specs_of(hidden: int, given: Mapping[str, Any]) -> dict[str, P]:
-    """Return where the parameters of a module with these options belong."""
-    shapes = jax.eval_shape(lambda key: _draw(key, hidden, given, None), jax.random.key(0))
-    return _flat(ma.moe_partition_specs(shapes, given["axes"])) | {"select_bias": P()}
+def named(params: Mapping[str, object]) -> dict[str, Any]:
+    """Return the leaves of parameters of ``moe``, each by its name in a module."""
+    return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def _name_of(path: jax.tree_util.KeyPath) -> str:
+    """Return ``router_kernel`` for ``router.kernel``, ``w_in`` for ``experts.w_in``, and
+    ``shared_w_in`` for ``shared.w_in``. The values of weights in FP8 have the name of the weights.
+    """
+    name = jax.tree_util.keystr(path, simple=True, separator="_")
+    return name.removeprefix("experts_").removesuffix("_values")
 
 
 def mesh_in_scope() -> bool:
     """Return True if the program has a mesh, so that parameters can be placed."""
     return not jax.sharding.get_abstract_mesh().empty
-
-
-def init_moe(key: jax.Array, hidden: int, given: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Draw the parameters of a module with these options, where they belong if a mesh is known."""
-    return _flat(_draw(key, hidden, given, given["axes"] if mesh_in_scope() else None))
-
-
-def _draw(
-    key: jax.Array, hidden: int, given: Mapping[str, Any], axes: AxesLike | None
-) -> dict[str, Any]:
-    """Return the parameters of ``moe`` for a module with these options."""
-    same = "expert_hidden", "num_experts", "choose", "router_dtype", "bias", "initializer"
-    options = {name: given[name] for name in same} | dict(dtype=given["param_dtype"], axes=axes)
-    if given["shared_expert"]:
-        options["shared_hidden"] = given["shared_hidden"] or given["expert_hidden"]
-    params = ma.init_moe(key, hidden, **options)
-    if given["weights_format"] is not None:
-        params |= {name: ma.quantize_experts(params[name]) for name in SCALES}
-    return params
-
-
-def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters of ``moe`` or their placements, each array by its name in a module."""
-    arrays = {name: getattr(params["router"], field) for field, name in OF_ROUTER.items()}
-    found = dict(params) | arrays
-    found = {name: array for name, array in found.items() if array is not None}
-    for name, scales in SCALES.items():
-        if isinstance(params[name], ma.QuantizedExperts):
-            found[name], found[scales] = params[name].values, params[name].scales
-    return found
-
-
-def check_module(given: Mapping[str, Any]) -> None:
-    """Raise an error if options of a module do not fit together."""
-    group, num_experts = as_axes(given["axes"]).experts, given["num_experts"]
-    fmt = given["weights_format"]
-    if fmt is not None and not isinstance(fmt, ma.BlockwiseFp8):
-        raise ValueError(f"weights_format must be BlockwiseFp8() or None; got {fmt!r}")
-    if given["shared_hidden"] is not None and not given["shared_expert"]:
-        raise ValueError(
-            "shared_hidden must be None without a shared expert; got "
-            f"{given['shared_hidden']}. Pass shared_expert=True as well"
-        )
-    if isinstance(group, ma.Group) and num_experts % group.size:
-        raise ValueError(
-            f"num_experts must be a multiple of the group's size {group.size}; got {num_experts}. "
-            f"{fitting_experts(num_experts, group.size)}"
-        )

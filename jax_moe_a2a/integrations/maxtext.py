@@ -8,15 +8,18 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
+from .._src.checks import check_bool
 from .._src.plan.options import check_exchange
 
 
@@ -29,6 +32,27 @@ class _Version(NamedTuple):
     """True if the balance loss reads router scores without the bias of loss-free balancing."""
     counts_with_accumulation: bool
     """True if the trainer takes counts of tokens, not updates, when it accumulates gradients."""
+
+
+class _RoutedMoE(Protocol):
+    """MaxText's layer. ``_VERSIONS`` has the parameters of its methods."""
+
+    mesh: Mesh
+    config: Any
+    dtype: DTypeLike
+    rngs: Any
+    num_experts: int
+    is_hash_routing: bool
+    activation_fn: Callable[[jax.Array], jax.Array]
+    _expert_parallelism_name: str | tuple[str, ...]
+    _tensor_parallelism_name: str
+    _logical_to_mesh_axes: Callable[..., P | None]
+    _maybe_shard_with_pspec: Callable[..., jax.Array]
+    apply_ffn_activation: Callable[..., jax.Array]
+    get_topk: Callable[..., tuple[jax.Array, jax.Array]]
+    load_balance_loss: Callable[..., jax.Array]
+    megatron_seq_aux_loss: Callable[..., jax.Array]
+    should_update_load_balance: Callable[[], bool]
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
@@ -83,7 +107,7 @@ _REQUIRED: dict[str, Any] = dict(
     enable_diloco=False,
 )
 _REMEDIES = dict(
-    quantization="For experts in FP8, pass experts_format=ma.BlockwiseFp8() to enable. ",
+    quantization="For experts in FP8, pass fp8=True to enable. ",
     moe_quantize_token_all_gather="For tokens that travel in FP8, pass "
     "exchange=ma.Exchange(token_format=ma.BlockwiseFp8()) to enable. ",
     moe_quantize_combine_bwd_method="For partial sums of another dtype, pass "
@@ -100,7 +124,7 @@ class _Options:
     """The arguments of ``enable``, and the version of MaxText."""
 
     version: _Version
-    experts_format: ma.BlockwiseFp8 | None
+    fp8: bool
     exchange: ma.Exchange
     group: Mapping[str, Any]
     """Arguments of ``Group``."""
@@ -112,7 +136,7 @@ _replaced: dict[str, Any] = {}
 
 def enable(
     *,
-    experts_format: ma.BlockwiseFp8 | None = None,
+    fp8: bool = False,
     exchange: ma.Exchange | None = None,
     **group_options: Any,
 ) -> None:
@@ -123,15 +147,15 @@ def enable(
     the arguments of the first one. Programs that JAX has already traced stay as they are.
 
     Args:
-      experts_format: ``BlockwiseFp8()`` for training with products in FP8, as in ``moe_mlp``; None
-        for products in MaxText's ``dtype``.
+      fp8: True for training with products in FP8, as with ``Experts.in_fp8``; False for products in
+        MaxText's ``dtype``.
       exchange: how tokens travel, an ``Exchange`` with ``token_format``, ``wire_dtype`` or
         ``alignment``. MaxText's config decides its other options.
       **group_options: arguments of ``Group``, for example ``num_sms`` or ``timeout``.
 
     Raises:
       ImportError: if MaxText is not installed, or its version is not supported.
-      TypeError: if an option of the group is unknown, or ``exchange`` is not an ``Exchange``.
+      TypeError: if an option of the group is unknown, or another argument has the wrong type.
       ValueError: if ``exchange`` has an option that MaxText's config decides.
     """
     ma.Group(axis_name="expert", size=1, **group_options)
@@ -144,22 +168,22 @@ def enable(
             )
     module, version = _supported_maxtext()
     disable()
-    options = _Options(version, experts_format, exchange, group_options)
+    options = _Options(version, check_bool("fp8", fp8), exchange, group_options)
     routed_moe = module.RoutedMoE
     init, call = routed_moe.__init__, routed_moe.__call__
 
     @functools.wraps(init)
-    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked_init(self: _RoutedMoE, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
-        _check_config(self.config)  # some schedules build the layer and then go around its methods
+        _check_config(self)  # some schedules build the layer and then go around its methods
 
     @functools.wraps(call)
-    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_config(self.config)  # the layer may be older, and select another implementation
+    def checked_call(self: _RoutedMoE, *args: object, **kwargs: object) -> Any:
+        _check_config(self)  # the layer may be older, and select another implementation
         return call(self, *args, **kwargs)
 
     @functools.wraps(routed_moe.sparse_matmul)
-    def sparse_matmul(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def sparse_matmul(self: _RoutedMoE, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         return _sparse_matmul(options, self, *args, **kwargs)
 
     methods: dict[str, Callable[..., Any]] = {
@@ -203,17 +227,17 @@ def _supported_maxtext() -> tuple[Any, _Version]:
     return module, version
 
 
-def _check_config(config: Any) -> None:
+def _check_config(layer: _RoutedMoE) -> None:
     """Raise an error if an option asks for something that the layer does not do."""
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
-        value = getattr(config, name, expected)
+        value = getattr(layer.config, name, expected)
         if (value or expected) and value != expected:  # False, "" and None are one value
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
                 f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
             )
-    attention = str(getattr(config, "attention", ""))
+    attention = str(getattr(layer.config, "attention", ""))
     if attention.startswith("vllm"):
         raise ValueError(
             f"attention must not be that of vLLM, which has experts of its own, {_ENABLED}; got "
@@ -237,12 +261,12 @@ class _Axes(NamedTuple):
         return tuple(axis for entry in self.tokens for axis in _names(entry))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _axes_of(layer: Any, batch_size: int) -> _Axes:
+def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
     """Return the axes of a layer for a batch of tokens, or raise an error."""
     size = lambda axes: math.prod(layer.mesh.shape[axis] for axis in axes)
     present = lambda names: tuple(axis for axis in _names(names) if axis in layer.mesh.shape)
@@ -272,37 +296,37 @@ def _axes_of(layer: Any, batch_size: int) -> _Axes:
 
 def _sparse_matmul(
     options: _Options,
-    layer: Any,
+    layer: _RoutedMoE,
     inputs: jax.Array,
     gate_logits: jax.Array,
     pre_bias_logits: jax.Array | None,
-    *weights: Any,
+    *weights: jax.Array | None,
     input_ids: jax.Array | None = None,
     forced_routed_experts: jax.Array | None = None,
-    **named: Any,
+    **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the layer's outputs, its balance loss and its update of the router's bias.
 
     This is ``RoutedMoE.sparse_matmul``.
     """
-    _check_config(layer.config)  # a class that was derived before enable has its own __call__
+    _check_config(layer)  # a class that was derived before enable has its own __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None
     columns, rows = P(axes.expert, None, tensor), P(axes.expert, tensor)
-    arrays: dict[str, Any] = dict(
+    given: dict[str, jax.Array | None] = dict(
         inputs=inputs,
         gate_logits=gate_logits,
         pre_bias_logits=pre_bias_logits,
         input_ids=input_ids,
         forced_routed_experts=forced_routed_experts,
     )
-    specs = dict.fromkeys(arrays, axes.tokens)
+    specs = dict.fromkeys(given, axes.tokens)
     specs |= dict(w0_kernel=columns, w1_kernel=columns, wo_kernel=rows)
     specs |= dict(w0_bias=rows, w1_bias=rows, wo_bias=P(axes.expert))
     # Weights are cast before they are gathered over data axes, so that fewer bytes travel.
-    arrays |= {n: None if w is None else w.astype(layer.dtype) for n, w in named.items()}
-    arrays = {n: array for n, array in arrays.items() if array is not None}
+    given |= {n: None if w is None else w.astype(layer.dtype) for n, w in named.items()}
+    arrays = {n: array for n, array in given.items() if array is not None}
     placed = {n: layer._maybe_shard_with_pspec(array, specs[n]) for n, array in arrays.items()}
     body = jax.shard_map(
         functools.partial(_moe_body, options, layer, axes),
@@ -312,7 +336,7 @@ def _sparse_matmul(
         check_vma=layer.config.check_vma,
     )
     output, loss, updates = body(placed, layer.rngs)
-    if _has_loss(layer) and _is_loss_of_sequences(layer.config):
+    if _has_loss(layer) and _is_loss_of_sequences(layer):
         # This loss needs whole sequences, which the mesh may divide.
         scores = gate_logits if pre_bias_logits is None else pre_bias_logits
         loss = layer.megatron_seq_aux_loss(scores)
@@ -320,7 +344,7 @@ def _sparse_matmul(
 
 
 def _moe_body(
-    options: _Options, layer: Any, axes: _Axes, arrays: dict[str, Any], rngs: Any
+    options: _Options, layer: _RoutedMoE, axes: _Axes, arrays: dict[str, jax.Array], rngs: object
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Compute the whole layer inside ``jax.shard_map``."""
     config, get = layer.config, arrays.get
@@ -343,7 +367,7 @@ def _moe_body(
     top_k = ids.shape[-1]
     tokens, ids, weights = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     row_weights: jax.Array | None = weights
-    if _block(config) == "llama4":
+    if _block(layer) == "llama4":
         if top_k != 1:
             raise ValueError(
                 "num_experts_per_tok must be 1 for the decoder block llama4, which scales the "
@@ -355,15 +379,18 @@ def _moe_body(
     if b_out is not None and axes.tensor:
         # The tensor axis adds partial sums, in which each bias counts once.
         b_out = jnp.where(lax.axis_index(axes.tensor) == 0, b_out, 0)
-    side_by_side = lambda *names: jnp.concatenate([arrays[name] for name in names], axis=-1)
+    gate_and_up = lambda *names: jnp.stack([arrays[name] for name in names], axis=-2)
+    experts = ma.Experts(
+        gate_and_up("w0_kernel", "w1_kernel"),
+        arrays["wo_kernel"],
+        gate_and_up("w0_bias", "w1_bias") if "w0_bias" in arrays else None,
+        b_out,
+        activation=_activation(layer),
+    )
     y = ma.moe_mlp(
         tokens,
         ma.RouterChoices(ids, row_weights),
-        side_by_side("w0_kernel", "w1_kernel"),
-        arrays["wo_kernel"],
-        b_in=side_by_side("w0_bias", "w1_bias") if "w0_bias" in arrays else None,
-        b_out=b_out,
-        activation=_activation(layer),
+        experts.in_fp8() if options.fp8 else experts,
         group=ma.Group(layer.mesh, axes.expert, **options.group),
         num_experts=layer.num_experts,
         exchange=dataclasses.replace(
@@ -372,7 +399,6 @@ def _moe_body(
             replicated=axes.is_replicated,
             num_chunks=num_chunks,
         ),
-        experts_format=options.experts_format,
     )
     if axes.is_replicated:
         y = lax.psum(y, axes.expert)
@@ -381,14 +407,15 @@ def _moe_body(
     return y.reshape(batch_size, length, -1).astype(layer.dtype), loss, updates
 
 
-def _block(config: Any) -> str:
+def _block(layer: _RoutedMoE) -> str:
     """Return the name of the kind of decoder layer."""
-    return str(getattr(config.decoder_block, "value", config.decoder_block))
+    block = layer.config.decoder_block
+    return str(getattr(block, "value", block))
 
 
-def _activation(layer: Any) -> Callable[[jax.Array], jax.Array]:
+def _activation(layer: _RoutedMoE) -> Callable[[jax.Array], jax.Array]:
     """Return the activation of the experts, of gate and up side by side."""
-    config, block = layer.config, _block(layer.config)
+    config, block = layer.config, _block(layer)
     limit = config.mlp_activations_limit
     if block == "gpt_oss" and config.mlp_activations[0] == "sigmoid":
         return ma.clamped_swiglu(limit)
@@ -397,7 +424,7 @@ def _activation(layer: Any) -> Callable[[jax.Array], jax.Array]:
     return ma.gated(layer.activation_fn)
 
 
-def _capacity_factor(layer: Any) -> float | None:
+def _capacity_factor(layer: _RoutedMoE) -> float | None:
     """Return the capacity as a multiple of the balanced load, or None to drop nothing."""
     if getattr(layer, "force_dropless", False):
         return None
@@ -406,25 +433,25 @@ def _capacity_factor(layer: Any) -> float | None:
     return factor if factor > 0 else None
 
 
-def _has_loss(layer: Any) -> bool:
+def _has_loss(layer: _RoutedMoE) -> bool:
     """Return True if the layer has a loss for balance."""
     return layer.config.load_balance_loss_weight > 0 and not layer.is_hash_routing
 
 
-def _is_loss_of_sequences(config: Any) -> bool:
+def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
     """Return True if the loss for balance is that of Megatron-LM, of whole sequences."""
-    selected = getattr(config, "moe_use_megatron_seq_aux_loss", False)
-    return selected and config.routed_score_func == "sigmoid"
+    selected = getattr(layer.config, "moe_use_megatron_seq_aux_loss", False)
+    return selected and layer.config.routed_score_func == "sigmoid"
 
 
 def _balance_loss(
-    layer: Any, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
+    layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
     """Return the mean of the loss over all tokens, or None if the layer does not compute it here.
 
     MaxText has a loss for each chunk of the tokens.
     """
-    if not _has_loss(layer) or _is_loss_of_sequences(layer.config):
+    if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
     chunks = zip(*(jnp.split(a, num_chunks, axis=1) for a in (ids, probabilities)))
@@ -433,7 +460,7 @@ def _balance_loss(
 
 
 def _bias_updates(
-    version: _Version, layer: Any, ids: jax.Array, axes: tuple[str, ...]
+    version: _Version, layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
     """Return what loss-free balancing adds to the bias of the router, from the counts of all
     tokens, or None if the layer has no such bias."""

@@ -10,7 +10,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import jax_moe_a2a as ma
 
 from .._src.checks import short
 
-Config: TypeAlias = Mapping[str, Any] | object  # of transformers, or the content of config.json
+Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the content of config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,6 @@ _MODELS = {
     "deepseek_v3": _Model(is_deepseek=True),
     "gpt_oss": _Model("intermediate_size", is_gpt_oss=True),
 }
-_OF_ROUTER = {"kernel": "router", "bias": "router_bias", "select_bias": "select_bias"}
-"""Fields of a ``Router``, and their names among arrays."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -55,7 +53,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def from_state_dict(
-    state_dict: Mapping[str, Any], config: Config, prefix: str = ""
+    state_dict: Mapping[str, object], config: Config, prefix: str = ""
 ) -> dict[str, Any]:
     """Return the parameters of one block of Mixtral, Qwen3-MoE, DeepSeek-V3 or GPT-OSS.
 
@@ -73,12 +71,12 @@ def from_state_dict(
 
     Returns:
       Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I:
-      ``router``, a ``Router`` with a kernel [H, E] and the ``TopK`` of ``top_k``, ``w_gate_up``
-      [E, H, 2, I] with the gate at index 0, and ``w_down`` [E, I, H]. DeepSeek-V3 also has the
-      router's ``select_bias`` [E], and the shared expert ``shared_gate_up`` [H, 2, J] and
-      ``shared_down`` [J, H]. GPT-OSS also has the router's ``bias`` [E], ``b_gate_up`` [E, 2, I]
-      and ``b_down`` [E, H]. ``w_in`` of ``ma.moe_mlp`` is ``w_gate_up`` reshaped to
-      [E, H, 2 * I]. The bfloat16 of the arrays is that of ``jax.numpy``.
+      ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are ``Experts`` with
+      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. Their ``choose`` and
+      ``activation`` are those of ``moe_config``. DeepSeek-V3 also has the router's ``select_bias``
+      [E] and the shared expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the
+      experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. The bfloat16 of the arrays is that of
+      ``jax.numpy``.
 
     Raises:
       TypeError: if a tensor does not hold floats of 16 bits or more, or if the tensors of one
@@ -94,13 +92,13 @@ def from_state_dict(
       from jax_moe_a2a.integrations import transformers as hf
 
       config = dict(model_type="qwen3_moe", hidden_size=2, moe_intermediate_size=3, num_experts=1)
-      config |= dict(num_experts_per_tok=1, norm_topk_prob=True)
+      config |= dict(num_experts_per_tok=1, norm_topk_prob=True, hidden_act="silu")
       state_dict = {
           "mlp.gate.weight": np.zeros((1, 2)),
           "mlp.experts.gate_up_proj": np.arange(12).reshape(1, 6, 2) / 1,
           "mlp.experts.down_proj": np.zeros((1, 2, 3)),
       }
-      gate, up = hf.from_state_dict(state_dict, config, "mlp")["w_gate_up"][0, 0]
+      gate, up = hf.from_state_dict(state_dict, config, "mlp")["experts"].w_in[0, 0]
       print(gate, up)
       ```
 
@@ -108,7 +106,7 @@ def from_state_dict(
       [0. 2. 4.] [ 6.  8. 10.]
       ```
     """
-    model, sizes, prefix = _model_of(config), _sizes_of(config), _with_dot(prefix)
+    sizes, prefix = moe_config(config), _with_dot(prefix)
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
     if not names:
         raise ValueError(
@@ -116,15 +114,16 @@ def from_state_dict(
             + _known_prefixes(state_dict)
         )
     per_expert = any(re.match(r"experts\.\d+\.", name) for name in names)
-    expected = _tensors(model, sizes, per_expert)
+    expected = _tensors(_model_of(config), sizes, per_expert)
     _check_names("state_dict", names, expected, _remedy(names, state_dict))
 
     arrays: dict[str, np.ndarray] = {}
-    shapes = _shapes(model, sizes)
+    params = _parameters(config)
+    shapes = _by_name(params)
     for name, tensor in expected.items():
         value = _checked(prefix + name, state_dict[prefix + name], tensor.shape, sizes)
         if tensor.param not in arrays:
-            arrays[tensor.param] = np.empty(shapes[tensor.param], value.dtype)
+            arrays[tensor.param] = np.empty(shapes[tensor.param].shape, value.dtype)
         array = arrays[tensor.param]
         if array.dtype != value.dtype:
             raise TypeError(
@@ -133,20 +132,18 @@ def from_state_dict(
             )
         view = tensor.view(array)
         view[...] = value.reshape(view.shape)
-    own = (arrays.pop(name, None) for name in _OF_ROUTER.values())
-    return {"router": ma.Router(*own, choose=top_k(config)), **arrays}
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name_of(path)], params)
 
 
 def to_state_dict(
-    params: Mapping[str, Any], config: Config, prefix: str = "", *, per_expert: bool = False
+    params: Mapping[str, object], config: Config, prefix: str = "", *, per_expert: bool = False
 ) -> dict[str, np.ndarray]:
     """Return the tensors of one block by name, as transformers has them.
 
     This is the inverse of ``from_state_dict``: it returns the same names, bits and dtypes.
 
     Args:
-      params: parameters with numpy or JAX arrays, as ``from_state_dict`` returns them. The arrays
-        of gate and up may also be tuples (gate, up).
+      params: parameters with numpy or JAX arrays, as ``from_state_dict`` returns them.
       config: as in ``from_state_dict``.
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
@@ -160,22 +157,15 @@ def to_state_dict(
       ValueError: if the model is unknown, an array is missing or unexpected, or an array does not
         have the shape that the configuration implies.
     """
-    model, sizes, prefix = _model_of(config), _sizes_of(config), _with_dot(prefix)
-    arrays, shapes = dict(params), _shapes(model, sizes)
-    if isinstance(arrays.get("router"), ma.Router):
-        router = arrays.pop("router")
-        own = {name: getattr(router, field) for field, name in _OF_ROUTER.items()}
-        arrays |= {name: array for name, array in own.items() if array is not None}
-    _check_names("params", arrays, shapes, "Pass all arrays that from_state_dict returns")
-    for name, shape in shapes.items():
-        array = arrays[name]
-        if isinstance(array, tuple | list) and len(array) == 2 and name.endswith("gate_up"):
-            gate, up = (_checked(name, part, (*shape[:-2], shape[-1]), sizes) for part in array)
-            array = np.stack([gate, up], axis=-2)
-        arrays[name] = _checked(name, array, shape, sizes)
+    sizes, prefix = moe_config(config), _with_dot(prefix)
+    given, shapes = _by_name(params), _by_name(_parameters(config))
+    _check_names("params", given, shapes, "Pass all arrays that from_state_dict returns")
+    arrays = {
+        name: _checked(name, given[name], shape.shape, sizes) for name, shape in shapes.items()
+    }
     return {
         prefix + name: np.array(tensor.view(arrays[tensor.param]), order="C").reshape(tensor.shape)
-        for name, tensor in _tensors(model, sizes, per_expert).items()
+        for name, tensor in _tensors(_model_of(config), sizes, per_expert).items()
     }
 
 
@@ -201,8 +191,8 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {name: tensor(array) for name, array in state_dict.items()}
 
 
-def top_k(config: Config) -> ma.TopK:
-    """Return how a model's router chooses experts: ``choose`` of ``ma.Router``.
+def moe_config(config: Config) -> ma.MoEConfig:
+    """Return sizes, router and activation of a model's block: ``config`` of the Flax modules.
 
     Noise on logits, which Mixtral can have in training, is not included.
 
@@ -210,74 +200,37 @@ def top_k(config: Config) -> ma.TopK:
       config: as in ``from_state_dict``.
 
     Raises:
-      ValueError: if the model is unknown, or the configuration lacks a field.
+      ValueError: if the model or its activation is unknown, or the configuration lacks a field.
 
     Example:
       ```python
       from jax_moe_a2a.integrations import transformers as hf
 
-      print(hf.top_k(dict(model_type="mixtral", num_experts_per_tok=2)))
+      config = dict(model_type="mixtral", hidden_size=2, intermediate_size=3, hidden_act="silu")
+      print(hf.moe_config(config | dict(num_local_experts=4, num_experts_per_tok=2)).choose)
       ```
 
       ```text
       TopK(k=2, score='softmax', num_groups=None, top_groups=None, renormalize=True, scale=1.0)
       ```
     """
-    model, k = _model_of(config), _field(config, "num_experts_per_tok")
-    if model in (_MODELS["mixtral"], _MODELS["gpt_oss"]):
-        return ma.TopK(k, renormalize=True)
-    options = dict(renormalize=_field(config, "norm_topk_prob"))
-    if model.is_deepseek:
-        options |= dict(score="sigmoid", scale=_field(config, "routed_scaling_factor"))
-        if _field(config, "n_group", default=1) > 1:
-            groups = {"num_groups": "n_group", "top_groups": "topk_group"}
-            options |= {name: _field(config, field) for name, field in groups.items()}
-    return ma.TopK(k, **options)
-
-
-def expert_activation(config: Config) -> Callable[[jax.Array], jax.Array]:
-    """Return the activation of a model's experts, with gate and up side by side.
-
-    Args:
-      config: as in ``from_state_dict``.
-
-    Returns:
-      A function [..., 2I] -> [..., I]: ``activation`` of ``ma.moe`` and ``ma.moe_mlp``.
-
-    Raises:
-      ValueError: if the model or its activation is unknown.
-    """
-    if _model_of(config).is_gpt_oss:
-        return ma.clamped_swiglu(
-            _field(config, "swiglu_limit", default=7.0),
-            _field(config, "swiglu_alpha", default=1.702),
-        )
-    name = _field(config, "hidden_act")
-    if name not in _ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act of config must be one of {', '.join(_ACTIVATIONS)}; got {name!r}. For "
-            "another function act, pass activation=ma.gated(act)"
-        )
-    return ma.gated(_ACTIVATIONS[name])
+    model = _model_of(config)
+    width = _field(config, model.width)
+    return ma.MoEConfig(
+        _field(config, "hidden_size"),
+        width,
+        _field(config, *_NUM_EXPERTS),
+        _top_k(config, model),
+        activation=_activation(config, model),
+        bias=model.is_gpt_oss,
+        shared_hidden=width * _field(config, "n_shared_experts") if model.is_deepseek else None,
+    )
 
 
 # --------------------------------------------------------------------------------- configuration
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a block."""
-
-    experts: int
-    hidden: int
-    width: int
-    shared_width: int
-
-    def __str__(self) -> str:
-        sizes = f"{self.experts} experts, hidden size {self.hidden}, expert width {self.width}"
-        return sizes + (f", shared width {self.shared_width}" if self.shared_width else "")
-
-
-def _field(config: Config, *names: str, default: Any = None) -> Any:
+def _field(config: Config, *names: str, default: float | None = None) -> Any:
     """Return the first of the fields that a configuration has, or raise an error."""
     for name in names:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -303,26 +256,62 @@ def _model_of(config: Config) -> _Model:
     return _MODELS[kind]
 
 
-def _sizes_of(config: Config) -> _Sizes:
-    """Return the sizes of a block, or raise an error."""
-    model = _model_of(config)
-    width = _field(config, model.width)
-    shared_width = width * _field(config, "n_shared_experts") if model.is_deepseek else 0
-    return _Sizes(_field(config, *_NUM_EXPERTS), _field(config, "hidden_size"), width, shared_width)
+def _top_k(config: Config, model: _Model) -> ma.TopK:
+    """Return how the router of a model chooses experts."""
+    k = _field(config, "num_experts_per_tok")
+    if model in (_MODELS["mixtral"], _MODELS["gpt_oss"]):
+        return ma.TopK(k, renormalize=True)
+    renormalize = _field(config, "norm_topk_prob")
+    if not model.is_deepseek:
+        return ma.TopK(k, renormalize=renormalize)
+    has_groups = _field(config, "n_group", default=1) > 1
+    return ma.TopK(
+        k,
+        score="sigmoid",
+        num_groups=_field(config, "n_group") if has_groups else None,
+        top_groups=_field(config, "topk_group") if has_groups else None,
+        renormalize=renormalize,
+        scale=_field(config, "routed_scaling_factor"),
+    )
+
+
+def _activation(config: Config, model: _Model) -> Callable[[jax.Array], jax.Array]:
+    """Return the activation of a model's experts, with gate and up side by side."""
+    if model.is_gpt_oss:
+        return ma.clamped_swiglu(
+            _field(config, "swiglu_limit", default=7.0),
+            _field(config, "swiglu_alpha", default=1.702),
+        )
+    name = _field(config, "hidden_act")
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act of config must be one of {', '.join(_ACTIVATIONS)}; got {name!r}. For "
+            "another function act, pass one of them, and replace the activation of the result: "
+            "experts.replace(activation=ma.gated(act))"
+        )
+    return ma.gated(_ACTIVATIONS[name])
 
 
 # --------------------------------------------------------------------------- names, shapes, views
 
 
-def _shapes(model: _Model, sizes: _Sizes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters by name."""
-    e, h, i, s = sizes
-    shapes = {"router": (h, e), "w_gate_up": (e, h, 2, i), "w_down": (e, i, h)}
-    if model.is_deepseek:
-        shapes |= {"select_bias": (e,), "shared_gate_up": (h, 2, s), "shared_down": (s, h)}
-    if model.is_gpt_oss:
-        shapes |= {"router_bias": (e,), "b_gate_up": (e, 2, i), "b_down": (e, h)}
-    return shapes
+def _parameters(config: Config) -> dict[str, Any]:
+    """Return the parameters of a block with shapes in place of arrays. Dtypes have no meaning."""
+    moe = moe_config(config)
+    params = jax.eval_shape(lambda key: ma.init_moe(key, moe), jax.random.key(0))
+    if _model_of(config).is_deepseek:
+        bias = jax.ShapeDtypeStruct((moe.num_experts,), jnp.float32)
+        params["router"] = params["router"].replace(select_bias=bias)
+    return params
+
+
+def _by_name(params: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arrays of parameters by names such as ``experts.w_in``."""
+    return {_name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def _name_of(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 class _Tensor(NamedTuple):
@@ -336,46 +325,46 @@ class _Tensor(NamedTuple):
     """Returns a view of the parameter. The tensor is this view with some axes merged."""
 
 
-def _tensors(model: _Model, sizes: _Sizes, per_expert: bool) -> dict[str, _Tensor]:
+def _tensors(model: _Model, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
     """Return all tensors of a block by name."""
-    e, h, i, s = sizes
+    e, h, i, s = sizes.num_experts, sizes.hidden, sizes.expert_hidden, sizes.shared_hidden or 0
     swapped, whole, every = lambda w: w.swapaxes(-1, -2), lambda w: w, slice(None)
     if model.is_gpt_oss:
         return {
-            "router.weight": _Tensor("router", (e, h), swapped),
-            "router.bias": _Tensor("router_bias", (e,), whole),
-            "experts.gate_up_proj": _Tensor("w_gate_up", (e, h, 2 * i), swapped),
-            "experts.gate_up_proj_bias": _Tensor("b_gate_up", (e, 2 * i), swapped),
-            "experts.down_proj": _Tensor("w_down", (e, i, h), whole),
-            "experts.down_proj_bias": _Tensor("b_down", (e, h), whole),
+            "router.weight": _Tensor("router.kernel", (e, h), swapped),
+            "router.bias": _Tensor("router.bias", (e,), whole),
+            "experts.gate_up_proj": _Tensor("experts.w_in", (e, h, 2 * i), swapped),
+            "experts.gate_up_proj_bias": _Tensor("experts.b_in", (e, 2 * i), swapped),
+            "experts.down_proj": _Tensor("experts.w_out", (e, i, h), whole),
+            "experts.down_proj_bias": _Tensor("experts.b_out", (e, h), whole),
         }
-    found = {"gate.weight": _Tensor("router", (e, h), swapped)}
+    found = {"gate.weight": _Tensor("router.kernel", (e, h), swapped)}
     gate, up, down = (f"{name}.weight" for name in model.projections)
     if per_expert:
         for k in range(e):
             of = f"experts.{k}."
-            found[of + gate] = _Tensor("w_gate_up", (i, h), _matrix(k, every, 0))
-            found[of + up] = _Tensor("w_gate_up", (i, h), _matrix(k, every, 1))
-            found[of + down] = _Tensor("w_down", (h, i), _matrix(k))
+            found[of + gate] = _Tensor("experts.w_in", (i, h), _matrix(k, every, 0))
+            found[of + up] = _Tensor("experts.w_in", (i, h), _matrix(k, every, 1))
+            found[of + down] = _Tensor("experts.w_out", (h, i), _matrix(k))
     else:
         found |= {
             "experts.gate_up_proj": _Tensor(
-                "w_gate_up", (e, 2 * i, h), lambda w: w.transpose(0, 2, 3, 1)
+                "experts.w_in", (e, 2 * i, h), lambda w: w.transpose(0, 2, 3, 1)
             ),
-            "experts.down_proj": _Tensor("w_down", (e, h, i), swapped),
+            "experts.down_proj": _Tensor("experts.w_out", (e, h, i), swapped),
         }
     if model.is_deepseek:
-        of, first = "shared_experts.", "shared_gate_up"
+        of, first = "shared_experts.", "shared.w_in"
         found |= {
-            "gate.e_score_correction_bias": _Tensor("select_bias", (e,), whole),
+            "gate.e_score_correction_bias": _Tensor("router.select_bias", (e,), whole),
             of + gate: _Tensor(first, (s, h), _matrix(every, 0)),
             of + up: _Tensor(first, (s, h), _matrix(every, 1)),
-            of + down: _Tensor("shared_down", (h, s), swapped),
+            of + down: _Tensor("shared.w_out", (h, s), swapped),
         }
     return found
 
 
-def _matrix(*index: Any) -> Callable[[np.ndarray], np.ndarray]:
+def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
 
@@ -387,35 +376,37 @@ def _with_dot(prefix: str) -> str:
     return prefix if not prefix or prefix.endswith(".") else prefix + "."
 
 
-def _as_numpy(name: str, value: Any) -> np.ndarray:
+def _as_numpy(name: str, value: object) -> np.ndarray:
     """Return a PyTorch, JAX or numpy array of floats as a numpy array, or raise an error."""
     bfloat16 = np.dtype(jnp.bfloat16)
     if type(value).__module__.split(".")[0] == "torch":
-        torch = importlib.import_module("torch")
-        value = value.detach().cpu()
-        if value.dtype == torch.bfloat16:
-            return value.view(torch.int16).numpy().view(bfloat16)
-        is_float = value.dtype.is_floating_point and value.dtype.itemsize >= 2
-        found = f"{value.dtype}{list(value.shape)}"
-        value = value.numpy() if is_float else value
+        torch, tensor = importlib.import_module("torch"), cast(Any, value).detach().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(bfloat16)
+        is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
+        found = f"{tensor.dtype}{list(tensor.shape)}"
+        array = tensor.numpy() if is_float else None
     else:
-        value = np.asarray(value)
-        is_float = value.dtype.itemsize >= 2 and jnp.issubdtype(value.dtype, jnp.floating)
-        found = short(value)
+        array = np.asarray(value)
+        is_float = array.dtype.itemsize >= 2 and jnp.issubdtype(array.dtype, jnp.floating)
+        found = short(array)
     if not is_float:
         raise TypeError(
             f"{name} must hold floats of 16 bits or more; got {found}. Cast it, or dequantize the "
             "model first"
         )
-    return value
+    return array
 
 
-def _checked(name: str, value: Any, shape: tuple[int, ...], sizes: _Sizes) -> np.ndarray:
+def _checked(name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig) -> np.ndarray:
     """Return an array as a numpy array, or raise an error unless it has this shape."""
     array = _as_numpy(name, value)
     if array.shape != shape:
+        known = f"{sizes.num_experts} experts, hidden size {sizes.hidden}, "
+        known += f"expert width {sizes.expert_hidden}"
+        known += f", shared width {sizes.shared_hidden}" if sizes.shared_hidden else ""
         raise ValueError(
-            f"{name} must have the shape {list(shape)}, because config has {sizes}; got "
+            f"{name} must have the shape {list(shape)}, because config has {known}; got "
             f"{short(array)}. Pass the configuration of this model"
         )
     return array
@@ -437,7 +428,7 @@ def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], r
     )
 
 
-def _remedy(names: set[str], state_dict: Mapping[str, Any]) -> str:
+def _remedy(names: set[str], state_dict: Mapping[str, object]) -> str:
     """Return what to do if the names of a block are wrong."""
     if any(re.search("_(blocks|scales|scale_inv)$", name) for name in names):
         return "The model is quantized: dequantize it first"
@@ -446,7 +437,7 @@ def _remedy(names: set[str], state_dict: Mapping[str, Any]) -> str:
     return _known_prefixes(state_dict)
 
 
-def _known_prefixes(state_dict: Mapping[str, Any]) -> str:
+def _known_prefixes(state_dict: Mapping[str, object]) -> str:
     """Return a message that names the first blocks of a state dict."""
     found = (re.match(r"(.*?)\.?\bexperts\.", name) for name in state_dict)
     prefixes = list(dict.fromkeys(match[1] for match in found if match))

@@ -41,15 +41,13 @@ def all_of(devices):
         "forward": lambda: of_moe(auto),
         "forward, statistics": lambda: of_moe(auto, statistics=True),
         "forward, 128 tokens (decode)": lambda: of_moe(auto, FEW_TOKENS),
-        "forward, quantized weights": lambda: in_fp8(auto),
+        "forward, quantized weights": lambda: frozen(auto),
         "gradients": lambda: of_moe(auto, gradients=True),
         "gradients, statistics": lambda: of_moe(auto, gradients=True, statistics=True),
         "gradients, statistics, Explicit axes": lambda: of_moe(
             explicit, gradients=True, statistics=True
         ),
-        "gradients, experts_format": lambda: of_moe(
-            auto, gradients=True, experts_format=ma.BlockwiseFp8()
-        ),
+        "gradients, experts in FP8": lambda: of_moe(auto, gradients=True, in_fp8=True),
         "gradients, moe_mlp under checkpoint in scan": lambda: layers(auto),
         "gradients of 4 micro-batches in scan": lambda: micro_batches(auto),
     }
@@ -65,8 +63,8 @@ def tokens(mesh, *lead, num=TOKENS):
 
 
 def parameters(mesh):
-    make = functools.partial(ma.init_moe, choose=ma.TopK(TOP_K), dtype=jnp.bfloat16)
-    shapes = jax.eval_shape(lambda: make(jax.random.key(0), HIDDEN, INTERMEDIATE, EXPERTS))
+    config = ma.MoEConfig(HIDDEN, INTERMEDIATE, EXPERTS, ma.TopK(TOP_K), dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(lambda: ma.init_moe(jax.random.key(0), config))
     specs = ma.moe_partition_specs(shapes, AXIS)
     return jax.tree.map(lambda w, spec: argument(mesh, spec, w.shape, w.dtype), shapes, specs)
 
@@ -75,9 +73,10 @@ def capacity(mesh, num_tokens=TOKENS):
     return ma.Exchange().rows_per_rank(num_tokens, TOP_K, group_size=mesh.size, num_experts=EXPERTS)
 
 
-def moe(params, x, *, statistics, **options):
+def moe(params, x, *, statistics, in_fp8=False):
     """Return the output of a layer, and the losses and the load if they are used."""
-    y, found = ma.moe(x, **params, axes=AXIS, **options)
+    params = params | dict(experts=params["experts"].in_fp8()) if in_fp8 else params
+    y, found = ma.moe(x, **params, axes=AXIS)
     return (y, found.balance_loss + found.z_loss, found.load) if statistics else y
 
 
@@ -97,11 +96,11 @@ def of_moe(mesh, num_tokens=TOKENS, *, gradients=False, statistics=False, **opti
     return Program(with_gradients if gradients else layer, args, mesh, rows)
 
 
-def in_fp8(mesh):
+def frozen(mesh):
     params = parameters(mesh)
-    for name in ("w_gate_up", "w_down"):
-        q = jax.eval_shape(ma.quantize_experts, params[name])
-        params[name] = jax.tree.map(lambda a: argument(mesh, P(AXIS), a.shape, a.dtype), q)
+    shapes = jax.eval_shape(ma.quantize_experts, params["experts"])
+    of_ranks = lambda a: argument(mesh, P(AXIS), a.shape, a.dtype)
+    params["experts"] = jax.tree.map(of_ranks, shapes)
     layer = functools.partial(moe, statistics=False)
     return Program(layer, (params, tokens(mesh)), mesh, capacity(mesh))
 
@@ -109,16 +108,15 @@ def in_fp8(mesh):
 def layers(mesh):
     """Return the gradients of layers with stacked weights, whose activations are computed again."""
     num_layers = 4
-    options = dict(activation=ma.gated(jax.nn.silu), group=AXIS, num_experts=EXPERTS)
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME
     )
 
     @functools.partial(jax.checkpoint, policy=saved)
     def layer(x, weights):
-        router, w_in, w_out = weights
+        router, experts = weights
         choices = ma.TopK(TOP_K)(jnp.dot(x, router))
-        y = ma.moe_mlp(x, choices, w_in, w_out, **options)
+        y = ma.moe_mlp(x, choices, experts, group=AXIS, num_experts=EXPERTS)
         return x + y, None
 
     def on_rank(weights, x, ct):
@@ -127,10 +125,11 @@ def layers(mesh):
         return y, pullback(ct)
 
     of_x, of_router, of_weights = P(AXIS), P(), P(None, AXIS)
-    specs = (of_router, of_weights, of_weights)
+    specs = (of_router, of_weights)
     model = jax.shard_map(on_rank, in_specs=(specs, of_x, of_x), out_specs=(of_x, (specs, of_x)))
-    shapes = (HIDDEN, EXPERTS), (EXPERTS, HIDDEN, 2 * INTERMEDIATE), (EXPERTS, INTERMEDIATE, HIDDEN)
-    weights = tuple(argument(mesh, s, (num_layers, *shape)) for s, shape in zip(specs, shapes))
+    shapes = (EXPERTS, HIDDEN, 2, INTERMEDIATE), (EXPERTS, INTERMEDIATE, HIDDEN)
+    experts = ma.Experts(*(argument(mesh, of_weights, (num_layers, *s)) for s in shapes))
+    weights = argument(mesh, of_router, (num_layers, HIDDEN, EXPERTS)), experts
     return Program(model, (weights, tokens(mesh), tokens(mesh)), mesh, capacity(mesh))
 
 

@@ -11,7 +11,6 @@ descriptor or byte that is left, or an error that does not name the cause. The e
 there is a FAILURE. Faults while the kernels run are sequences of the emulator (`tests/emulation`).
 
 With MOE_A2A_TEST_LOGS=FOLDER the output of the processes of a FAILURE is kept.
-MOE_A2A_TEST_GPU=1 lets programs run on GPUs; MOE_A2A_TEST_RANKS_ON_ONE_GPU lets them share one.
 """
 
 import argparse

@@ -1,11 +1,9 @@
-"""Find what a run has left: processes, descriptors, sockets, files in shared memory, and on GPUs
-device memory."""
+"""Find what a run has left: processes, descriptors, sockets and files in shared memory."""
 
 import collections
 import contextlib
 import os
 import pathlib
-import subprocess
 
 MARK = "MOE_A2A_FAULTS"  # in the environment of every process that a campaign starts
 PROC = pathlib.Path("/proc")
@@ -56,7 +54,6 @@ class Before:
         self.sockets = sockets()
         self.files = files()
         self.descriptors = by_sort(descriptors())
-        self.used = used_mib()
 
     def left(self):
         """Return what is there now and was not there before, as a text for each sort."""
@@ -65,7 +62,6 @@ class Before:
             "sockets": of_campaign(sockets().items() - self.sockets.items()),
             "files in shared memory": of_campaign(files().items() - self.files.items()),
             "descriptors of the campaign": by_sort(descriptors()) - self.descriptors,
-            "MiB of device memory": [now for now, then in zip(used_mib(), self.used) if now > then],
         }
         return [f"{sort}: {sorted(left)}" for sort, left in found.items() if left]
 
@@ -82,17 +78,6 @@ def sockets():
 def files():
     """Return the names of the files in shared memory."""
     return {path.name: str(path) for path in SHARED.iterdir()} if SHARED.exists() else {}
-
-
-def used_mib():
-    """Return the used memory in MiB of each GPU that this process may use; [] without GPUs."""
-    if os.environ.get("MOE_A2A_TEST_GPU") != "1":
-        return []
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command.append(f"--id={visible}")
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [int(line) for line in told.stdout.split()]
 
 
 def of_campaign(found):

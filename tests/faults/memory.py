@@ -14,8 +14,6 @@ import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.parse
 from concurrent import futures
@@ -160,9 +158,6 @@ class Member(Inside):
         return left
 
     # Faults of this process.
-
-    def open_file(self):
-        self.file = open("/dev/zero")
 
     def fail_after(self, calls):
         self.driver.fake_fail_after(ctypes.c_long(calls))
@@ -480,34 +475,6 @@ def notice_of(run):
     return json.loads((run.folder / urllib.parse.quote(key, safe="")).read_text())
 
 
-def another_users_socket(run):
-    """The victim dies, and a process of another user takes the name of its socket."""
-    from test_handoff import IMPOSTOR, NOBODY  # starts a Python process of its own
-
-    victim = begin(run)
-    run.all("reserve")
-    run.all("close")
-    notice = notice_of(run)
-    victim.kill()
-    # Without root it is another process of this user.
-    user = NOBODY if os.geteuid() == 0 else 0
-    command = [sys.executable, "-S", "-c", IMPOSTOR, notice["socket"], str(user)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
-        try:
-            assert impostor.stdout.readline() == "listening\n"
-            start = time.monotonic()
-            churn(run)
-            replies = settle(run, bound_of(run))
-            told = impostor.stdout.readline().strip()
-        finally:
-            impostor.kill()
-    if notice["secret"] in told:
-        raise Wrong("the secret was told to a process of another user")
-    outcome = judge(run, replies, start, must_fail=True)
-    end(run)
-    return outcome
-
-
 def with_another_notice(run, **victim_options):
     """Start members, of which the victim publishes another notice. Return the replies about their
     paths, and the reasons of those that take the portable path."""
@@ -663,45 +630,6 @@ def threads(run):
     return "right"
 
 
-# Connects as another user, and stays connected. Prints when it is done.
-STRANGER = r"""
-import os, socket, sys, time
-name, number, user = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-os.setgroups([]), os.setgid(user), os.setuid(user)
-kept = []
-for _ in range(number):
-    kept.append(socket.socket(socket.AF_UNIX))
-    kept[-1].settimeout(5)
-    kept[-1].connect("\0" + name)
-print("connected", flush=True)
-time.sleep(60)
-"""
-
-
-def another_users_connections(run):
-    """A process of another user connects to the victim's socket again and again, and says
-    nothing. The victim hangs up at once."""
-    from test_handoff import NOBODY
-
-    if os.geteuid() != 0:
-        return "right"  # only root can become another user
-    begin(run)
-    run.all("reserve")
-    start = time.monotonic()
-    churn(run)
-    number = run.rng.choice((1, 30, 300))
-    name = notice_of(run)["socket"]
-    command = [sys.executable, "-S", "-c", STRANGER, name, str(number), str(NOBODY)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
-        told = stranger.stdout.readline()
-        outcome = judge(run, settle(run, bound_of(run)), start)
-        stranger.kill()
-    if told != "connected\n" or outcome != "right":
-        raise Wrong(f"connections of another user are no fault: {told} {run.error}")
-    end(run)
-    return outcome
-
-
 def any_delay(rng):
     return (rng.choice((0.1, 0.5, TIMEOUT + 1)),)
 
@@ -728,7 +656,6 @@ KINDS = {
     "forked children": forked_children,
     "a closed socket": acts("close_socket", together=False),
     "a flooded socket": flooded_sockets,
-    "another user's socket": another_users_socket,
     "a damaged notice": damaged_notice,
     "another version": another_installation(dict(version=10**6), dict(package="0.0.0")),
     "another build": another_installation(
@@ -751,5 +678,4 @@ KINDS = {
     "another program": another_program,
     "another order of devices": another_order_of_devices,
     "threads that open at once": threads,
-    "another user's connections": another_users_connections,
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Faults while programs exchange tokens: dispatch, experts and combine in processes that JAX has
-joined, with one device each. On CPUs gloo joins them and the portable path runs. With
-MOE_A2A_TEST_GPU=1 the kernels run, on a GPU for each process, or all on the first one with
-MOE_A2A_TEST_RANKS_ON_ONE_GPU.
+joined, with one CPU device each. gloo joins them, and the portable path runs.
+tests/gpu/test_processes_failures.py has the kernels.
 
 Every result is compared with the sum that the process computes alone.
 """
@@ -21,37 +20,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 
-from . import leaks
 from .workers import FLAGS, Ended, Inside, Reply, Wrong
 
-ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0")) > 0
 TIMEOUT = 5.0
 CLOSE = 5.0
-START_TIMEOUT = 5  # seconds until JAX misses a process that does not start
 COLLECTIVE = 6.0  # seconds that gloo waits for another process in a collective
 BOUND = 60.0  # seconds until gloo or a kernel tells that a process is missing
 TOKENS, HIDDEN, TOP_K = 6, 8, 2
 STEPS = 60
-# A process may be late. Kernels wait for `TIMEOUT`; gloo may wait for longer than these runs do.
-LONG = TIMEOUT if ON_GPU else 0
 AXIS = "ep"
 
 
 class Rank(Inside):
     """A process with one device, and a group over all of them, in two levels over several hosts."""
 
-    def __init__(self, index, count, address, folder, hosts=1, start_timeout=120):
-        options = dict(initialization_timeout=start_timeout, heartbeat_timeout_seconds=100)
-        if ON_GPU:
-            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-            options["local_device_ids"] = [0 if ON_ONE_GPU else index]
-        else:
-            os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    def __init__(self, index, count, address, folder, hosts=1):
+        options = dict(initialization_timeout=120, heartbeat_timeout_seconds=100)
+        os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_collective_timeout_seconds={COLLECTIVE:g}"
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_recoverability", True)  # this process outlives the others
         jax.distributed.initialize(address, count, index, **options)
-        self.index, self.count, self.coordinator = index, count, address
+        self.index, self.count = index, count
         self.folder = pathlib.Path(folder)
         self.use(range(count), hosts)
 
@@ -179,30 +168,6 @@ class Rank(Inside):
     def fewer_calls(self, name, following, step):
         return 1
 
-    def close_sockets(self):
-        """Shut the TCP connections to other ranks down, behind the back of gloo."""
-        coordinator = int(self.coordinator.rpartition(":")[2])
-        for number, target in leaks.descriptors().items():
-            if not target.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(number)) as each:
-                if each.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if coordinator not in (each.getsockname()[1], each.getpeername()[1]):
-                    each.shutdown(socket.SHUT_RDWR)
-
-    def reserve(self, tokens):
-        experts = 2 * self.group.size
-        self.group.reserve(num_tokens=tokens, hidden=1 << 13, top_k=1, num_experts=experts)
-
-    def fill_memory(self):
-        """Take the memory of the GPU that is left, behind JAX's back."""
-        from gpu.test_processes_failures import fill_gpu
-
-        fill_gpu(but=2)
-
     def second_group(self, steps):
         other = ma.Group(self.mesh, AXIS, timeout=TIMEOUT)
         first, self.group, self.programs = self.group, other, {}
@@ -241,10 +206,7 @@ def layer(group):
 
     def on_rank(x, ids, weights):
         y, product = exchange_around(lambda x: x @ x.T, group, x, ids, weights)
-        total = jnp.sum(product)
-        if not ON_ONE_GPU:  # NCCL refuses two processes on one GPU
-            total = lax.psum(total, group.axis_name)
-        return y + 0 * total
+        return y + 0 * lax.psum(jnp.sum(product), group.axis_name)
 
     return on_rank
 
@@ -303,21 +265,14 @@ def reserved_port(run):
     return keeper.getsockname()[1]
 
 
-def start(run, count=None, but=None, **options):
-    """Start processes, and choose the victim."""
+def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
+    """Start processes that will churn through programs with these names. Choose the victim."""
     # Process 0 holds the coordination service. JAX ends all processes if it dies.
-    count = count or (2 if ON_ONE_GPU else run.rng.randint(2, 3))
+    count = count or run.rng.randint(2, 3)
     run.victim = run.rng.randrange(1, count)
     address = f"127.0.0.1:{reserved_port(run)}"
-    run.options = dict(options, count=count, address=address, folder=str(run.folder))
-    for index in range(count):
-        if index != but:
-            run.workers.append(run.start_one(Rank, index, **run.options))
-
-
-def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
-    """Start processes that will churn through programs with these names."""
-    start(run, count, hosts=hosts)
+    options = dict(count=count, address=address, folder=str(run.folder), hosts=hosts)
+    run.workers += [run.start_one(Rank, index, **options) for index in range(count)]
     for worker in run.workers:
         run.begin(worker)
     run.names = (*names, *more_names)
@@ -379,14 +334,13 @@ MISSING = (
     "gloo.*(timed? ?out|failed)",
     r"(rank|process) \d+",
 )
-LATE = MISSING if ON_GPU else ()
 # The last words of a process that gloo or JAX ends.
 ABORTS = (
     r"(Is there a distributed collective mismatch in your code|"
     r"Terminating process because the JAX distributed service detected fatal errors)"
 )
 # What processes that call different collectives may end as over gloo, which knows sizes only.
-OTHER_CALLS = dict(may_be_undetected=not ON_GPU, may_end=not ON_GPU)
+OTHER_CALLS = dict(may_be_undetected=True, may_end=True)
 
 
 def survivors_go_on(run):
@@ -403,13 +357,7 @@ def die(run, kill, start=None):
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
-    try:
-        survivors_go_on(run)
-    except Wrong as wrong:
-        if not ON_GPU:  # where survivors have not been tried
-            raise
-        run.error += f" (survivors: {wrong})"
-        run.kill_workers()
+    survivors_go_on(run)
     return outcome
 
 
@@ -478,78 +426,12 @@ def exits_between_start_and_done(run):
     return die(run, lambda victim: victim.process.join(60))
 
 
-def killed_coordinator(run):
-    """The process that holds JAX's coordination service dies. JAX ends the others."""
-    _, start = in_the_middle(run)
-    run.workers[0].kill()
-    for worker in run.alive():
-        last_words(run, worker)
-    run.seconds = time.monotonic() - start
-    return "error"
-
-
-def last_words(run, worker):
-    """Wait until JAX ends a process, and keep what it has told."""
-    worker.process.join(BOUND + run.slack)
-    if worker.process.is_alive():
-        raise Wrong(f"hang: JAX has not ended process {worker.index}")
-    worker.is_dead = True
-    told = re.search(ABORTS, worker.tail(10_000))
-    if not told:
-        raise Wrong(f"process {worker.index} ended without a cause: {worker.tail()}")
-    run.error = told[0]
-
-
-def restarted_peer(run):
-    """The victim is killed and started again, while the others live. JAX admits it, but gloo does
-    not connect it to the others, which go on without it."""
-    victim, start = in_the_middle(run)
-    victim.kill()
-    outcome = settle(run, *MISSING, start=start)
-    new = run.start_one(Rank, run.victim, **run.options)
-    run.begin(new)
-    run.workers[run.victim] = new
-    run.all("use", list(range(len(run.workers))))
-    run.all("compile", ["exchange"])
-    for worker, reply in zip(run.alive(), run.replies("prepare", "exchange")):
-        if not re.search("|".join((*MISSING, "Gloo.*already exists")), reply.error, re.I):
-            raise Wrong(f"process {worker.index}, after a restart: {reply}")
-    new.kill()
-    survivors_go_on(run)
-    return outcome
-
-
-def never_comes(run):
-    """A process does not start. JAX ends the others."""
-    begun = time.monotonic()
-    start(run, start_timeout=START_TIMEOUT, but=run.rng.randrange(2))
-    for worker in run.alive():
-        last_words(run, worker)
-    run.seconds = time.monotonic() - begun
-    return "error"
-
-
 def stopped_and_continued(run):
     victim, _ = in_the_middle(run)
     victim.signal(signal.SIGSTOP)
-    time.sleep(run.rng.uniform(0.1, 1.5) + LONG * run.rng.choice((0, 1)))
+    time.sleep(run.rng.uniform(0.1, 1.5))
     victim.signal(signal.SIGCONT)
-    return settle(run, *LATE)
-
-
-def out_of_memory(run):
-    """The GPU has no room for the memory that the workspace needs to grow."""
-    victim = begin(run)
-    victim.ask("fill_memory")
-    start = time.monotonic()
-    for worker in run.alive():
-        worker.say("reserve", 1 << 17)  # ring halves of 4 GiB
-    outcome = settle(run, "RESOURCE_EXHAUSTED", *MISSING, start=start)
-    if outcome != "error":
-        raise Wrong("no process has noticed that device memory is used up")
-    run.all("prepare", *run.names)
-    close(run)
-    return outcome
+    return settle(run)
 
 
 def different_call(act):
@@ -564,10 +446,7 @@ def different_call(act):
         at = run.rng.randrange(STEPS - 1)
         start = time.monotonic()
         churn(run, at, act, (run.names[at % 2], run.names[(at + 1) % 2], at))
-        # Nothing tells calls of one program apart.
-        are_equal = act in ("another_order", "fewer_calls") and len(set(run.names)) == 1
-        options = dict(OTHER_CALLS, may_be_undetected=are_equal or not ON_GPU)
-        return settle(run, *MISSING, start=start, **options)
+        return settle(run, *MISSING, start=start, **OTHER_CALLS)
 
     return kind
 
@@ -594,35 +473,17 @@ def a_failing_callback(name):
     return kind
 
 
-def forked_children(run):
-    """The victim forks, and is killed in half of the runs; its children live on, and have its
-    sockets."""
-    begin(run)
-    dies = run.rng.random() < 0.5
-    churn(run, run.rng.randrange(1, STEPS // 2), "fork", (run.rng.randint(1, 2),))
-    run.wait_for_children()
-    if dies:
-        return die(run, lambda victim: victim.kill(), time.monotonic())
-    return settle(run)
-
-
 def any_delay(rng, at):
-    return (rng.uniform(0, 2.0) + LONG * rng.choice((0, 1)),)
+    return (rng.uniform(0, 2.0),)
 
 
-def few_descriptors(rng, at):
-    return (rng.randrange(4),)
-
-
-CLOSED = [r"closed the group \d+ times"] if ON_GPU else []
-
-ANYWHERE = {
+KINDS = {
     "a killed process": killed,
     "a killed host": a_killed_host,
     "a host later than the bound": a_late_host,
     "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
-    "a delay": acts("sleep", any_delay, *LATE),
+    "a delay": acts("sleep", any_delay),
     # The victim calls nothing more, and the others wait for it.
     "a program that raises": acts(
         "fail", lambda rng, at: (), "an error of the program", *MISSING
@@ -638,22 +499,8 @@ ANYWHERE = {
         "damaged", lambda rng, at: ("exchange", at), names=("exchange",)
     ),
     "a second group": acts("second_group", lambda rng, at: (3,), of_others=(3,)),
-    "close() in one process only": acts("close", lambda rng, at: (), *CLOSED),
+    "close() in one process only": acts("close", lambda rng, at: ()),
     "interrupting signals": acts(
         "interrupt", lambda rng, at: (0.002,), undo=("interrupt", 0)
     ),
 }  # fmt: skip
-ONLY_ON_GPUS = {"too little device memory": out_of_memory}
-ONLY_ON_CPUS = {  # of gloo and of JAX's coordination service
-    "a killed coordinator": killed_coordinator,
-    "a restarted peer": restarted_peer,
-    "a process that never comes": never_comes,
-    # Connected processes need no more descriptors. While gloo connects, a full table ends the
-    # process; another process was seen to wait for it for more than a minute.
-    "a full descriptor table": acts(
-        "limit_descriptors", few_descriptors, undo=("limit_descriptors", None)
-    ),
-    "forked children": forked_children,
-    "a closed socket": acts("close_sockets", lambda rng, at: (), *MISSING),
-}
-KINDS = ANYWHERE | (ONLY_ON_GPUS if ON_GPU else ONLY_ON_CPUS)

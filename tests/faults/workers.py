@@ -54,9 +54,7 @@ def forks():
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
     # The flags are those of `conftest.py`. Each worker has one device.
-    variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS)
-    if os.environ.get("MOE_A2A_TEST_GPU") != "1":
-        variables["JAX_PLATFORMS"] = "cpu"
+    variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)
         forkserver.ensure_running()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
+from dense_layer import experts_of
 from jax import lax
 
 import jax_moe_a2a as ma
@@ -274,14 +275,12 @@ def of_one_rank(program, group):
         source = ids
         if p.is_routed_first or p.has_load:
             source, routed = ma.route(ids, **routed), {}
+        own = {n: a[n] for n in ("w_in", "w_out", "b_in", "b_out") if n in a}
+        activation = lambda h: ACTIVATIONS[p.activation][0](h, a.get("p"))
         y = ma.moe_mlp(
             a["x"],
             ma.RouterChoices(source, a.get("topk_weights")),
-            a["w_in"],
-            a["w_out"],
-            activation=lambda h: ACTIVATIONS[p.activation][0](h, a.get("p")),
-            b_in=a.get("b_in"),
-            b_out=a.get("b_out"),
+            experts_of(**own, activation=activation),
             shared_weights=p.shared_weights_of(a),
             **harness.exchanging(
                 routed,

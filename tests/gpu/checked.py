@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_counters import epochs_of
 from exchanges import Count, num_exchanges, predicted
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -407,7 +408,7 @@ def close_all():
     """Close all groups whose ranks share a GPU. Nothing of theirs may be under way."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
-        if any(native.counters(group.topology, kind) for kind in native.WORKSPACE_KINDS):
+        if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
             close(group)
     _noted.clear()
 

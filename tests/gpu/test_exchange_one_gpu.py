@@ -3,10 +3,9 @@
 import checked
 import jax
 import pytest
+from device_counters import counters_of
 from exchanges import Count, predicted
 from jax import lax
-
-from jax_moe_a2a._src.group import runtime
 
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,
@@ -65,8 +64,8 @@ def test_a_group_that_was_closed_between_calls_counts_from_the_first_epoch_again
         checked.assert_right(other_state, SMALLER)
         assert checked.counters_of(GROUP) == Count(whole=3 * times)  # route, dispatch, combine
         checked.close(GROUP)
-        assert runtime.counters(GROUP) == () and GROUP.memory() == ()
-        assert len(runtime.counters(SMALLER)) == SMALLER.size
+        assert counters_of(GROUP) == () and GROUP.memory() == ()
+        assert len(counters_of(SMALLER)) == SMALLER.size
     assert (state[0] == 6).all() and (other_state[0] == 3).all()
 
 

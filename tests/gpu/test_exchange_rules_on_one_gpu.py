@@ -6,6 +6,7 @@ they are needed. Hooks take both away.
 
 import checked
 import pytest
+from device_counters import counters_of
 from hooks import (
     PHASE_TEXT,
     Mutation,
@@ -15,8 +16,6 @@ from hooks import (
     set_epoch_of,
     set_hooks_of,
 )
-
-from jax_moe_a2a._src.group import runtime
 
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,
@@ -73,7 +72,7 @@ def test_a_rank_that_left_out_calls_is_noticed():
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP):
-        epoch = runtime.counters(GROUP)[ODD_RANK].num_exchanges + 1
+        epoch = counters_of(GROUP)[ODD_RANK].num_exchanges + 1
         set_epoch_of(GROUP, ODD_RANK, epoch + 2)
         failed = checked.outcome(lambda: run(state), GROUP)
         assert f"protocol violation: route on rank {ODD_RANK}" not in failed.error, failed

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_counters import counters_of
 from exchanges import Count
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import native
 
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
 # On one GPU, another number of ranks has a workspace of its own.
@@ -57,7 +58,7 @@ def group(request):
 
 def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
     assert group.memory() == ()
-    assert runtime.counters(group) == ()
+    assert counters_of(group) == ()
 
 
 def test_a_header_and_two_ring_halves_are_mapped(group):
@@ -100,7 +101,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
     state = checked.repeat(run, steps, begin())
     checked.assert_right(state, group)
     last = 2 * steps
-    counters = runtime.counters(group)
+    counters = counters_of(group)
     assert [c.device for c in counters] == OWN_DEVICES
     for rank, c in zip(OWN_RANKS, counters, strict=True):
         assert c.num_exchanges == last
@@ -133,4 +134,4 @@ def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group
     memory = group.memory()
     assert {m.device for m in memory} == set(OWN_DEVICES)
     assert {(m.half_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
-    assert runtime.counters(group) == ()
+    assert counters_of(group) == ()

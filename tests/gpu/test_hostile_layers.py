@@ -86,8 +86,8 @@ def integers(shape, salt, step, rank, largest, dtype="float32"):
 
 
 def fused(layout, ids, x, topk_weights, *w):
-    options = dict(group=KERNELS, **layout.route_args)
-    return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), *w, activation=activation, **options)
+    choices, experts = ma.RouterChoices(ids, topk_weights), ma.Experts(*w, activation=activation)
+    return ma.moe_mlp(x, choices, experts, group=KERNELS, **layout.route_args)
 
 
 def unfused(layout, ids, x, topk_weights, w_in, w_out):

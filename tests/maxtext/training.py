@@ -22,7 +22,6 @@ import pytest
 pytest.importorskip("maxtext", reason="MaxText is not installed: make test-maxtext installs it")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-import jax_moe_a2a as ma  # noqa: E402
 from benchmarks import maxtext_program  # noqa: E402
 from jax_moe_a2a.integrations import maxtext  # noqa: E402
 
@@ -141,7 +140,7 @@ def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
 def test_options_that_the_layer_does_not_have_are_refused(enabled):
     for options, message in (
         (dict(sparse_matmul=False), "sparse_matmul must be True .* got sparse_matmul=False"),
-        (dict(quantization="int8"), r"pass experts_format=ma.BlockwiseFp8\(\) to enable"),
+        (dict(quantization="int8"), "pass fp8=True to enable"),
     ):
         with pytest.raises(ValueError, match=message):
             train(MODELS["qwen3"] | ENABLED | options, steps=1)
@@ -150,8 +149,8 @@ def test_options_that_the_layer_does_not_have_are_refused(enabled):
 def test_fp8_changes_losses_by_little():
     of_128 = dict(base_emb_dim=128, base_mlp_dim=128, base_moe_mlp_dim=128, dtype="bfloat16")
     losses = []
-    for experts_format in (None, ma.BlockwiseFp8()):
-        maxtext.enable(experts_format=experts_format)
+    for fp8 in (False, True):
+        maxtext.enable(fp8=fp8)
         try:
             losses.append(train(MODELS["qwen3"] | ENABLED | of_128, steps=3).metrics[:, 0])
         finally:

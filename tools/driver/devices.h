@@ -1,7 +1,6 @@
 // Helpers of the drivers that run on all GPUs: a thread and a timed stream for each, and the
 // summary of samples.
-#ifndef MOE_A2A_TOOLS_DEVICES_H_
-#define MOE_A2A_TOOLS_DEVICES_H_
+#pragma once
 
 #include <algorithm>
 #include <thread>
@@ -70,5 +69,3 @@ class TimedStream {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_TOOLS_DEVICES_H_

@@ -1,7 +1,6 @@
 // Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints
 // of arrays.
-#ifndef MOE_A2A_TOOLS_DRIVER_H_
-#define MOE_A2A_TOOLS_DRIVER_H_
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -151,5 +150,3 @@ enum PlanArray {
 };
 
 }  // namespace moe_a2a
-
-#endif  // MOE_A2A_TOOLS_DRIVER_H_

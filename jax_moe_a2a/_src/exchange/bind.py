@@ -19,14 +19,13 @@ from . import two_level
 from .record import Record
 from .reference import own_rank
 from .routed import bind_route, bind_routed_dispatch
-from .two_level import TwoLevelPlan
 
 
 @scopes.exchange
 def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
     """Return the routing of ids int32 [T, K]."""
     planned, plan_options = _planned(ids, options)
-    plan: RoutePlan | TwoLevelPlan
+    plan: RoutePlan | dict[str, Any]
     if options.has_levels:
         plan = two_level.plan_levels(planned, options.group, plan_options)
     else:
@@ -111,7 +110,7 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOpti
 
 
 def _routing_of(
-    plan: RoutePlan | TwoLevelPlan, ids: jax.Array, options: RouteOptions
+    plan: RoutePlan | dict[str, Any], ids: jax.Array, options: RouteOptions
 ) -> AnyRouting:
     """Return the routing with the arrays of a plan."""
     num_invalid = ((ids < -1) | (ids >= options.num_experts)).sum(dtype=jnp.int32)
@@ -120,4 +119,4 @@ def _routing_of(
     others = dict(vars(options), num_invalid=num_invalid, topk_ids=ids)
     if isinstance(plan, RoutePlan):
         return Routing(**plan.named(), **others)
-    return TwoLevelRouting(**plan._asdict(), **others)
+    return TwoLevelRouting(**plan, **others)

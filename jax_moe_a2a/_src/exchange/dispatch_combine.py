@@ -331,9 +331,7 @@ def used_payload(
 
 
 def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves and choice arrays. Remove the whole exchange if no result is used."""
-    if not any(used_results):
-        return [False] * len(eqn.invars), None
+    """Remove unused leaves and choice arrays."""
     if all(used_results):
         return [True] * len(eqn.invars), eqn
     payload, routing = split_routing(eqn.invars)

@@ -102,10 +102,6 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
     Returns:
       A pair: the ``InFlight`` to finish, and the result of ``fn``.
 
-    Raises:
-      TypeError: if ``inflight`` is not an ``InFlight``.
-      ValueError: if ``inflight`` was already used, or was started in another function.
-
     Example:
       Two computations run during one combine:
 

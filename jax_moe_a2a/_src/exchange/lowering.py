@@ -8,7 +8,6 @@ have a leading axis of ranks. The lowering rules see the arrays of one rank.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,8 +40,6 @@ SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 
-logger = logging.getLogger("jax_moe_a2a")
-
 
 # Where a call runs
 
@@ -66,11 +63,8 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why it takes the portable path.
-
-    Raises:
-      ValueError: if the group requires the kernels, and the devices of the program are not known.
-    """
+    """Return where the kernels run a call, or why it takes the portable path. Raise a ValueError if
+    the group requires the kernels, and the devices of the program are not known."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -164,11 +158,7 @@ def register(
 
 
 def check_platforms(group: Group, platforms: Sequence[str]) -> None:
-    """Check that a call may be lowered for platforms other than CUDA.
-
-    Raises:
-      ValueError: if the group requires the kernels.
-    """
+    """Raise a ValueError if the group requires the kernels, which other platforms lack."""
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
@@ -177,11 +167,7 @@ def check_platforms(group: Group, platforms: Sequence[str]) -> None:
 
 
 def check_may_refuse(group: Group, primitive: Any, why: str) -> None:
-    """Check that a call may take the portable path.
-
-    Raises:
-      ValueError: if the group requires the kernels.
-    """
+    """Raise a ValueError if the group requires the kernels, which do not support a call."""
     if group.implementation == "cuda":
         raise ValueError(
             f"implementation must be None or 'portable' for a {primitive} that the kernels do not "
@@ -215,11 +201,8 @@ def half_bytes_of(
     avals_in: Sequence[Any],
     avals_out: Sequence[Any],
 ) -> int:
-    """Return the bytes of a ring half that a call needs.
-
-    Raises:
-      Refused: if the kernels do not support the call.
-    """
+    """Return the bytes of a ring half that a call needs. Raise ``Refused`` if the kernels do not
+    support it."""
     operands, results = (map(call_placement.of_rank, avals) for avals in (avals_in, avals_out))
     why, half_bytes = native.why_not(
         target, attributes, operands, results, call_placement.topology, bool(call_placement.lead)
@@ -246,7 +229,7 @@ def custom_call(
     native.register_targets()
     group, topology = call_placement.group, call_placement.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
-    logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
+    paths.logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     kind = native.SPLIT if is_split else native.WHOLE
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
@@ -379,11 +362,8 @@ def _kernel_calls(
     avals_out: Sequence[Any],
     params: dict[str, Any],
 ) -> list[tuple[KernelCall, int]]:
-    """Return the calls of an exchange, each with the bytes of a ring half that it needs.
-
-    Raises:
-      Refused: if the kernels do not support a call.
-    """
+    """Return the calls of an exchange, each with the bytes of a ring half that it needs. Raise
+    ``Refused`` if the kernels do not support a call."""
     payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
     found = []
     for call in exchange.kernel_calls(call_placement, payload, params):

@@ -30,10 +30,6 @@ def check_leaves(
 
     Args:
       remedy: what to do about another leading axis, for the message.
-
-    Raises:
-      TypeError: if a leaf is not an array of numbers or booleans.
-      ValueError: if a leaf has another leading axis, or a symbolic size.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
@@ -58,12 +54,7 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 
 
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """Return weights as float32, or float64 if given as float64.
-
-    Raises:
-      TypeError: if they are not floats.
-      ValueError: if they have another shape.
-    """
+    """Return weights as float32, or float64 if given as float64."""
     array = jnp.asarray(weights)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
@@ -100,11 +91,8 @@ def check_wire_dtype(
 ) -> WireDtype:
     """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
 
-    Raises:
-      TypeError: if ``wire_dtype`` is neither a float dtype nor a token format, or the format does
-        not quantize the dtype of a leaf.
-      ValueError: if the format does not quantize the shape of a leaf. With ``has_levels``, also if
-        ``wire_dtype`` is wider than the dtype of a leaf, to which the sum of a host is rounded.
+    With ``has_levels``, it must not be wider than the dtype of a leaf, to which the sum of a host
+    is rounded.
     """
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):

@@ -206,8 +206,6 @@ def _routed_batch(
 
 def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Remove unused leaves. If no leaf or choice array is used, only the route is left."""
-    if not any(used_results):
-        return [False] * len(eqn.invars), None
     used, kept_results = used_payload(used_results[NUM_RESULTS:], eqn.params)
     used_inputs = [True, *used]
     if not any(used):

@@ -35,11 +35,7 @@ def register_shapes(exchange: Record) -> None:
 
 
 def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
-    """Check that no mesh axis shards the first axes of an operand.
-
-    Raises:
-      TypeError: if an axis is sharded.
-    """
+    """Raise a TypeError if a mesh axis shards one of the first axes of an operand."""
     if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
         raise TypeError(
             f"{name} must not be sharded along tokens or rows by an Explicit mesh axis: make that "
@@ -94,11 +90,8 @@ def move_or_broadcast(x: Any, dim: int | None, to: int, size: int) -> Any:
 
 
 def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
-    """Return True if ``vmap`` is over the group's own axis.
-
-    Raises:
-      NotImplementedError: if the group has several axes.
-    """
+    """Return True if ``vmap`` is over the group's own axis. Raise an error if the group has several
+    axes."""
     if axis_data.name not in group.axes:
         return False
     if emulated or len(group.axes) > 1:

@@ -184,8 +184,6 @@ def _tie_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Seq
 
 
 def _tie_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    if not any(used_results):
-        return [False] * len(eqn.invars), None
     return list(used_results), eqn.replace(
         invars=select(used_results, eqn.invars), outvars=select(used_results, eqn.outvars)
     )

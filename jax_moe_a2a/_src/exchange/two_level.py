@@ -14,7 +14,7 @@ which drops rows in the order of choices, relayed tokens and ranks, drops those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,9 @@ from .reference import own_rank
 from .routed import bind_route
 
 
-class TwoLevelPlan(NamedTuple):
-    """The results of a two-level route. The fields are those of ``TwoLevelRouting``."""
-
-    hosts: RoutingArrays
-    ranks: RoutingArrays
-    row_rank: jax.Array
-    row_token: jax.Array
-    group_sizes: jax.Array
-    num_rows: jax.Array
-    num_dropped: jax.Array
-
-
-def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> TwoLevelPlan:
-    """Route ids int32 [T, K] of this rank over both levels, with the options of one level."""
+def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str, Any]:
+    """Route ids int32 [T, K] of this rank over both levels, with the options of one level. Return
+    the arrays of a ``TwoLevelRouting`` by name."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
@@ -72,7 +61,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> TwoLevelP
     )
     is_row = plan.arrays.row_rank >= 0
     source_host = remainder(plan.row_token, hosts.size)
-    return TwoLevelPlan(
+    return dict(
         hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
         ranks=plan.arrays,
         row_rank=jnp.where(is_row, source_host * ranks.size + plan.arrays.row_rank, -1),

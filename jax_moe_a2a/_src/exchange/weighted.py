@@ -300,9 +300,7 @@ def _dispatch_batch(
 
 
 def _dispatch_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove rows and weights of unused results. Remove the whole exchange if no result is used."""
-    if not any(used_results):
-        return [False] * len(eqn.invars), None
+    """Remove rows and weights of unused results."""
     num_choice_arrays = eqn.params["num_choice_arrays"]
     of_choice_arrays, of_leaves = used_results[:num_choice_arrays], used_results[num_choice_arrays:]
     _, routing = split_routing(eqn.invars)

@@ -285,11 +285,7 @@ class _Digests:
 
 
 def _constant(value: Any) -> str:
-    """Return a constant as text.
-
-    Raises:
-      TypeError: if it is not a number that is known.
-    """
+    """Return a constant as text. Raise a TypeError if it is not a known number."""
     if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
         raise TypeError("the function reads an array")
     return f"{value.dtype if hasattr(value, 'dtype') else type(value)} {np.asarray(value).item()}"

@@ -56,11 +56,8 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
 
 
 def halves(x: jax.Array) -> list[jax.Array]:
-    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums.
-
-    Raises:
-      ValueError: if the last axis is odd.
-    """
+    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums. Raise a ValueError
+    if the last axis is odd."""
     if x.ndim < 1 or x.shape[-1] % 2:
         raise ValueError(
             f"a gated activation needs an array [..., 2I], gate and up side by side; got {short(x)}"

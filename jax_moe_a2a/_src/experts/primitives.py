@@ -21,9 +21,9 @@ products and jnp, so derivatives of any order exist.
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
-unspecified. The parameter ``tree`` says which operands are given (``Experts``, ``Product``,
-``Tangent``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare ones,
-as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
+unspecified. The parameter ``tree`` says which operands are given (``ExpertOperands``, ``Product``,
+``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare
+ones, as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
@@ -73,7 +73,7 @@ for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
 BIAS_ROWS = 8
 
 
-class Experts(NamedTuple):
+class ExpertOperands(NamedTuple):
     """The operands of ``experts_p``. Biases may be None."""
 
     rows: Any
@@ -97,7 +97,7 @@ class Product(NamedTuple):
     sizes: Any
 
 
-class Tangent(NamedTuple):
+class TangentOperands(NamedTuple):
     """The operands of ``act_dot_tangent_p``. Some of the first three, in which it is linear, may be
     None."""
 
@@ -140,7 +140,7 @@ def _is_full(*, tree: Any, **_: Any) -> list[bool]:
 
 
 def bind_experts(
-    operands: Experts, *, activation: FusedActivation, num_sms: int | None = None
+    operands: ExpertOperands, *, activation: FusedActivation, num_sms: int | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Bind ``experts_p``. Return its results, and the totals if they are given. With totals, the
     tangents of w_in and w_out are ignored, and no weights are tuples."""
@@ -148,11 +148,11 @@ def bind_experts(
     return y, totals
 
 
-def _bind_dot_act(o: Experts, **params: Any) -> list[jax.Array]:
+def _bind_dot_act(o: ExpertOperands, **params: Any) -> list[jax.Array]:
     return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
-def _bind_dot_bias(h: Any, o: Experts, num_sms: int | None) -> jax.Array:
+def _bind_dot_bias(h: Any, o: ExpertOperands, num_sms: int | None) -> jax.Array:
     """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes, num_sms)
@@ -312,7 +312,7 @@ def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> An
     if terms or not is_zero(d.weights):
         d_pre = sum(terms[1:], terms[0]) if terms else None
         d_weights, moving = (None if is_zero(x) else x for x in (d.weights, d_w_out))
-        operands = Tangent(d_pre, d_weights, moving, pre, o.weights, o.w_out, o.sizes)
+        operands = TangentOperands(d_pre, d_weights, moving, pre, o.weights, o.w_out, o.sizes)
         moves = passes and moving is not None
         term, *passed = _bind(act_dot_tangent_p, operands, passes=moves, **params)
         (d_w_out,) = passed or [d_w_out]
@@ -408,7 +408,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **para
     moving = [None if x is None or is_zero(x) else x for x in d[:3]]
     if any(x is not None for x in moving):
         moves = passes and moving[2] is not None
-        of_moving = Tangent(*moving, *o[3:])
+        of_moving = TangentOperands(*moving, *o[3:])
         term, *found = _bind(act_dot_tangent_p, of_moving, passes=moves, **params)
         passed = found or passed
         terms.append(term)
@@ -453,7 +453,7 @@ def _grad_transpose(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[
     ct, *others = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        linear = Tangent(ct_pre, ct_weights, None, *others)
+        linear = TangentOperands(ct_pre, ct_weights, None, *others)
         (found,) = _bind(act_dot_tangent_p, linear, passes=False, **params)
     return [found] + [None] * (len(operands) - 1)
 
@@ -464,8 +464,6 @@ def _grad_transpose(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias:
     pre alone is then a grouped product."""
-    if not any(used):
-        return [False] * len(eqn.invars), None
     if all(used):
         return [True] * len(eqn.invars), eqn
     if used[0]:

@@ -88,9 +88,6 @@ class TokenFormat:
         (``BlockwiseFp8``) is [S, C], with C rounded up to a multiple of 4. ``"tiles"`` (``MxFp8``
         and ``NvFp4``) is [C / 128, S / 4, 32, 16], with both quotients rounded up. Padding is zero
         bytes.
-
-    Raises:
-      ValueError: if the format does not have this ``scale_layout``.
     """
 
     scale_layout: str = dataclasses.field(default="rows", kw_only=True)
@@ -121,11 +118,6 @@ class TokenFormat:
 
         Returns:
           A ``Quantized``.
-
-        Raises:
-          TypeError: if ``x`` has another dtype.
-          ValueError: if H is not a multiple of ``group_size``, or ``x`` does not have two axes and
-            ``scale_layout`` is not ``"rows"``.
         """
         x = jnp.asarray(x)
         self.check_numbers(x)
@@ -154,12 +146,7 @@ class TokenFormat:
             )
 
     def laid_out(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with its row-major scales in the format's layout.
-
-        Raises:
-          TypeError: if the scales do not have the dtype of the format.
-          ValueError: if the scales do not have two axes.
-        """
+        """Return ``quantized`` with its row-major scales in the format's layout."""
         if self.scale_layout == "rows":
             return quantized
         scales = jnp.asarray(quantized.scales)
@@ -171,11 +158,7 @@ class TokenFormat:
         return quantized._replace(scales=LAYOUTS[self.scale_layout].lay_out(scales))
 
     def row_major(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with row-major scales: the inverse of ``laid_out``.
-
-        Raises:
-          ValueError: if the scales do not have the shape of the layout.
-        """
+        """Return ``quantized`` with row-major scales: the inverse of ``laid_out``."""
         values, scales = map(jnp.asarray, quantized)
         if self.scale_layout == "rows":
             return Quantized(values, scales)
@@ -202,10 +185,6 @@ class TokenFormat:
 
         Returns:
           [..., H] in ``dtype``.
-
-        Raises:
-          TypeError: if ``dtype`` is not one of these, or ``quantized`` is not of this format.
-          ValueError: if the shapes of values and scales do not match.
         """
         dtype = jnp.dtype(dtype)
         if dtype not in DTYPES:
@@ -358,11 +337,6 @@ class NvFp4(TokenFormat):
         for tokens [T, ..., H], which travels with its row. To use the full range of the format,
         pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 * 448). All
         numbers with a scale that is negative, infinite or NaN decode to NaN.
-
-    Raises:
-      TypeError: if ``global_scale`` has another type or dtype.
-      ValueError: if a float is out of range. ``encode``, ``decode`` and ``dispatch`` raise it if an
-        array has another shape.
     """
 
     global_scale: float | jax.Array = 1.0

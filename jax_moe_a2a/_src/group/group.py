@@ -60,10 +60,6 @@ class Group(GroupValue):
         None chooses two levels if the mesh has devices, and the two axes are 2 to 32 hosts and at
         least two ranks of each host.
 
-    Raises:
-      TypeError: if an argument has the wrong type.
-      ValueError: if the mesh lacks an axis, a size does not match, or a number is out of range.
-
     Example:
       Eight devices as two domains of four ranks:
 
@@ -119,9 +115,6 @@ class Group(GroupValue):
 
         A group without devices uses the mesh of ``jax.set_mesh``. Without such a mesh, all ranks
         share the default GPU.
-
-        Raises:
-          RuntimeError: as ``path``.
         """
         return runtime.topology(self)
 
@@ -150,8 +143,6 @@ class Group(GroupValue):
           The ``MemoryEstimate``.
 
         Raises:
-          TypeError: as ``memory_estimate``.
-          ValueError: as ``memory_estimate``.
           RuntimeError: if the driver reports an error, or if another process has not announced
             itself within ``first_timeout`` or has not answered. If a device has too little memory,
             the error is a ``jax.errors.JaxRuntimeError`` that starts with ``RESOURCE_EXHAUSTED``,
@@ -204,8 +195,6 @@ class Group(GroupValue):
             ``timeout``, but at least 60.
 
         Raises:
-          TypeError: if ``timeout`` is not a number.
-          ValueError: if ``timeout`` is not positive, or exceeds 1e9.
           RuntimeError: if a device is still at work after that time. The error names the device,
             and says whether it runs an exchange of the group or other work. The workspace then
             stays open and keeps its memory, and it can be closed later.

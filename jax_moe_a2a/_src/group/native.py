@@ -7,7 +7,6 @@ available also work without the extension.
 from __future__ import annotations
 
 import functools
-import logging
 import pathlib
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from ..paths import Choice
 from . import extension
 
 _native: Any = extension.load()  # None: the portable path is complete without it
-
-logger = logging.getLogger("jax_moe_a2a")
 
 
 class Topology(NamedTuple):
@@ -133,7 +130,7 @@ def choose_kernel(
 
     def lower_kernel() -> Any:
         register_targets()
-        logger.info("%s: the kernel", ctx.primitive)
+        paths.logger.info("%s: the kernel", ctx.primitive)
         return compat.lower_fun(ctx, kernel, operands, params)
 
     return Choice(paths.KERNEL, "", lower_kernel)
@@ -146,11 +143,8 @@ def call_product(
     aliases: dict[int, int] | None = None,
     **attributes: int | float,
 ) -> list[jax.Array]:
-    """Call a kernel that runs without other ranks (``cuda/calls/products.h``).
-
-    Raises:
-      RuntimeError: if the call is malformed, which is a bug of the lowering.
-    """
+    """Call a kernel that runs without other ranks (``cuda/calls/products.h``). Raise a RuntimeError
+    if the call is malformed, which is a bug of the lowering."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     if why := _native.why_not_product(target, attributes, *arrays):
         raise malformed(target, why)
@@ -207,10 +201,7 @@ def why_not(
 ) -> tuple[str, int]:
     """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
     call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
-
-    Raises:
-      RuntimeError: if the call is malformed, which is a bug of the lowering.
-    """
+    Raise a RuntimeError if the call is malformed, which is a bug of the lowering."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated
@@ -226,11 +217,6 @@ def malformed(target: str, why: str) -> RuntimeError:
         f"jax_moe_a2a has a bug: it lowered a malformed call of {target}: {why}. Please report it "
         "with the program"
     )
-
-
-def array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return the bytes that ``num_slots`` rows of one payload array occupy in a zone."""
-    return _native.array_bytes(num_slots, row_bytes)
 
 
 def local_gpus() -> list[Any]:
@@ -299,9 +285,6 @@ def failure(topology: Topology) -> str:
 
     Either a kernel of this process recorded the failure, or another rank reported it to a rank of
     this process.
-
-    Raises:
-      RuntimeError: if the CUDA runtime fails.
     """
     if not has_kernels():
         return ""
@@ -360,21 +343,9 @@ def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHO
     """Open or grow the workspace so that every ring half holds ``half_bytes``. Wait ``timeout``
     seconds for the answers of other processes.
 
-    Raises:
-      RuntimeError: if the CUDA runtime or driver fails, or if a process has not answered. If a
-        device has too little memory, the error is a ``jax.errors.JaxRuntimeError`` that starts with
-        RESOURCE_EXHAUSTED, like XLA's own errors.
+    Raise an error if the CUDA runtime or driver fails, or if a process has not answered.
     """
     _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
-
-
-def counters(topology: Topology, kind: int = WHOLE) -> list[tuple]:
-    """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
-    Credits and heads list the ranks of one ring half after the other. No exchange of the topology
-    may run meanwhile."""
-    problem, values = _native.counters(*topology, kind)
-    _raise(problem)
-    return values
 
 
 def wait(topology: Topology, timeout: float) -> None:
@@ -392,11 +363,7 @@ def wait(topology: Topology, timeout: float) -> None:
 
 def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
-    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between.
-
-    Raises:
-      RuntimeError: as ``wait``, or if the CUDA driver fails.
-    """
+    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 

@@ -50,11 +50,7 @@ class Notice:
 
 @compat.per_job
 def publish() -> None:
-    """Publish the notice of this process, once in a job, and start to answer requests for memory.
-
-    Raises:
-      RuntimeError: if ``jax.distributed.initialize()`` was not called.
-    """
+    """Publish the notice of this process, once in a job, and start to answer requests."""
     notice = _own_notice()
     if not notice.why_portable:
         native.introduce_devices()  # before another process asks for their memory
@@ -79,14 +75,11 @@ def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> 
 
 def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) -> str:
     """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
-    the same result.
+    the same result. Raise a RuntimeError if a process has not announced itself in time.
 
     Args:
       domains: the devices of each exchange domain.
       timeout: seconds to wait for each process to announce itself.
-
-    Raises:
-      RuntimeError: if a process has not announced itself in time.
     """
     # All processes of the mesh run one program, also those that exchange nothing with each other.
     members = sorted({device.process_index for domain in domains for device in domain})

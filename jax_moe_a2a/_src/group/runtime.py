@@ -36,23 +36,6 @@ G = TypeVar("G", bound=GroupValue)
 _of_programs: dict[GroupValue, dict[GroupValue, None]] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceCounters:
-    """The sync counters of one device. An epoch is the number of an exchange, from 1."""
-
-    device: jax.Device
-    rank: int
-    """Rank of these counters. Each of several ranks on a GPU has its own counters."""
-    num_exchanges: int
-    """Number of exchanges on this rank since the workspace opened."""
-    credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks] int: the last epoch whose rows from this rank each peer has read; 0 if
-    there is none, and for this rank itself."""
-    heads: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks] int: the last epoch that each peer has announced to this rank; 0 if
-    there is none, and for this rank itself."""
-
-
 class _Place(NamedTuple):
     """A topology, and the devices of this process in the order of the topology."""
 
@@ -100,10 +83,7 @@ def why_portable(group: GroupValue) -> str:
     If the ranks are on several hosts, and a group over two mesh axes could run the kernels within
     each host, the reason ends with the lines that make this group, and is also a Python warning.
 
-    Raises:
-      RuntimeError: if another process of the mesh has not announced itself within
-        ``first_timeout``, or if ``jax.distributed.initialize()`` was not called.
-      Unknown: if ``explain`` asks, and this process would have to wait.
+    Raise the errors of ``Group.path``, and ``Unknown`` if ``explain`` would have to wait.
     """
     if group.two_level:
         between, within = map(why_portable, group.levels)
@@ -234,35 +214,6 @@ def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:
                     found.append(
                         DeviceMemory(device, HEADER_BYTES, half_bytes, RING_DEPTH, mapped_bytes)
                     )
-    return tuple(found)
-
-
-def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
-    """Return the sync counters of each device, in the order of ``memory``, for tests.
-
-    Read them while no program of the group runs. Counters of split exchanges and of replicated
-    tokens are not included. The tuple is empty on the portable path, with two levels, and while the
-    workspace is closed.
-
-    Raises:
-      RuntimeError: if the CUDA runtime reports an error.
-    """
-    if group.two_level:
-        return ()
-
-    def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(words[i : i + group.size]) for i in range(0, len(words), group.size))
-
-    found = []
-    for of_devices, own_devices in _places(group):
-        ids = list(of_devices.devices)
-        values = native.counters(of_devices)  # [] while closed
-        for i, (next_epoch, _, credits, heads) in enumerate(values):
-            device = own_devices[i]
-            is_shared = ids.count(device.id) > 1
-            rank = (i if is_shared else ids.index(device.id)) % group.size
-            words = by_slot(credits), by_slot(heads)
-            found.append(DeviceCounters(device, rank, next_epoch - 1, *words))
     return tuple(found)
 
 

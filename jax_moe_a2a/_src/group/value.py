@@ -224,12 +224,7 @@ def spans_processes(group: GroupValue) -> bool:
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Check an argument that is a number of seconds.
-
-    Raises:
-      TypeError: if it is no number.
-      ValueError: if it is not positive, or more than ``MOST_SECONDS``.
-    """
+    """Raise an error unless an argument is a number of seconds, up to ``MOST_SECONDS``."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
     if not 0 < seconds <= MOST_SECONDS:

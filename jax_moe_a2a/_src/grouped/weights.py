@@ -43,9 +43,10 @@ encode_squares_p.multiple_results = True
 class QuantizedExperts:
     """The weights of experts in ``BlockwiseFp8``, float weights to train in it, or both.
 
-    It is a pytree, which ``quantize_experts`` makes. With values and scales alone, the weights are
-    frozen: they have no gradient. With a source, the gradients of a layer are those of the source.
-    With a source alone, each product quantizes the source when it reads it.
+    It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
+    alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
+    are those of the source. With a source alone, each product quantizes the source when it reads
+    it.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
@@ -85,38 +86,10 @@ class QArrayLike(Protocol):
     scale: Any
 
 
-def quantize_experts(
-    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool = False, trainable: bool = False
+def quantize_weights(
+    w: ArrayLike | Quantized | QArrayLike, *, transposed: bool, trainable: bool
 ) -> QuantizedExperts:
-    """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
-
-    The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
-    which no value of the square exceeds 448. The call reads all weights, so make it once when
-    weights are loaded, or once in a training step.
-
-    Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
-    inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
-    FP8, and the gradients of their weights are those of ``w``.
-
-    Args:
-      w: weights of L experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or
-        [L, K, 2, I] as in ``moe``. K is a multiple of 128. Or weights that are already quantized,
-        whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale``
-        like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales
-        are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
-      transposed: True to also keep the orientation that the gradient of rows reads.
-      trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
-
-    Returns:
-      ``QuantizedExperts``, placed like the weights over a mesh. An axis whose parts are not
-      multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of several layers. If the
-      weights are already stored as [L, N, K], make a ``QuantizedExperts`` of them yourself.
-
-    Raises:
-      TypeError: if an array has the wrong dtype, or weights to train are already quantized.
-      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
-        are found only outside ``jax.jit``; otherwise products with their squares are NaN.
-    """
+    """Return what ``quantize_experts`` returns for one array of weights."""
     check_bool("transposed", transposed)
     check_bool("trainable", trainable)
     given = as_quantized(w)

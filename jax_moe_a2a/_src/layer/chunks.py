@@ -7,8 +7,9 @@ to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,36 @@ from ..grouped.totals import total_of, with_total
 from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
+from .weights import Experts
+
+Result = TypeVar("Result")
+
+
+class Tokens(NamedTuple):
+    """What a layer reads for each token of a rank: arrays [T, ...], None, or a number."""
+
+    x: Any
+    topk_ids: Any
+    topk_weights: Any
+    shared_weights: Any = None
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a rank, in the form of ``flat``."""
+
+    experts: Experts
+    """Those of its experts, or of all its slots."""
+    fetched: Experts | None = None
+    """Those of spare slots, if they are already here."""
+    shared: Experts | None = None
+    """Those of a shared expert that is not in the exchange."""
+
+
+class Totals(NamedTuple):
+    """The totals of weights (``grouped/totals.py``) that products have, or None."""
+
+    w_in: jax.Array | None = None
+    w_out: jax.Array | None = None
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
@@ -34,31 +65,27 @@ def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) ->
 
 
 def in_chunks(
-    layer: Callable[..., Any],
+    layer: Callable[[Tokens, LayerWeights, Totals], tuple[Result, Totals]],
     num_chunks: int,
-    per_token: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    *,
-    summed: Sequence[str],
-) -> Any:
+    tokens: Tokens,
+    weights: LayerWeights,
+) -> Result:
     """Return the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
-      layer: maps keyword arguments of both kinds, and the totals of some weights as ``totals``, to
-        a pytree of arrays, and to the totals that its products returned. It runs under
-        ``jax.checkpoint``.
+      layer: returns a pytree of arrays for a chunk, and the totals that its products returned. It
+        runs under ``jax.checkpoint``.
       num_chunks: number of chunks of equal size.
-      per_token: arguments [T, ...], which are divided. Numbers and None are passed to all chunks.
-      weights: arrays or None. Their gradients are summed over the chunks in float32. Quantized
-        weights have no gradient.
-      summed: names of the weights whose totals the layer passes to its products.
+      tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
+      weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
+        of ``QuantizedExperts`` have no gradient.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.
       ValueError: if the chunks cannot have equal sizes.
     """
-    divided, others = {}, {}
-    for name, value in per_token.items():
+    divided = {}
+    for name, value in tokens._asdict().items():
         if isinstance(value, Routing | TwoLevelRouting):
             raise TypeError(
                 f"{name} must be integers [T, K] with num_chunks, because each chunk is routed on "
@@ -66,7 +93,6 @@ def in_chunks(
             )
         array = None if value is None else as_array(value)
         if array is None or array.ndim == 0:
-            others[name] = value
             continue
         if array.shape[0] % num_chunks:
             raise ValueError(
@@ -75,27 +101,43 @@ def in_chunks(
             )
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
-    arrays = {}
-    for name, w in weights.items():
-        if w is None or isinstance(w, QuantizedExperts):
-            others[name] = w
-        else:
-            arrays[name] = jnp.asarray(as_array(w))
-    first = {name: total_of(w) for name, w in arrays.items()}
-    totals = {name: total for name, total in first.items() if name in summed}
+    first = _map_floats(total_of, weights)
+    totals = Totals(*map(_floats, (first.experts.w_in, first.experts.w_out)))
     # Gradients take the way of the totals.
-    arrays = {name: lax.stop_gradient(w) for name, w in arrays.items()}
+    fixed = _map_floats(lax.stop_gradient, weights)
 
-    def step(totals: dict[str, jax.Array], chunk: dict[str, jax.Array]) -> Any:
-        own = {name: with_total(w, first[name]) for name, w in arrays.items()}
-        result, found = layer(**chunk, **others, **own, totals=totals)
+    def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Result]:
+        own = _map_floats(with_total, fixed, first)
+        result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    if totals:
+    if jax.tree.leaves(totals):
         # After a chunk, totals also vary over the mesh axes of the tokens.
         first_chunk = {name: x[0] for name, x in divided.items()}
         found, _ = jax.eval_shape(step, totals, first_chunk)
-        for name, total in found.items():
-            (totals[name],) = compat.align_varying([totals[name]], compat.varying_axes(total))
+        totals = jax.tree.map(_varying_like, totals, found)
     # The loop already keeps XLA from merging both computations of a chunk.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]
+
+
+def _floats(w: Any) -> Any:
+    """Return the array of weights that has their gradients, or None."""
+    return w.source if isinstance(w, QuantizedExperts) else w
+
+
+def _map_floats(function: Callable[..., jax.Array], weights: Any, *others: Any) -> Any:
+    """Apply a function to each array of weights that has a gradient."""
+
+    def apply(w: Any, *more: Any) -> Any:
+        if _floats(w) is None:
+            return w
+        found = function(*map(_floats, (w, *more)))
+        return dataclasses.replace(w, source=found) if isinstance(w, QuantizedExperts) else found
+
+    is_leaf = lambda w: isinstance(w, QuantizedExperts)
+    return jax.tree.map(apply, weights, *others, is_leaf=is_leaf)
+
+
+def _varying_like(total: jax.Array, found: Any) -> jax.Array:
+    (aligned,) = compat.align_varying([total], compat.varying_axes(found))
+    return aligned

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax
 
 from .. import compat
+from ..ad import fixed, with_tangent
 from ..api import bind_dispatch
 from ..exchange.arguments import DispatchArguments
+from ..exchange.bind import bind
+from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
+from ..formats.formats import BlockwiseFp8
+from ..grouped.frozen import RowsInFp8
 
 ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
@@ -30,3 +38,25 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
     recv = bind_dispatch(arguments)
     rows, weights = compat.checkpoint_name((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
     return dataclasses.replace(recv, rows=rows, weights=weights)
+
+
+def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
+    """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products that read the rows in it.
+
+    Returns:
+      The ``Recv`` of ``dispatch_rows``. Its rows are ``RowsInFp8``. They and the weights have the
+      derivatives of one dispatch of floats, so their gradients travel in one exchange.
+    """
+    (x,), weights = arguments.leaves, arguments.choice_arrays
+    known = arguments._replace(leaves=[fixed(x)], choice_arrays=list(map(fixed, weights)))
+    recv = dispatch_rows(known)
+    options = arguments.options.unencoded
+    params = dict(num_leaves=1, num_choice_arrays=len(weights), options=options)
+
+    def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
+        return bind(DISPATCH, tangents[0], primals[1], **params)
+
+    moved = [BlockwiseFp8().decode(recv.rows, x.dtype), *[recv.weights] * len(weights)]
+    floats, *found = with_tangent(moved, tangent_of, [x, *weights], recv.routing)
+    rows = RowsInFp8(recv.rows, floats)
+    return dataclasses.replace(recv, rows=rows, weights=found[0] if found else None)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,7 @@ from .. import compat, scopes
 from ..ad import accumulation_dtype
 from ..checks import as_array, check_floats, fitting_experts, short
 from ..experts.activations import recognize
-from ..experts.gated import gated
-from ..formats.formats import TokenFormat
 from ..group.group import Group
-from ..grouped.quantized import check_experts
 from ..grouped.weights import BLOCK, QuantizedExperts
 from ..placement.types import Placement, check_placement
 from ..plan.options import Exchange, check_exchange
@@ -31,25 +28,14 @@ from ..routing.checks import RouteArguments, axes_of
 from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
 from .balance import load_balancing_loss, router_z_loss
-from .chunks import check_one_global_scale, in_chunks
-from .fp8 import check_quantized
+from .chunks import LayerWeights, Tokens, Totals, check_one_global_scale
 from .load import ExpertLoad, expert_load
-from .mlp import (
-    QUANTIZED,
-    SUMMED,
-    Activation,
-    LayerOptions,
-    mlp_and_routing,
-    of_chunk,
-    quantized_once,
-    with_fetched,
-)
-from .parameters import names_of, place, quantized_spec, spec_of
+from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
+from .parameters import names_of, place
 from .router import RouterLike, check_router, choose_experts, map_arrays, num_outputs
+from .weights import Activation, Experts, activation_of, check_weights, flat, specs_of
 
-EXPERT_WEIGHTS = "w_gate_up", "w_down"  # parameters that may be quantized
 OUTPUTS = "logits", "choices"
-OneOrTwo: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]  # gate and up as two arrays
 
 
 class MoEStatistics(NamedTuple):
@@ -84,31 +70,23 @@ class MoEStatistics(NamedTuple):
 def moe(
     x: ArrayLike,
     router: RouterLike,
-    w_gate_up: OneOrTwo | QuantizedExperts,
-    w_down: ArrayLike | QuantizedExperts,
+    experts: Experts,
     *,
     axes: AxesLike,
-    activation: Activation | None = None,
-    b_gate_up: OneOrTwo | None = None,
-    b_down: ArrayLike | None = None,
+    shared: Experts | None = None,
+    shared_weights: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     router_input: ArrayLike | None = None,
-    shared_gate_up: OneOrTwo | None = None,
-    shared_down: ArrayLike | None = None,
-    shared_weights: ArrayLike | None = None,
     exchange: Exchange | None = None,
-    experts_format: TokenFormat | None = None,
-    quantized: tuple[QuantizedExperts, QuantizedExperts] | None = None,
-    outputs: tuple[str, ...] = (),
     placement: Placement | None = None,
+    outputs: tuple[str, ...] = (),
 ) -> tuple[jax.Array, MoEStatistics]:
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
     The router computes logits with the precision of float32, and chooses experts, which the call
-    applies with ``moe_mlp``. Expert e maps a token to
-    ``activation(x @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] + b_down[e]``. The result does not
-    depend on the mesh, except for rounding, and for drops if a capacity is given. Call it inside
-    ``jax.jit``, because outside JAX compiles each operation alone.
+    applies with ``moe_mlp``. The result does not depend on the mesh, except for rounding, and for
+    drops if a capacity is given. Call it inside ``jax.jit``, because outside JAX compiles each
+    operation alone.
 
     The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Axes may
     be Auto or Explicit; over Explicit axes, arrays are resharded, and the result has the placement
@@ -131,40 +109,24 @@ def moe(
       router: what chooses the experts: a ``Router``; or ``router.replay(ids)`` to use given experts
         with the router's weights; or ``RouterChoices`` with the leading axes of ``x``, which are
         divided over the ranks like the tokens. The kernel of a ``TopK`` has E columns.
-      w_gate_up: the first weights, with the dtype of ``x``: an array [E, H, 2, I] with the gate at
-        index 0 and up at index 1; or a tuple (gate, up) of arrays [E, H, I], which are copied
-        into one array in each call; or an array [E, H, I] for experts without a gate. Or
-        ``QuantizedExperts`` of one array, for inference in FP8 as in ``moe_mlp``.
-      w_down: [E, I, H] with the dtype of ``x``: the second weights; or ``QuantizedExperts``.
+      experts: the weights of all E experts, with the dtype of ``x`` or in FP8.
       axes: the mesh axes of experts, data and tensor as ``Axes``; or what ``Axes(...)`` accepts as
         its first argument, such as ``"ep"``. The mesh is that of ``jax.set_mesh``, or the mesh of a
         ``Group``. If one axis of experts is on 2 to 32 hosts, and all axes of the mesh are Auto,
         tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
-      activation: as in ``moe_mlp``: a function of [C, 2I] with gate and up side by side, such as
-        ``gated(jax.nn.gelu)``, or without a gate a function of [C, I]. With a tensor axis, I is
-        the size of a part, so the function must be the same for each column. None means
-        ``gated(jax.nn.silu)``, and is an error without a gate.
-      b_gate_up: biases of the first product, [E, 2, I], or a tuple of [E, I], or without a gate
-        [E, I]; or None.
-      b_down: [E, H]: biases of the second product, or None.
+      shared: a shared expert, which all tokens have in addition: ``Experts`` without the axis E,
+        with an own width and the dtype of ``x``. None means that there is none.
+      shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
       router_input: floats [..., H'] that the router reads in place of ``x``, or None. For example,
         the router reads the token, and the experts read a projection of it.
-      shared_gate_up: the first weights of a shared expert, which all tokens have in addition, in
-        one of the forms of ``w_gate_up`` without the axis E: for example [H, 2, J]. J may differ
-        from I. None means that there is no shared expert.
-      shared_down: [J, H]: the second weights of the shared expert.
-      shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
       exchange: how tokens travel, an ``Exchange``.
-      experts_format: as in ``moe_mlp``.
-      quantized: ``w_gate_up`` and ``w_down`` by ``quantize_experts(..., transposed=True)``, or
-        None, as in ``moe_mlp``. With a tuple (gate, up), quantize ``jnp.stack(w_gate_up, axis=2)``.
+      placement: as in ``moe_mlp``: replicas of experts, or None. ``experts`` are then those of the
+        router, or, if they are already placed, those in the P slots of all ranks. The router and
+        the statistics have E experts.
       outputs: names of arrays to return in the statistics: ``"logits"``, ``"choices"``, both, or
         none. Results of a jitted function stay in memory, so return only what you need.
-      placement: as in ``moe_mlp``: replicas of experts, or None. ``w_gate_up``, ``w_down`` and
-        their biases then have the E experts, or, if they are already placed, the P slots of all
-        ranks. The router and the statistics have E experts.
 
     Returns:
       The output with the shape and dtype of ``x``, and ``MoEStatistics``. Add
@@ -188,7 +150,7 @@ def moe(
       mesh = jax.make_mesh((2, 4), ("data", "ep"))
       with jax.set_mesh(mesh):
           axes = ma.Axes("ep", data="data")
-          params = ma.init_moe(jax.random.key(0), 16, 32, 8, choose=ma.TopK(2), axes=axes)
+          params = ma.init_moe(jax.random.key(0), ma.MoEConfig(16, 32, 8, ma.TopK(2)), axes)
           x = jax.random.normal(jax.random.key(1), (4, 6, 16))  # [batch, sequence, hidden]
           layer = lambda params, x: ma.moe(x, **params, axes=axes)
           y, stats = jax.jit(layer)(params, x)
@@ -199,29 +161,19 @@ def moe(
       (4, 6, 16) 48 0
       ```
     """
-    given = dict(
-        w_gate_up=w_gate_up,
-        w_down=w_down,
-        b_gate_up=b_gate_up,
-        b_down=b_down,
-        shared_gate_up=shared_gate_up,
-        shared_down=shared_down,
-        activation=activation,
-        experts_format=experts_format,
-        quantized=quantized,
-        placement=placement,
-    )
     scope = _check_scope(as_axes(axes))
     tensor_axis = scope.axes.tensor
     x = _check_tokens(x)
     read = x if router_input is None else _check_router_input(router_input, x)
-    num_experts, params, activation = _check_arrays(scope, x, given, num_outputs(router, read))
+    num_experts, experts = _check_experts(scope, x, experts, placement, num_outputs(router, read))
+    if shared is not None:
+        shared = check_weights(shared, x, (), name="shared")
+        _check_tensor_parts(scope, "shared", shared)
     router = check_router(router, read, num_experts)
-    of_tokens = _check_of_tokens(x, mask, shared_weights, has_shared="shared_down" in params)
+    of_tokens = _check_of_tokens(x, mask, shared_weights, has_shared=shared is not None)
     if router_input is not None:
         of_tokens["router_input"] = read
     _check_outputs(outputs, router)
-    params |= _check_quantized(given)
     exchange = _check_exchange(exchange)
     shape = x.shape
     if x.ndim == 1:
@@ -237,70 +189,54 @@ def moe(
     router = map_arrays(router, padded, lambda array: place(array, P()))
     router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
 
-    in_fp8 = isinstance(w_gate_up, QuantizedExperts)
-    specs = {}
-    for name, arrays in params.items():
-        own = name.removeprefix(QUANTIZED)
-        spec = spec_of(own, arrays[0].ndim, scope.group.axes, tensor_axis)
-        specs[name] = (spec,) * len(arrays)
-        if name != own or (in_fp8 and name in EXPERT_WEIGHTS):
-            specs[name] = (quantized_spec(spec),) * 2 + specs[name][2:]
-    params = {name: tuple(map(place, arrays, specs[name])) for name, arrays in params.items()}
-
-    options = LayerOptions(activation, experts_format, placement)
+    options = LayerOptions(activation_of(experts), placement)
+    of_shared = None if shared is None else activation_of(shared)
+    given = tuple(None if e is None else e.replace(activation=None) for e in (experts, shared))
+    leads = (scope.group.axes,), ()
+    specs = tuple(
+        None if e is None else specs_of(e, lead, tensor_axis) for e, lead in zip(given, leads)
+    )
+    given = jax.tree.map(place, given, specs)
     exchange = dataclasses.replace(exchange, replicated=tokens.replicated)
 
     def on_rank(
         x: jax.Array,
         of_tokens: Mapping[str, jax.Array],
         router: RouterLike,
-        params: Mapping[str, tuple[jax.Array, ...]],
+        given: tuple[Experts, Experts | None],
         placement: Placement | None,
         exchange: Exchange,
     ) -> tuple[jax.Array, dict[str, Any], MoEStatistics]:
         """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
-        flat = lambda array: array.reshape(-1, *array.shape[len(leading) :])
-        flat_x, per_token = flat(x), {name: flat(array) for name, array in of_tokens.items()}
+        flat_tokens = lambda array: array.reshape(-1, *array.shape[len(leading) :])
+        flat_x = flat_tokens(x)
+        per_token = {name: flat_tokens(array) for name, array in of_tokens.items()}
         mask, read = per_token.get("mask"), per_token.get("router_input")
         # Masked tokens may hold any value, which must not reach a gradient.
         if has_mask and mask is not None:
             flat_x = jnp.where(mask[:, None], flat_x, 0)
             read = None if read is None else jnp.where(mask[:, None], read, 0)
-        only = {name: arrays[0] for name, arrays in params.items()}
-        flat_router = map_arrays(router, flat, lambda array: array)
+        flat_router = map_arrays(router, flat_tokens, lambda array: array)
         choices, logits = choose_experts(
             flat_router, flat_x if read is None else read, num_experts, mask
         )
-        b_down = only.get("b_down")
-        if b_down is not None and tensor_axis is not None:
-            # Partial sums are added over this axis, but biases count once.
-            b_down = jnp.where(lax.axis_index(tensor_axis) == 0, b_down, 0)
-        of_experts = dict(x=flat_x, topk_ids=choices.ids, topk_weights=choices.weights)
-        merged = _quantized if in_fp8 else _side_by_side
-        weights = dict(
-            w_in=merged(params["w_gate_up"]),
-            w_out=merged(params["w_down"]),
-            b_in=_side_by_side(params["b_gate_up"], 2) if "b_gate_up" in params else None,
-            b_out=b_down,
-        )
-        for name, of_mlp in zip(EXPERT_WEIGHTS, SUMMED):
-            if QUANTIZED + name in params:
-                weights[QUANTIZED + of_mlp] = _quantized(params[QUANTIZED + name])
-        if "shared_down" in only:
+        own, of_all = given
+        weights = LayerWeights(flat(_biased_once(own, tensor_axis)))
+        kept = None
+        if of_all is not None:
+            weights = weights._replace(shared=flat(_biased_once(of_all, tensor_axis)))
             kept = per_token["shared_weights"]
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
                 kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
-            of_experts["shared_weights"] = kept
-            weights["shared_in"] = _side_by_side(params["shared_gate_up"], 2)
-            weights["shared_out"] = only["shared_down"]
         y, load = _experts(
-            of_experts,
+            Tokens(flat_x, choices.ids, choices.weights, kept),
             weights,
             RouteArguments(scope.group, num_experts, exchange),
             options._replace(placement=placement),
+            of_shared,
         )
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
@@ -322,7 +258,7 @@ def moe(
         on_rank,
         in_specs=(tokens.spec, tokens.spec, router_specs, specs, P(), P()),
         out_specs=(tokens.spec, tokens.spec, P()),
-    )(x, of_tokens, router, params, placement, exchange)
+    )(x, of_tokens, router, given, placement, exchange)
 
     def unpadded(array: jax.Array) -> jax.Array:
         array = _without_padding(scope, tokens, array, features=None)
@@ -332,51 +268,60 @@ def moe(
     return _without_padding(scope, tokens, y).reshape(shape), statistics
 
 
+def _biased_once(experts: Experts, tensor: str | None) -> Experts:
+    """Return experts whose last biases count once in the sum of the parts over the tensor axis."""
+    if experts.b_out is None or tensor is None:
+        return experts
+    return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
+
+
 def _experts(
-    tokens: Mapping[str, Any],
-    weights: Mapping[str, Any],
+    tokens: Tokens,
+    weights: LayerWeights,
     route_arguments: RouteArguments,
     options: LayerOptions,
+    shared_activation: Activation | None,
 ) -> tuple[jax.Array, ExpertLoad]:
     """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
-    def shared_expert(x: jax.Array, weights: jax.Array, w_in: Any, w_out: Any) -> jax.Array:
-        product = jnp.dot(x, w_in)
+    def shared_expert(x: jax.Array, weights: jax.Array, shared: Experts) -> jax.Array:
+        product = jnp.dot(x, shared.w_in)
+        if shared.b_in is not None:
+            product += shared.b_in[None]
         rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
-        act = (recognize(options.activation, rows) or options.activation)(product)
+        assert shared_activation is not None
+        act = (recognize(shared_activation, rows) or shared_activation)(product)
         act_dtype = accumulation_dtype(act.dtype)
-        weighted = act.astype(act_dtype) * weights.astype(act_dtype)[:, None]
-        return jnp.dot(weighted.astype(x.dtype), w_out)
+        of_tokens = weights.astype(act_dtype)[:, None]
+        y = jnp.dot((act.astype(act_dtype) * of_tokens).astype(x.dtype), shared.w_out)
+        if shared.b_out is not None:
+            y += (of_tokens * shared.b_out.astype(act_dtype)[None]).astype(x.dtype)
+        return y
 
     def layer(
-        x: jax.Array,
-        shared_weights: jax.Array | None = None,
-        shared_in: Any = None,
-        shared_out: Any = None,
-        **arrays: Any,
-    ) -> tuple[tuple[jax.Array, ExpertLoad], dict[str, jax.Array]]:
-        y, routing, totals = mlp_and_routing(route_arguments, options, x=x, **of_chunk(arrays))
-        if shared_weights is not None:
-            y += shared_expert(x, shared_weights, shared_in, shared_out)
+        tokens: Tokens, weights: LayerWeights, totals: Totals
+    ) -> tuple[tuple[jax.Array, ExpertLoad], Totals]:
+        routed = tokens._replace(shared_weights=None)
+        y, routing, totals = mlp_and_routing(route_arguments, options, routed, weights, totals)
+        if weights.shared is not None:
+            y += shared_expert(tokens.x, tokens.shared_weights, weights.shared)
         return (y, expert_load(routing, placement=options.placement)), totals
 
     if num_chunks == 1:
-        return layer(**tokens, **weights)[0]
-    num_tokens = tokens["x"].shape[0]
+        return layer(tokens, weights, Totals())[0]
+    num_tokens = tokens.x.shape[0]
     more = -num_tokens % num_chunks
-    padded = {
-        name: scopes.padding(jnp.pad)(
-            array,
-            ((0, more), *((0, 0),) * (array.ndim - 1)),
-            constant_values=-1 if name == "topk_ids" else 0,
-        )
-        for name, array in tokens.items()
-    }
-    weights = with_fetched(dict(weights), route_arguments, options.placement)
-    chunks = partial(in_chunks, layer, num_chunks, padded, summed=SUMMED)
-    y, loads = quantized_once(chunks, weights, options.experts_format)
+
+    @scopes.padding
+    def padded(array: jax.Array, value: int = 0) -> jax.Array:
+        widths = (0, more), *((0, 0),) * (array.ndim - 1)
+        return jnp.pad(array, widths, constant_values=value)
+
+    tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
+    weights = with_fetched(weights, route_arguments, options.placement)
+    y, loads = quantized_once(layer, num_chunks, tokens, weights)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
     return lax.collapse(y, 0, -1)[:num_tokens], load
 
@@ -387,29 +332,11 @@ def _check_exchange(given: Exchange | None) -> Exchange:
     if exchange.shared_expert is not None:
         raise ValueError(
             f"shared_expert must be omitted in the exchange of moe; got {exchange.shared_expert}. "
-            "Pass the weights of the shared expert as shared_gate_up and shared_down"
+            "Pass the weights of the shared expert as shared=ma.Experts(...)"
         )
     reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
     check_one_global_scale(exchange.token_format, reason, remedy)
     return exchange
-
-
-def _side_by_side(arrays: tuple[jax.Array, ...], ndim: int = 3) -> jax.Array:
-    """Return the weights or biases of a rank's experts in the form of ``moe_mlp``: gate and up side
-    by side on the last axis. It has ``ndim`` axes."""
-    if len(arrays) == 2:
-        return jnp.concatenate(arrays, axis=-1)
-    (array,) = arrays
-    return array.reshape(*array.shape[: ndim - 1], -1) if array.ndim > ndim else array
-
-
-def _quantized(arrays: tuple[jax.Array, ...]) -> QuantizedExperts:
-    """Return a rank's quantized weights in the form of ``moe_mlp``: gate and up side by side."""
-    values, scales, *transposed = arrays
-    return QuantizedExperts(
-        *(x.reshape(x.shape[0], -1, x.shape[-1]) for x in (values, scales)),
-        *(_side_by_side((x,)) for x in transposed),
-    )
 
 
 def _warn_of_repeated_work(scope: _Scope, x: jax.Array) -> None:
@@ -652,104 +579,44 @@ def _check_tokens(value: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _check_arrays(
-    scope: _Scope, x: jax.Array, given: Mapping[str, Any], num_outputs: int | None
-) -> tuple[int, dict[str, tuple[jax.Array, ...]], Activation]:
-    """Return the number of experts, their parameters (each a tuple of one or two arrays) and their
-    activation, from the arguments of ``moe`` by name, or raise an error.
+def _check_experts(
+    scope: _Scope,
+    x: jax.Array,
+    experts: Any,
+    placement: Placement | None,
+    num_outputs: int | None,
+) -> tuple[int, Experts]:
+    """Return the number of experts and their weights with JAX arrays, or raise an error.
 
     Args:
       num_outputs: the number of experts that the router demands, or None.
     """
-    placement, activation, hidden = given["placement"], given["activation"], x.shape[-1]
-    first = _one_or_two(given["w_gate_up"])
-    experts = num_outputs
-    if experts is None and isinstance(placement, Placement):
-        experts = placement.num_experts
-    if experts is None:
-        experts = first[0].shape[0] if first and first[0].ndim else 0
-    num_experts = experts
-    if experts % scope.group.size:
-        source = "router" if num_outputs is not None else "w_gate_up"
+    found = check_weights(experts, x)
+    num = num_weights = found.w_in.shape[0]
+    if num_outputs is not None:
+        num = num_outputs
+    elif isinstance(placement, Placement):
+        num = placement.num_experts
+    if num % scope.group.size:
+        source = "router" if num_outputs is not None else "experts"
         raise ValueError(
             f"{source} must have E experts, a multiple of the {scope.group.size} ranks along "
-            f"{scope.group.axis_name!r}; got {experts}. "
-            f"{fitting_experts(experts, scope.group.size)}"
+            f"{scope.group.axis_name!r}; got {num}. {fitting_experts(num, scope.group.size)}"
         )
-    in_fp8 = {
-        name: check_experts(name, given[name], may_be_pairs=name == "w_gate_up")
-        for name in EXPERT_WEIGHTS
-        if any(isinstance(given[weights], QuantizedExperts) for weights in EXPERT_WEIGHTS)
-    }
+    expected = num
     if placement is not None:
-        check_placement(placement, scope.group.size, num_experts=experts, or_none=True)
-        if first and first[0].shape[:1] == (placement.num_slots,):
-            experts = placement.num_slots  # weights that are already placed
+        check_placement(placement, scope.group.size, num_experts=num, or_none=True)
+        if num_weights == placement.num_slots:
+            expected = num_weights  # weights that are already placed
         else:
             placement.check_home()
-    width = first[0].shape[-1] if first and first[0].ndim else 0
-    forms = {
-        "[E, H, 2, I]": [(experts, hidden, 2, width)],
-        "a tuple of two arrays [E, H, I]": [(experts, hidden, width)] * 2,
-        "[E, H, I] without a gate": [(experts, hidden, width)],
-    }
-    if [w.shape for w in first] not in forms.values():
+    if num_weights != expected:
         raise ValueError(
-            f"w_gate_up must have one of the forms {', '.join(forms)}, with E={experts} and "
-            f"H={hidden}; got {', '.join(map(short, first))}"
+            f"experts must be the weights of E={expected} experts, like the router; got those of "
+            f"{num_weights}"
         )
-    least = BLOCK if in_fp8 or given["experts_format"] is not None else 1
-    _check_tensor_parts(scope, "w_gate_up", width, first, least)
-    found: dict[str, tuple[Any, ...]] = {"w_gate_up": first}
-
-    def add(name: str, shapes: list[tuple[int, ...]], remedy: str = "") -> None:
-        if given[name] is None and name not in EXPERT_WEIGHTS:
-            return
-        arrays = _one_or_two(given[name])
-        if [array.shape for array in arrays] != shapes:
-            raise ValueError(
-                f"{name} must have the shape {' and '.join(str(list(s)) for s in shapes)}, because "
-                f"x is {short(x)} and w_gate_up is {', '.join(map(short, first))}; got "
-                f"{', '.join(map(short, arrays))}{remedy}"
-            )
-        found[name] = arrays
-
-    half = experts, width // 2, hidden
-    side_by_side = first[0].ndim == 3 and _one_or_two(given["w_down"])[0].shape == half
-    remedy = ". If w_gate_up holds gate and up side by side, pass w_gate_up.reshape(E, H, 2, -1)"
-    add("w_down", [(experts, width, hidden)], remedy if side_by_side else "")
-    is_gated = len(first) == 2 or first[0].ndim == 4
-    if activation is None:
-        if not is_gated:
-            raise ValueError(
-                "activation must be a function for w_gate_up without a gate; got None. Pass it, "
-                f"for example jax.nn.gelu, or pass w_gate_up [E, H, 2, I]; got {short(first[0])}"
-            )
-        activation = gated(jax.nn.silu)
-    add("b_gate_up", [(experts, *w.shape[2:]) for w in first])
-    add("b_down", [(experts, hidden)])
-    missing = [name for name in ("shared_gate_up", "shared_down") if given[name] is None]
-    if len(missing) == 1:
-        raise ValueError(
-            "shared_gate_up and shared_down must both be arrays or both be None; got None for "
-            f"{missing[0]}. Pass it, too"
-        )
-    if not missing:
-        shared = _one_or_two(given["shared_gate_up"])
-        columns = shared[0].shape[-1] if shared and shared[0].ndim else 0
-        shapes = [(*w.shape[1:-1], columns) for w in first]
-        add("shared_gate_up", shapes, ". Its form is that of w_gate_up without E")
-        _check_tensor_parts(scope, "shared_gate_up", columns, shared)
-        add("shared_down", [(columns, hidden)])
-    for name, arrays in found.items():
-        for array in arrays:
-            if name not in in_fp8 and array.dtype != x.dtype:
-                raise TypeError(
-                    f"{name} must have the dtype of x, {x.dtype}; got {short(array)}. Cast it"
-                )
-    found |= {name: (w.values, w.scales) for name, w in in_fp8.items()}
-    params = {name: tuple(map(jnp.asarray, arrays)) for name, arrays in found.items()}
-    return num_experts, params, activation
+    _check_tensor_parts(scope, "experts", found)
+    return num, found
 
 
 def _check_of_tokens(
@@ -769,7 +636,7 @@ def _check_of_tokens(
         if not has_shared:
             raise ValueError(
                 f"shared_weights must be None without a shared expert; got {short(shared_weights)}."
-                " Pass shared_gate_up and shared_down as well"
+                " Pass shared=ma.Experts(...) as well"
             )
         if shared_weights.shape not in ((), sizes):
             raise ValueError(
@@ -806,40 +673,15 @@ def _check_outputs(outputs: Any, router: RouterLike) -> None:
         )
 
 
-def _one_or_two(value: Any) -> tuple[Any, ...]:
-    """Return the arrays of an argument that may be a tuple of arrays; for quantized weights, the
-    type of the weights."""
-    if isinstance(value, QuantizedExperts):
-        return (jax.ShapeDtypeStruct(value.shape, value.values.dtype),)
-    return tuple(map(as_array, value if isinstance(value, tuple | list) else [value]))
-
-
-def _check_quantized(given: Mapping[str, Any]) -> dict[str, tuple[jax.Array, ...]]:
-    """Return weights that are already quantized for training as parameters, or raise an error."""
-    shapes = {}
-    for name in EXPERT_WEIGHTS:
-        (experts, inputs, *columns), *up = (array.shape for array in _one_or_two(given[name]))
-        expression, between = (f"jnp.stack({name}, axis=2)", (2,)) if up else (name, ())
-        shapes[expression] = experts, inputs, *between, *columns
-    options = given["quantized"], given["experts_format"], given["placement"]
-    found = zip(EXPERT_WEIGHTS, check_quantized(*options, shapes))
-    return {
-        QUANTIZED + name: tuple(map(jnp.asarray, (q.values, q.scales, q.transposed)))
-        for name, q in found
-    }
-
-
-def _check_tensor_parts(
-    scope: _Scope, name: str, columns: int, arrays: tuple[Any, ...], least: int = 1
-) -> None:
-    """Raise an error if the tensor axis cannot divide the columns of weights into parts that are
-    multiples of ``least``."""
+def _check_tensor_parts(scope: _Scope, name: str, experts: Experts) -> None:
+    """Raise an error if the tensor axis cannot divide the columns of weights into parts."""
     tensor = scope.axes.tensor
     num_parts = 1 if tensor is None else scope.size((tensor,))
-    if columns % (num_parts * least):
+    least = BLOCK if isinstance(experts.w_in, QuantizedExperts) else 1
+    if experts.w_in.shape[-1] % (num_parts * least):
         times = f"the size {num_parts} of the tensor axis {tensor!r}"
         factors = [str(least)] * (least > 1) + [times] * (num_parts > 1)
         raise ValueError(
-            f"{name} must have a number of columns that is a multiple of {' times '.join(factors)}"
-            f"; got {', '.join(map(short, arrays))}"
+            f"{name}.w_in must have a number of columns that is a multiple of "
+            f"{' times '.join(factors)}; got {list(experts.w_in.shape)}"
         )

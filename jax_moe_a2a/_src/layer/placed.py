@@ -30,6 +30,7 @@ from ..routing.checks import RouteArguments, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .fetch import fetch
+from .weights import Experts, paired
 
 
 class Rows(NamedTuple):
@@ -41,19 +42,6 @@ class Rows(NamedTuple):
     """[C]: router weights."""
     has_token: jax.Array
     """[C] bool."""
-
-
-class Weights(NamedTuple):
-    """The weights of some experts of a rank. Each may be a tuple of home and spare ones."""
-
-    w_in: Any
-    """An array or ``QuantizedExperts``."""
-    b_in: Any
-    """An array or None."""
-    w_out: Any
-    """An array or ``QuantizedExperts``."""
-    b_out: Any
-    """An array or None."""
 
 
 def to_slots(
@@ -95,14 +83,12 @@ def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placem
 
 
 def apply_to_both(
-    apply: Callable[[Rows, Weights, jax.Array], jax.Array],
+    apply: Callable[[Rows, Experts, jax.Array], jax.Array],
     rows: Rows,
-    home: Weights,
+    home: Experts,
     recv: Recv,
     placement: Placement,
-    fetched: Weights | None,
-    *,
-    in_two: bool,
+    fetched: Experts | None,
 ) -> jax.Array:
     """Fetch the weights of spare slots, and return the outputs of all rows.
 
@@ -110,14 +96,12 @@ def apply_to_both(
       apply: maps rows, weights of groups and the sizes of these groups to outputs.
       recv: of the rows. Its groups are those of the home experts, and then of the spare slots.
       fetched: the weights of spare slots if they are already here.
-      in_two: True to apply the experts twice, because ``apply`` accepts no tuples of weights.
     """
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
-    def with_spare(rows: Rows, home: Weights, spare: Weights, sizes: jax.Array) -> jax.Array:
-        if not in_two:
-            pairs = (None if w is None else (w, x) for w, x in zip(home, spare, strict=True))
-            return apply(rows, Weights(*pairs), sizes)
+    def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
+        if not home.is_trained_in_fp8:
+            return apply(rows, paired(home, spare), sizes)
         num_home = home.w_in.shape[0]
         start = sizes[:num_home].sum(dtype=jnp.int32)
         is_home = jnp.arange(rows.has_token.shape[0], dtype=jnp.int32) < start
@@ -131,7 +115,7 @@ def apply_to_both(
 
     # Without the checkpoint, the fetched weights would be kept for the backward pass.
     @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
-    def of_both(rows: Rows, home: Weights, sizes: jax.Array, placement: Placement) -> jax.Array:
+    def of_both(rows: Rows, home: Experts, sizes: jax.Array, placement: Placement) -> jax.Array:
         return with_spare(rows, home, fetch_all(home, placement, group, first), sizes)
 
     return of_both(rows, home, sizes, placement)
@@ -139,8 +123,8 @@ def apply_to_both(
 
 def fetch_all(home: Any, placement: Placement, group: Group, first: int) -> Any:
     """Return the weights of spare slots for a pytree of weights of home experts, of which the first
-    ``first`` are shared. Transposed values do not travel, because the backward pass can
-    transpose values where they are."""
+    ``first`` are shared. Transposed values do not travel, because the backward pass can transpose
+    the values where they are."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w

@@ -178,15 +178,7 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
                 f"per_token{jax.tree_util.keystr(path)} of the router must have the leading axes "
                 f"of the tokens, {list(leading)}; got {short(as_array(leaf))}"
             )
-    per_token, whole = jax.tree.map(jnp.asarray, (own.per_token, own.whole))
-    own = Router(
-        jnp.asarray(kernel),
-        bias,
-        select_bias,
-        choose=own.choose,
-        per_token=per_token,
-        whole=whole,
-    )
+    own = jax.tree.map(jnp.asarray, own.replace(bias=bias, select_bias=select_bias))
     if not isinstance(router, Replay):
         return own
     if is_function:

@@ -56,10 +56,6 @@ def choose_slots(
     Returns:
       int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
 
-    Raises:
-      TypeError: if an argument has the wrong type, dtype, or a placement the wrong shapes.
-      ValueError: if an argument has the wrong shape or range, or the placement other ranks.
-
     Example:
       Expert 0 has replicas on both ranks, and each receives half of its rows. Rank 1 has three of
       the four rows. It keeps two of them:
@@ -177,10 +173,6 @@ def gather_counts(ids: ArrayLike, *, num_experts: int, group: GroupOrAxes) -> ja
 
     Returns:
       int32 [R, E].
-
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if the group's axes are not in scope.
     """
     group = check_scope(group)
     num_experts = check_int("num_experts", num_experts, least=1)

@@ -148,13 +148,9 @@ def _kernel(
     *lead, num_ranks, num_local = rows.shape
     batch = (math.prod(lead), num_ranks)
     out = jax.ShapeDtypeStruct((*batch, num_local + spare), np.int32)
-    found = jax.ffi.ffi_call(TARGET, [out, out])(
-        *(x.reshape(*batch, num_local) for x in (experts, rows)),
-        most=np.int64(most),
-        min_rows=np.int64(min_rows),
-    )
-    # The barriers are those of grouped/lowering.py.
-    return [lax.optimization_barrier(x).reshape(*lead, *x.shape[1:]) for x in found]
+    operands = [x.reshape(*batch, num_local) for x in (experts, rows)]
+    found = native.call_product(TARGET, [out, out], operands, most=most, min_rows=min_rows)
+    return [x.reshape(*lead, *x.shape[1:]) for x in found]
 
 
 def _cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:

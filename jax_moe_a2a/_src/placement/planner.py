@@ -57,10 +57,6 @@ def plan_placement(
       call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
       ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
 
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or range.
-
     Example:
       Expert 0 has 60 of 80 rows. Rank 1 has 10 rows, and takes 30 of them:
 

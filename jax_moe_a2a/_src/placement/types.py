@@ -82,11 +82,6 @@ class Placement:
           shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
           has the home form in all layers.
 
-        Raises:
-          TypeError: if an argument has the wrong type or dtype.
-          ValueError: if an argument has the wrong shape or range, or an expert has no slot or more
-            than 31.
-
         Example:
           Two ranks with two experts and a spare slot each. Expert 0 is in the spare slots of both:
 
@@ -144,10 +139,6 @@ class Placement:
           num_experts: E, a multiple of ``num_ranks``.
           num_ranks: R, the number of ranks.
           spare: number of spare slots of each rank.
-
-        Raises:
-          TypeError: if an argument is not an int.
-          ValueError: if an argument has the wrong range.
         """
         experts = home_experts(num_experts, num_ranks)
         empty = np.full((num_ranks, check_int("spare", spare, least=0)), -1)
@@ -172,10 +163,6 @@ def check_placement(
     Args:
       num_experts: E, or None for any number.
       or_none: True if the caller also accepts None, for the message.
-
-    Raises:
-      TypeError: if it is no ``Placement``, or an array has another dtype or shape.
-      ValueError: if it is for other ranks or experts.
     """
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"

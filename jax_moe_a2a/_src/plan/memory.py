@@ -115,18 +115,13 @@ def memory_estimate(
       num_tokens: tokens of each rank; under ``vmap``, the tokens of the whole batch.
       hidden: elements of a token.
       top_k: choices of each token, assumed to be distinct experts if there are enough experts.
-      num_experts: number of experts of all ranks together.
+      num_experts: number of experts of all ranks together, a multiple of the ranks.
       group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
       dtype: dtype of tokens and of the sums that ``combine`` returns.
-      exchange: how tokens travel, an ``Exchange``.
+      exchange: how tokens travel, an ``Exchange`` without chunks.
 
     Returns:
       A ``MemoryEstimate``; print it for a summary.
-
-    Raises:
-      TypeError: if ``exchange`` is not an ``Exchange``, or a format does not quantize ``dtype``.
-      ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, a
-        format does not divide ``hidden`` into groups, or ``exchange`` has chunks.
 
     Example:
       A capacity of 40,000 rows instead of the worst case, on four ranks:
@@ -190,14 +185,9 @@ def memory_estimate(
         weights: int = num_choices,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level.
+        """Return the estimate of one level, with the sizes of each rank.
 
         Args:
-          num_tokens: tokens of each rank.
-          num_ranks: ranks of the level.
-          num_choices: choices of each token.
-          num_local_experts: experts of each rank.
-          capacity: rows of each rank.
           chance: the probability that a token goes to a given rank.
           weights: number of weights that travel with a token.
           num_ids: number of ids that the routing keeps.

@@ -67,10 +67,6 @@ class Exchange:
         makes two exchanges forward and three backward. Gradients of weights and biases are summed
         over chunks in float32, and rounded once.
 
-    Raises:
-      TypeError: if an option has the wrong type.
-      ValueError: if an option is out of range, or ``capacity`` and ``capacity_factor`` are given.
-
     Example:
       Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
       alignment for 8 local experts:
@@ -141,10 +137,6 @@ class Exchange:
           top_k: choices of each token.
           group_size: number of ranks.
           num_experts: number of experts of all ranks together.
-
-        Raises:
-          TypeError: if a size is not an int.
-          ValueError: if a size is out of range.
         """
         own = self.alignment or 1, bool(self.shared_expert), bool(self.replicated)
         rows = Sizes(num_tokens, top_k, group_size, num_experts, *own).rows(self.capacity_factor)
@@ -165,10 +157,6 @@ def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
 
     Args:
       has_chunks: True for a layer, which can run in chunks.
-
-    Raises:
-      TypeError: if it is not an ``Exchange``.
-      ValueError: if it has chunks, but the function does not.
     """
     if exchange is None:
         return Exchange()

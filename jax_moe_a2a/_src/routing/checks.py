@@ -54,11 +54,6 @@ def check_ids_or_routing(
 
     Returns:
       The routing, or checked ids for ``route_ids``.
-
-    Raises:
-      TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape or range, differs from the routing, or the
-        group's axes are not in scope.
     """
     if isinstance(topk_ids, AnyRouting):
         check_scope(topk_ids.group)
@@ -174,14 +169,9 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group if its axes and its mesh match those in scope. For names of axes, return the
-    group of these axes with the default options.
-
-    Raises:
-      TypeError: if ``group`` is neither a ``Group`` nor names.
-      ValueError: if its axes or mesh do not match those in scope, or it needs CUDA kernels that
-        cannot run.
-    """
+    """Return the group if its axes and its mesh match those in scope, and the CUDA kernels can run
+    if it needs them; otherwise raise an error. For names of axes, return the group of these axes
+    with the default options."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

@@ -34,10 +34,6 @@ def choices_from_map(
       [T, K] in the dtype of ``probs``, 0 where the id is -1, or None without ``probs``; and the
       number of choices that were left out because their token has more than K choices, [] int32.
 
-    Raises:
-      TypeError: if an argument has the wrong dtype.
-      ValueError: if an argument has the wrong shape or range.
-
     Example:
       The last token has three experts, so one choice is dropped:
 

@@ -44,11 +44,7 @@ class TwoLevelRouting(RoutedRows):
         return self.ranks.choice_rank.shape[1] - self.shared_expert
 
     def check(self, argument: str) -> None:
-        """Check dtype and shape of all arrays.
-
-        Raises:
-          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
-        """
+        """Check dtype and shape of all arrays."""
         hosts, ranks = self.group.levels
         check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
         num_relayed, top_k = self.ranks.choice_rank.shape

@@ -94,9 +94,6 @@ class RoutedRows(RouteOptions):
           argument: the name of the argument, for the message.
           num_tokens: T, as the other arrays of the routing have it.
           top_k: K, without a shared expert.
-
-        Raises:
-          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
         """
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
@@ -176,11 +173,7 @@ class Routing(RoutedRows):
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
 
     def check(self, argument: str) -> None:
-        """Check dtype and shape of all arrays.
-
-        Raises:
-          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
-        """
+        """Check dtype and shape of all arrays."""
         check_arrays(argument, self.arrays, self.domain.size, self.capacity)
         self.check_rows(argument, self.num_tokens, self.top_k)
 
@@ -207,9 +200,6 @@ def check_arrays(
       capacity: C, the number of rows.
       lead: axes before the axes of one rank.
       level: the prefix of the arrays' names, for the message.
-
-    Raises:
-      TypeError: if an array has another dtype or shape; the message names it.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}

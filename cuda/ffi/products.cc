@@ -1,10 +1,11 @@
-// The handlers of products (calls/products.h): they decode a call, describe it and launch it.
+// The handlers of calls/products.h: they decode a call, describe it and launch it.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "calls/products.h"
@@ -41,14 +42,11 @@ ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attribu
   }
   if (limit > 0) num_sms = static_cast<int>(std::min<int64_t>(limit, num_sms));
   const Problem problem = Call::Launch(params, num_sms, stream);
-  return problem.empty() ? ffi::Error::Success() : Internal("grouped_dot: " + problem);
+  return problem.empty() ? ffi::Error::Success()
+                         : Internal(std::string(Call::kTarget) + ": " + problem);
 }
 
-// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
-ffi::Error LoadProducts(int32_t ordinal) {
-  static std::atomic<uint64_t> loaded{0};
-  const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
-  if ((loaded & device) != 0) return ffi::Error::Success();
+ffi::Error CheckCapability(int32_t ordinal) {
   int major = 0, minor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
   if (error == cudaSuccess) {
@@ -56,17 +54,31 @@ ffi::Error LoadProducts(int32_t ordinal) {
   }
   if (error != cudaSuccess) return ToError(error);
   const std::string capability = std::to_string(major) + "." + std::to_string(minor);
-  if (capability != kGemmCapability) {
-    return Invalid("the kernel of grouped_dot needs compute capability " +
-                   std::string(kGemmCapability) + "; got " + capability +
-                   ". The program was lowered for another GPU; lower it again");
-  }
+  if (capability == kGemmCapability) return ffi::Error::Success();
+  return Invalid("the kernel of grouped_dot needs compute capability " +
+                 std::string(kGemmCapability) + "; got " + capability +
+                 ". The program was lowered for another GPU; lower it again");
+}
+
+// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
+template <typename Call>
+ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
+  static std::atomic<uint64_t> loaded{0};
+  const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
+  if ((loaded & device) != 0) return ffi::Error::Success();
   const DeviceScope scope;
-  error = cudaSetDevice(ordinal);
-  if (error == cudaSuccess) error = LoadGroupedGemm();
-  if (error == cudaSuccess) error = LoadFp8Gemm();
-  if (error == cudaSuccess) error = LoadActEncode();
-  if (error == cudaSuccess) error = LoadEncodeSquares();
+  cudaError_t error = cudaSuccess;
+  if constexpr (std::is_same_v<Call, FillSlotsCall>) {
+    error = cudaSetDevice(ordinal);
+    if (error == cudaSuccess) error = LoadFillSlots();
+  } else {
+    if (ffi::Error refused = CheckCapability(ordinal); refused.failure()) return refused;
+    error = cudaSetDevice(ordinal);
+    if (error == cudaSuccess) error = LoadGroupedGemm();
+    if (error == cudaSuccess) error = LoadFp8Gemm();
+    if (error == cudaSuccess) error = LoadActEncode();
+    if (error == cudaSuccess) error = LoadEncodeSquares();
+  }
   if (error == cudaSuccess) loaded |= device;
   return ToError(error);
 }
@@ -84,13 +96,10 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+template <typename Call>
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
   static const auto* handler =
-      ffi::Ffi::BindInitialize()
-          .Ctx<ffi::DeviceOrdinal>()
-          .Attrs()
-          .To([](int32_t ordinal, ffi::Dictionary) { return LoadProducts(ordinal); })
-          .release();
+      ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs().To(Load<Call>).release();
   return handler->Call(frame);
 }
 
@@ -99,7 +108,7 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
 void AddProductTargets(std::vector<Target>& targets) {
   for_each(ProductCalls{}, [&](auto of) {
     using Call = typename decltype(of)::type;
-    targets.push_back({Call::kTarget, nullptr, InitializeHandler, ExecuteHandler<Call>});
+    targets.push_back({Call::kTarget, nullptr, InitializeHandler<Call>, ExecuteHandler<Call>});
   });
 }
 

@@ -1,0 +1,223 @@
+"""Define the forms in which a rank applies its experts to its rows.
+
+A form maps rows, weights, the sizes of their groups and totals of the weights to the outputs
+[C, H], which are unspecified after the last group, and to totals:
+
+- *fused*: kernels apply the activation and its derivative.
+- *composed*: products around passes of the activation. The products of weights that are trained in
+  FP8 quantize rows, and their weights if they are not quantized yet.
+- *frozen*: products read rows and weights in FP8, which arrive so. The weights have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from .. import compat, paths, scopes
+from ..ad import accumulation_dtype, fixed, register_fixed, with_tangent
+from ..checks import Tail, short
+from ..experts.activations import FusedActivation, recognize
+from ..experts.primitives import ExpertOperands, bias_of_rows, bind_experts
+from ..formats.formats import BlockwiseFp8
+from ..grouped.act_encode import bind_act_encode
+from ..grouped.api import grouped_dot
+from ..grouped.frozen import RowsInFp8, dot_of_frozen
+from ..grouped.primitives import unspecified_dot
+from ..grouped.quantized import encode_rows
+from ..grouped.straight_through import dot_in_fp8
+from ..grouped.totals import summing_dot
+from ..grouped.weights import QuantizedExperts
+from ..paths import Choice
+from .chunks import Totals
+from .placed import Rows
+from .weights import Activation, Experts
+
+
+class Form(Protocol):
+    """How a rank applies its experts. Fields of ``weights`` may be tuples of home and spare ones,
+    unless they are trained in FP8."""
+
+    def __call__(
+        self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, /
+    ) -> tuple[jax.Array, Totals]: ...
+
+
+def choose_form(
+    weights: Experts, activation: Activation, rows: jax.ShapeDtypeStruct, tail: Tail
+) -> tuple[Form, bool]:
+    """Return the form for experts, and True if it reads weights of rows as 1 or 0 without router
+    weights.
+
+    Args:
+      weights: in the form of ``flat``.
+      activation: of the experts.
+      rows: shape and dtype of the rows.
+      tail: of the dispatch.
+    """
+    width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
+    # A listed activation replaces the user's function on all paths, because its derivatives exist
+    # in every supported JAX.
+    known = recognize(activation, jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype))
+    if known is not None and known.width(intermediate) != width:
+        known = None
+    in_training = weights.is_trained_in_fp8
+    # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
+    fused = None if in_training or tail != "unspecified" else known
+    if known is None:
+        why = (
+            "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
+            "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
+            f"arrays of the enclosing function; got {getattr(activation, '__name__', activation)!r}"
+        )
+    elif in_training:
+        why = "no activation is fused with weights that are trained in FP8"
+    elif fused is not None:
+        why = "no kernel computes the derivative of an activation that is quantized"
+    else:
+        why = "jax_debug_nans must not see the rows that the kernels leave unwritten"
+    # Keep only the operands of the activation. The backward pass computes it again.
+    activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
+    if isinstance(weights.w_in, QuantizedExperts) and not in_training:
+        return _frozen(activate, fused, tail), False
+    if fused is not None:
+        return partial(_fused, activation=fused), True
+    of_rows = lambda product, rows, _: activate(product, rows.weights, rows.has_token)
+    return partial(_composed, multiply=_multiply, activate=of_rows), False
+
+
+@scopes.products
+def _fused(
+    rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, *, activation: FusedActivation
+) -> tuple[jax.Array, Totals]:
+    """Apply experts by kernels that apply the activation."""
+    given = tuple(total for total in totals if total is not None)
+    w_in, w_out, b_in, b_out = weights.w_in, weights.w_out, weights.b_in, weights.b_out
+    operands = ExpertOperands(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, given)
+    y, found = bind_experts(operands, activation=activation)
+    return y, Totals(*found) if given else totals
+
+
+@scopes.products
+def _composed(
+    rows: Rows,
+    weights: Experts,
+    sizes: jax.Array,
+    totals: Totals,
+    *,
+    multiply: Callable[..., tuple[jax.Array, jax.Array | None]],
+    activate: Callable[[jax.Array, Rows, jax.Array], Any],
+) -> tuple[jax.Array, Totals]:
+    """Apply experts by two products.
+
+    Args:
+      multiply: as ``_multiply``.
+      activate: maps first products, rows and sizes to rows for the second product.
+    """
+    product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
+    if weights.b_in is not None:
+        ones = jnp.ones(rows.has_token.shape, jnp.float32)
+        product += bias_of_rows(weights.b_in, ones, sizes)
+    h = activate(product, rows, sizes)
+    y, of_out = multiply(h, weights.w_out, sizes, totals.w_out)
+    if weights.b_out is not None:
+        y += bias_of_rows(weights.b_out, rows.weights, sizes)
+    return y, Totals(of_in, of_out)
+
+
+def _multiply(
+    rows: jax.Array, w: Any, sizes: jax.Array, total: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the products of rows, and the total of the weights if they have one."""
+    if total is not None:
+        return summing_dot(rows, w, total, sizes)
+    if isinstance(w, tuple):
+        return unspecified_dot(rows, w, sizes, None), None
+    if isinstance(w, QuantizedExperts):
+        return dot_in_fp8(rows, w, sizes), None
+    return grouped_dot(rows, w, sizes, tail="unspecified"), None
+
+
+def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, tail: Tail) -> Form:
+    """Return the form for ``RowsInFp8`` and frozen weights.
+
+    Args:
+      activate: maps products, weights of rows, and whether rows have a token, to activations times
+        weights. Rows without a token are zeros in the result.
+      fused: the same activation, to apply and quantize in one pass over the rows in use, or None.
+      tail: of the products, as in ``grouped_dot``.
+    """
+
+    def multiply(rows: Any, w: Any, sizes: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return dot_of_frozen(rows, w, sizes, tail=tail), None
+
+    def activate_and_quantize(product: jax.Array, rows: Rows, sizes: jax.Array) -> RowsInFp8:
+        if fused is None:
+            activated = activate(product, rows.weights, rows.has_token)
+            return RowsInFp8(encode_rows(fixed(activated), "the result of activation"), activated)
+        row_weights = jnp.where(rows.has_token, fixed(rows.weights).astype(jnp.float32), 0)
+        encoded = bind_act_encode(fixed(product), row_weights, sizes, activation=fused)
+
+        def tangent_of(primals: Any, tangents: Any) -> jax.Array:
+            of_floats = lambda product, weights: activate(product, weights, primals[2])
+            return jax.jvp(of_floats, primals[:2], tangents[:2])[1]
+
+        floats = BlockwiseFp8().decode(encoded, product.dtype)
+        operands = product, rows.weights, rows.has_token
+        return RowsInFp8(encoded, with_tangent(floats, tangent_of, *operands))
+
+    return partial(_composed, multiply=multiply, activate=activate_and_quantize)
+
+
+unfused_p = compat.Primitive("moe_a2a_unfused_activation")
+"""The identity, which marks separate passes of an activation. Its parameter says why the kernels do
+not apply the activation."""
+
+register_fixed(unfused_p)
+
+
+def _choose_passes(ctx: Any, x: Any, *, why: str) -> Choice:
+    return Choice("passes over the rows", why, lambda: [x])
+
+
+mlir.register_lowering(unfused_p, paths.lowering(unfused_p, _choose_passes), platform="cuda")
+
+
+@scopes.activation
+def _activate(
+    activation: Activation,
+    intermediate: int,
+    why: str,
+    product: jax.Array,
+    row_weights: jax.Array,
+    is_row: jax.Array,
+) -> jax.Array:
+    """Return the activations of rows, times their weights: [C, I] like ``product``.
+
+    Rows without a token, and their weights, hold unspecified values, and the activation and its
+    derivative may be infinite at any fixed value. None of these values may reach a gradient. This
+    includes the gradient of an array that the activation reads from the enclosing function, which
+    adds 0 * act'(row) for each row without a token. So these rows have the values of a row with a
+    token before the activation, and are zero after it.
+    """
+    has_token = is_row[:, None]
+    # The first row holds a token if any row does. Otherwise 0.5 is in the domain of most functions.
+    first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
+    act = activation(jnp.where(has_token, product, first))
+    expected = (product.shape[0], intermediate)
+    if getattr(act, "shape", None) != expected or not jnp.issubdtype(act.dtype, jnp.floating):
+        got = short(act) if hasattr(act, "shape") else repr(act)
+        raise ValueError(
+            f"activation must return floats [C, I]={list(expected)}, because w_out has I="
+            f"{intermediate}; got {got} for {short(product)}. For a gated "
+            "activation, use ma.gated"
+        )
+    acc_dtype = accumulation_dtype(act.dtype)
+    weights = jnp.where(is_row, row_weights.astype(acc_dtype), 0)
+    weighted = act.astype(acc_dtype) * weights[:, None]
+    return jnp.where(has_token, weighted, 0).astype(product.dtype)

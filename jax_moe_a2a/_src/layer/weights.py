@@ -1,0 +1,329 @@
+"""Define the weights of experts as one pytree, in the layout that every function has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_static, short
+from ..experts.gated import gated
+from ..formats.formats import Quantized
+from ..grouped.quantized import RESULT_DTYPES, check_experts
+from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
+
+Activation: TypeAlias = Callable[[jax.Array], jax.Array]
+Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
+WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
+BIASES = "b_in", "b_out"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experts:
+    """The weights of experts, of which each is a network of two products.
+
+    Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
+    are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
+    the same without the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
+
+    Either weights of both products are arrays with the dtype of the tokens, or both are
+    ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
+    float32, and H and I are multiples of 128.
+
+    Example:
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      experts = ma.Experts(jnp.zeros((8, 16, 2, 32)), jnp.zeros((8, 32, 16)))
+      for path, leaf in jax.tree_util.tree_leaves_with_path(experts):
+          print(jax.tree_util.keystr(path), leaf.shape)
+      ```
+
+      ```text
+      .w_in (8, 16, 2, 32)
+      .w_out (8, 32, 16)
+      ```
+    """
+
+    w_in: Any
+    """The first weights: [E, H, 2, I] with the gate at index 0 and up at index 1, or [E, H, I] for
+    experts without a gate; or ``QuantizedExperts`` of such an array."""
+    w_out: Any
+    """[E, I, H]: the second weights, or ``QuantizedExperts`` of them."""
+    b_in: Any = None
+    """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
+    b_out: Any = None
+    """Biases of the second product, [E, H], or None. Weights of choices multiply them."""
+    _: dataclasses.KW_ONLY
+    activation: Activation | None = dataclasses.field(default=None, metadata=dict(static=True))
+    """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], each row
+    independently, such as ``gated(jax.nn.gelu)``; or without a gate [C, I] to [C, I], such as
+    ``jax.nn.gelu``. None means ``gated(jax.nn.silu)``, and is an error without a gate. In
+    ``moe_mlp``, it may read arrays of the enclosing function, which have gradients, too. Rows
+    without a token have the values of a row with a token, or 0.5 if no row has a token. With a
+    tensor axis, I is the size of a part, so the function must be the same for each column. JAX
+    traces a program again for another function, so define it once."""
+
+    def replace(self, **fields: Any) -> Experts:
+        """Return the experts with other fields."""
+        return dataclasses.replace(self, **fields)
+
+    def in_fp8(self) -> Experts:
+        """Return the experts with products in FP8, for training.
+
+        Each product quantizes the weights when it reads them, so that no copy in FP8 is kept.
+        Weights keep their gradients: quantization counts as the identity. To quantize only once for
+        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead.
+        """
+        return self.map_weights(lambda w: QuantizedExperts(source=w))
+
+    def map_weights(self, function: Callable[[Any], Any]) -> Experts:
+        """Return the experts with the results of a function for both weights."""
+        return self.replace(w_in=function(self.w_in), w_out=function(self.w_out))
+
+    @property
+    def is_trained_in_fp8(self) -> bool:
+        """Whether products are in FP8, and weights have gradients."""
+        return isinstance(self.w_in, QuantizedExperts) and self.w_in.source is not None
+
+
+def quantize_experts(
+    w: Experts | ArrayLike | Quantized | QArrayLike,
+    *,
+    transposed: bool = False,
+    trainable: bool = False,
+) -> Any:
+    """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
+
+    The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
+    which no value of the square exceeds 448. The call reads all weights, so make it once when
+    weights are loaded, or once in a training step.
+
+    Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
+    inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
+    FP8, and the gradients of their weights are those of ``w``.
+
+    Args:
+      w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
+        float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in ``Experts``. K is a multiple
+        of 128. Or weights that are already quantized, whose numbers do not change: a ``Quantized``,
+        or an object with ``qvalue`` and ``scale`` like a ``QArray`` of qwix. Values are then
+        float8_e4m3fn in one of these shapes, and scales are float32 [L, K / 128, N / 128 rounded
+        up], or with the axis of size 2 before the last.
+      transposed: True to also keep the orientation that the gradient of rows reads.
+      trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
+
+    Returns:
+      ``QuantizedExperts``, or ``Experts`` with them, placed like the weights over a mesh. An axis
+      whose parts are not multiples of 128 may be gathered. ``jax.vmap`` quantizes the experts of
+      several layers. If the weights are already stored as [L, N, K], make a ``QuantizedExperts`` of
+      them yourself.
+
+    Raises:
+      TypeError: if an array has the wrong dtype, or weights to train are already quantized.
+      ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
+        are found only outside ``jax.jit``; otherwise products with their squares are NaN.
+    """
+    options = dict(transposed=transposed, trainable=trainable)
+    if isinstance(w, Experts):
+        return w.map_weights(lambda w: quantize_weights(w, **options))
+    return quantize_weights(w, **options)
+
+
+def flat(experts: Experts) -> Experts:
+    """Return experts without an activation, and with gate and up side by side on one axis: the form
+    in which products read them."""
+    lead = len(experts.w_out.shape) - 2
+
+    def merged(array: Any, axis: int) -> Any:
+        """Return an array, or None, with one axis in place of two."""
+        shape = () if array is None else array.shape
+        sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
+        return None if array is None else jnp.reshape(array, sizes)
+
+    w_in, b_in = experts.w_in, experts.b_in
+    if len(w_in.shape) == lead + 3:
+        b_in = merged(b_in, lead)
+        if isinstance(w_in, QuantizedExperts):
+            turned = (merged(x, lead) for x in (w_in.values, w_in.scales))
+            w_in = QuantizedExperts(
+                *turned, *(merged(x, lead + 1) for x in (w_in.transposed, w_in.source))
+            )
+        else:
+            w_in = merged(w_in, lead + 1)
+    return Experts(w_in, experts.w_out, b_in, experts.b_out)
+
+
+def paired(home: Experts, spare: Experts) -> Experts:
+    """Return experts whose fields are tuples of those of home and spare experts."""
+    pair = lambda name: (getattr(home, name), getattr(spare, name))
+    biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
+    return Experts(*map(pair, WEIGHTS), *biases)
+
+
+def specs_of(
+    experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
+) -> Experts:
+    """Return the placements of experts, whose first axes, of which a shared expert has none, are
+    divided over ``lead``."""
+    gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
+    specs = dict(
+        w_in=P(*lead, fsdp, *gate, tensor),
+        w_out=P(*lead, tensor, fsdp),
+        b_in=P(*lead, *gate, tensor),
+        b_out=P(*lead, None),
+    )
+
+    def spec(name: str) -> Any:
+        given = getattr(experts, name)
+        if given is None or not isinstance(given, QuantizedExperts):
+            return None if given is None else specs[name]
+        first, k, *others = specs[name]
+        turned, own = P(first, *others, k), specs[name]
+        every = zip(("values", "scales", "transposed", "source"), (turned, turned, own, own))
+        return QuantizedExperts(
+            **{
+                field: None if getattr(given, field) is None else of_field
+                for field, of_field in every
+            }
+        )
+
+    return experts.replace(**{name: spec(name) for name in specs})
+
+
+def check_weights(
+    experts: Any,
+    x: Any,
+    lead: tuple[int, ...] | None = None,
+    *,
+    name: str = "experts",
+) -> Experts:
+    """Return experts with JAX arrays, or raise an error.
+
+    Args:
+      experts: the argument of this name.
+      x: tokens [..., H].
+      lead: the sizes of the first axes: E, or nothing for a shared expert. None means one axis of
+        any size.
+    """
+    check_type(experts, name)
+    hidden = x.shape[-1]
+    in_fp8 = any(isinstance(getattr(experts, field), QuantizedExperts) for field in WEIGHTS)
+    found: dict[str, Any] = {}
+    for field in WEIGHTS:
+        w, label = getattr(experts, field), f"{name}.{field}"
+        if isinstance(w, tuple | list):
+            raise TypeError(
+                f"{label} must be one array; got a {type(w).__name__} of {len(w)}. Put gate and up "
+                "on an axis of their own: jnp.stack((gate, up), axis=-2)"
+            )
+        if in_fp8 and lead != ():
+            found[field] = _check_quantized(label, w, may_be_pairs=field == "w_in")
+        else:
+            found[field] = as_array(w)
+            check_static(label, found[field])
+    w_in, w_out = found.values()
+    lead = w_in.shape[:1] if lead is None else lead
+    first = "E, " * len(lead)
+    width = w_in.shape[-1] if w_in.shape else 0
+    gated_shape, plain_shape = (*lead, hidden, 2, width), (*lead, hidden, width)
+    if w_in.shape not in (gated_shape, plain_shape):
+        size = f"{lead[0]} experts and " if lead else ""
+        raise ValueError(
+            f"{name}.w_in must have the shape [{first}H, 2, I], or [{first}H, I] without a gate, "
+            f"for {size}H={hidden}, because x is {short(x)}; got {_short(w_in)}"
+        )
+    is_gated = w_in.shape == gated_shape
+    if w_out.shape != (*lead, width, hidden):
+        side_by_side = not is_gated and w_out.shape == (*lead, width // 2, hidden)
+        remedy = f". If {name}.w_in holds gate and up side by side, reshape it to [{first}H, 2, I]"
+        raise ValueError(
+            f"{name}.w_out must have the shape {[*lead, width, hidden]}, because {name}.w_in is "
+            f"{_short(w_in)}; got {_short(w_out)}"
+            f"{remedy if side_by_side else ''}"
+        )
+    gate = (2,) * is_gated
+    for field, shape in (("b_in", (*lead, *gate, width)), ("b_out", (*lead, hidden))):
+        bias = getattr(experts, field)
+        if bias is None:
+            continue
+        found[field] = bias = as_array(bias)
+        if bias.shape != shape:
+            raise ValueError(
+                f"{name}.{field} must have the shape {list(shape)}, because {name}.w_in is "
+                f"{_short(w_in)}; got {short(bias)}"
+            )
+    if in_fp8 and lead != ():
+        _check_fp8(name, found, x)
+    for field, array in found.items():
+        own = array.source if isinstance(array, QuantizedExperts) else array
+        if own is not None and own.dtype != x.dtype:
+            raise TypeError(
+                f"{name}.{field} must have the dtype of x, {x.dtype}; got {short(own)}. Cast it"
+            )
+    if experts.activation is None and not is_gated:
+        raise ValueError(
+            f"{name}.activation must be a function for {name}.w_in without a gate; got None. Pass "
+            f"it, for example jax.nn.gelu, or pass w_in [{first}H, 2, I]; got {_short(w_in)}"
+        )
+    if not callable(activation_of(experts)):
+        raise TypeError(f"{name}.activation must be a function; got {experts.activation!r}")
+    return experts.replace(**jax.tree.map(jnp.asarray, found))
+
+
+def activation_of(experts: Experts) -> Activation:
+    """Return the activation of experts."""
+    return gated(jax.nn.silu) if experts.activation is None else experts.activation
+
+
+def check_type(experts: Any, name: str) -> None:
+    """Raise an error if an argument is not ``Experts``."""
+    if not isinstance(experts, Experts):
+        got = short(experts) if hasattr(experts, "shape") else type(experts).__name__
+        raise TypeError(f"{name} must be ma.Experts(w_in, w_out); got {got}")
+
+
+def _check_quantized(name: str, w: Any, *, may_be_pairs: bool) -> QuantizedExperts:
+    """Return weights in FP8, or raise an error. Weights to train may have no values yet."""
+    is_source = isinstance(w, QuantizedExperts) and w.values is None and w.source is not None
+    if not is_source:
+        return check_experts(name, w, may_be_pairs=may_be_pairs)
+    return QuantizedExperts(source=as_array(w.source))
+
+
+def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
+    """Raise an error if weights do not fit to products in FP8, and to those of their gradients."""
+    if x.dtype not in RESULT_DTYPES:
+        raise TypeError(
+            f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"
+        )
+    are_trained = {found[field].source is not None for field in WEIGHTS}
+    if len(are_trained) > 1:
+        raise ValueError(
+            f"{name}.w_in and {name}.w_out must both have a source or none; got one without. "
+            "Quantize both in one call: ma.quantize_experts(experts)"
+        )
+    for field in WEIGHTS:
+        shape = found[field].shape
+        sizes = shape[-1:] * (len(shape) == 4) + shape[1:] * any(are_trained)
+        if any(size % BLOCK for size in sizes if size != 2):
+            raise ValueError(
+                f"{name}.{field} must have rows and columns in multiples of {BLOCK} with a gate or "
+                f"with gradients of weights in FP8; got {_short(found[field])}"
+            )
+
+
+def _short(w: Any) -> str:
+    """Return dtype and shape of weights for a message."""
+    if isinstance(w, QuantizedExperts):
+        return f"QuantizedExperts{list(w.shape)}"
+    return short(w)
