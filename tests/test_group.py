@@ -13,7 +13,7 @@ from pretended import Gpu
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
-from jax_moe_a2a._src.group import meetings, native, processes
+from jax_moe_a2a._src.group import native, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -34,12 +34,12 @@ def nothing_acts(monkeypatch):
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")
 
-    for module in (native, processes, meetings):
+    for module in (native, processes):
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
                 monkeypatch.setattr(module, name, refuse(f"{module.__name__}.{name}"))
     monkeypatch.setattr(processes, "publish", refuse("processes.publish"))
-    for name in ("set", "get", "barrier", "list"):
+    for name in ("set", "get", "barrier"):
         monkeypatch.setattr(compat, f"coordination_{name}", refuse(f"coordination_{name}"))
     monkeypatch.setattr(jax, "process_index", refuse("jax.process_index"))
     monkeypatch.setattr(jax, "local_devices", refuse("jax.local_devices"))
