@@ -12,7 +12,7 @@ from emulation import mutations, runs
 # Sequences of each kind of a variant; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
 # Sequences of the kinds on which tests/mutations/list.toml relies.
-MORE_SEEDS = {"sequences": 12, "drops": 12}
+MORE_SEEDS = {"sequences": 6, "drops": 6}
 # Kinds of other variants run in ``make emulate`` only.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3

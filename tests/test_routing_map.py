@@ -128,20 +128,6 @@ def test_vmap_is_a_loop():
         check(jax.tree.map(lambda leaf: leaf[i], choices), maps[i], probs[i], 2)
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-def test_every_rank_takes_its_own_map(check_vma):
-    ranks = harness.FEW
-    maps, probs = zip(*(inputs((6, 5), seed=seed) for seed in range(ranks)), strict=True)
-
-    def of_one_rank(routing_map, probs):
-        return ma.choices_from_map(routing_map, probs, top_k=2)
-
-    run = harness.on_each_rank(of_one_rank, harness.mesh_of(ranks), check_vma)
-    choices = run(np.stack(maps), np.stack(probs))
-    for i in range(ranks):
-        check(jax.tree.map(lambda leaf: leaf[i], choices), maps[i], probs[i], 2)
-
-
 @pytest.mark.several_devices("it splits tokens over a mesh")
 def test_a_map_that_is_split_over_the_tokens_of_a_mesh_is_taken_as_it_is():
     mesh = jax.make_mesh(
