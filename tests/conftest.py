@@ -9,8 +9,8 @@ JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implici
 error, except in tests with the marker `promotes`, which says why.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them), and the others fail unless they state how many
-exchanges they make (`harness.expect_exchanges`).
+several devices are then skipped (`-rs` lists them), and on a GPU the others fail unless they state
+how many exchanges they make (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def pytest_runtest_call(item):
     """Compare the exchanges of a test with its statement, if all ranks share one GPU."""
     # tests/gpu across close() and set_epoch()
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
-    if not harness.RANKS_ON_ONE_GPU or counts_by_itself:
+    if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
     with harness.every_exchange_is_stated(), stated_by_marker(item):
         return (yield)
