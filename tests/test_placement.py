@@ -12,7 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native, runtime
@@ -210,17 +210,3 @@ def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
     assert f"moe_a2a_combine: CUDA kernels for {RANKS} ranks on one GPU" in caplog.messages
     why = "ranks on one device run the kernels only with implementation='cuda'"
     assert f"moe_a2a_combine: portable path, because {why}" in caplog.messages
-
-
-def test_the_reason_of_a_group_without_devices_says_what_decides():
-    why = ma.Group(axis_name="ep", size=RANKS)._why_portable
-    assert "no devices" in why and "implementation='cuda'" in why
-
-
-def test_a_program_over_an_abstract_mesh_alone_can_still_be_exported():
-    mesh = AbstractMesh((RANKS,), ("ep",), axis_types=(AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(mesh):
-        exported = jax.export.export(jax.jit(on_mesh(ma.Group(mesh, "ep"), mesh)))(
-            *avals(RANKS * TOKENS, mesh=mesh)
-        )
-    assert exported.nr_devices == RANKS

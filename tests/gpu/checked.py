@@ -10,8 +10,9 @@ the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
 group's axis instead of a shard_map over a mesh. In this mode each call notes the exchanges that the
-first call has made, which must be some, and `assert_right` compares the sum with the workspace's
-counters. So no test passes because its calls took the portable path.
+first call has made, which must be some if it has primitives of this package, and `assert_right`
+compares the sum with the workspace's counters. So no test passes because its calls took the
+portable path.
 """
 
 import collections
@@ -454,7 +455,9 @@ class Noted:
         before = counters_of(self.group)
         results = jax.block_until_ready(self.program(*args))
         self.exchanges = counters_of(self.group) - before
-        assert self.exchanges != Count(), "no kernel has run"
+        calls = harness.count_primitives(self.program.trace(*args).jaxpr)
+        if calls and self.group.implementation != "portable":
+            assert self.exchanges != Count(), f"no kernel has run, of {calls}"
         note(self.group, self.exchanges)
         return results
 
