@@ -307,21 +307,6 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
 
 
-def test_leaves_of_several_types_are_encoded_around_the_custom_call():
-    def dispatch(x, ids):
-        return ma.dispatch(
-            x,
-            ids,
-            group=group_of(),
-            num_experts=EXPERTS,
-            exchange=ma.Exchange(token_format=ma.MxFp8()),
-            decode=True,
-        ).rows
-
-    x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32")}
-    assert calls(lower(dispatch, x, IDS)) == {"route": 1, "dispatch": 1}
-
-
 def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
     return ma.combine(y, route(ids), weights=weights, wire_dtype=wire_dtype, add=addend)
 
@@ -702,13 +687,6 @@ def test_a_refused_call_has_one_reason_in_the_log_and_in_the_error(case, caplog,
     assert f"({why})" in str(error.value)
 
 
-@pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
-def test_wire_dtypes_that_kernels_have_are_one_custom_call(wire_dtype):
-    text = lower(functools.partial(combine_alone, wire_dtype=wire_dtype), *combine_avals())
-    assert calls(text) == {"route": 1, "combine": 1}
-    assert attribute(text, "combine", "wire") == f'"{native.type_name(wire_dtype or "bfloat16")}"'
-
-
 WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4(global_scale=0.5)}
 
 
@@ -752,11 +730,6 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
 
 def combine_alone(y, ids, wire_dtype=None):
     return ma.combine(y, route(ids), wire_dtype=wire_dtype)
-
-
-def combine_avals(dtype="bfloat16"):
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    return aval(rows, HIDDEN, dtype=dtype), IDS
 
 
 def dispatch_alone(x, ids):

@@ -116,14 +116,6 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
     assert harness.emulated_group(4).memory() == ()
 
 
-@pytest.mark.parametrize("changed", (dict(top_k=33), dict(tokens=3), dict(group_size=2)), ids=str)
-def test_a_group_reserves_no_nonsense(changed):
-    group = harness.emulated_group(4)
-    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16) | changed
-    with pytest.raises((TypeError, ValueError), match=next(iter(changed))):
-        group.reserve(**harness.exchanging(sizes))
-
-
 @pytest.mark.parametrize("alignment", (1, 8, 128))
 def test_the_default_capacity_is_the_stated_bound(alignment):
     sizes = itertools.product((0, 1, 5, 4096), (1, 8), (1, 4), (1, 3, 64))

@@ -3,7 +3,6 @@
 Programs are lowered for CUDA here, which needs no GPU; tests/gpu runs them.
 """
 
-import logging
 import re
 
 import harness
@@ -200,13 +199,3 @@ def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(m
     group = ma.Group(mesh.abstract_mesh, "ep")
     assert calls(lowered(on_mesh(group, mesh), avals(RANKS * tokens, mesh=mesh))) == []
     assert announced and set(announced) == {ma.Group(mesh, "ep")}
-
-
-def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        group = ma.Group(axis_name="ep", size=RANKS, implementation="cuda")
-        lowered(on_one_gpu(group), avals(RANKS, TOKENS))
-        lowered(on_one_gpu(ma.Group(axis_name="ep", size=RANKS)), avals(RANKS, TOKENS))
-    assert f"moe_a2a_combine: CUDA kernels for {RANKS} ranks on one GPU" in caplog.messages
-    why = "ranks on one device run the kernels only with implementation='cuda'"
-    assert f"moe_a2a_combine: portable path, because {why}" in caplog.messages
