@@ -87,22 +87,13 @@ HEAD = "Group(mesh=AbstractMesh({'host': 2, 'ep': 4}), axis_name="
     "group, text",
     (
         (lambda: ma.Group(axis_name="ep", size=8), "Group(axis_name='ep', size=8)"),
-        (lambda: ma.Group(MESH, "ep"), f"{HEAD}'ep', size=4)"),
         (
             lambda: ma.Group(MESH, ("host", "ep"), timeout=60, cuda_graphs=False, two_level=False),
             f"{HEAD}('host', 'ep'), size=8, timeout=60.0, cuda_graphs=False)",
         ),
         (
-            lambda: ma.Group(MESH, ("host", "ep"), two_level=True, on_failure="nan"),
-            f"{HEAD}('host', 'ep'), size=8, on_failure='nan', two_level=True)",
-        ),
-        (
             lambda: ma.Group(MESH, "ep", num_sms={"route": 8, "combine": 16}),
             f"{HEAD}'ep', size=4, num_sms={{'combine': 16, 'route': 8}})",
-        ),
-        (
-            lambda: ma.Group(MESH, "ep", num_sms=8, implementation="cuda", first_timeout=1),
-            f"{HEAD}'ep', size=4, num_sms=8, first_timeout=1.0, implementation='cuda')",
         ),
         (
             lambda: ma.Group(mesh_of(1, 2), "ep").single_rank,
