@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._src import api, compat
-from ._src.group import extension, meetings, native
+from ._src.group import extension, native
 from ._src.group.group import Group
 from ._src.plan.memory import memory_estimate, readable
 
@@ -137,10 +137,8 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     """Check the exchange between all processes. They meet first, because XLA's collectives would
     wait forever for a missing process."""
     count = jax.process_count()
-    try:
-        meetings.meet("exchanging with all processes", MEETING_SECONDS)
-    except RuntimeError as error:
-        yield _failed("processes", _first_line(error), "read the output of the missing processes")
+    if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
+        yield _failed("processes", why, "read the output of the missing processes")
         return
     yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
     group = _group(jax.devices(), flags.portable, in_two_levels=True)
@@ -278,7 +276,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     return Finding("driver", said)
 
 
-def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
+def _architecture(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
     """Check whether the build has machine code or PTX for the GPUs."""
     named = sorted({str(device.compute_capability) for device in devices})
     code = {capability: _code_for(capability) for capability in named}
@@ -339,7 +337,7 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
     )
 
 
-def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
+def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
     ordinals = [device.local_hardware_id for device in devices]
     return [(a, b) for a in ordinals for b in ordinals if a != b]
 

@@ -1,16 +1,15 @@
 """Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
 MOE_A2A_TEST_GPU=1.
 
-If GPUs are requested, their absence is an error. Other environment variables are
-MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group) and HYPOTHESIS_PROFILE (`fast` or
-`thorough`). `python -m tests.processes` starts several processes that share the devices.
+If GPUs are requested, their absence is an error. MOE_A2A_TEST_IMPLEMENTATION is `implementation` of
+every group. `python -m tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
 error, except in tests with the marker `promotes`, which says why.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them), and the others fail unless they state how many
-exchanges they make (`harness.expect_exchanges`).
+several devices are then skipped (`-rs` lists them), and on a GPU the others fail unless they state
+how many exchanges they make (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -47,7 +46,6 @@ if not ON_GPU:
 
 import handler_calls
 import harness
-import hypothesis
 import jax
 import pytest
 
@@ -60,24 +58,11 @@ if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # error. Here it takes the portable path, and the test expects no exchange.
     lowering.check_may_refuse = lambda *args: None
 
-hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
-hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
-# Several processes must draw the same examples, however long each example takes.
-hypothesis.settings.register_profile(
-    "lockstep",
-    hypothesis.settings.get_profile("fast"),
-    derandomize=True,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-hypothesis.settings.load_profile(
-    "lockstep" if JOINED else os.environ.get("HYPOTHESIS_PROFILE", "fast")
-)
-
 
 def pytest_configure(config):
     if ON_GPU and jax.default_backend() != "gpu":
         raise pytest.UsageError(f"MOE_A2A_TEST_GPU=1, but JAX runs on {jax.default_backend()!r}")
-    if ON_GPU and not native.available():
+    if ON_GPU and not (native.has_kernels() and native.local_gpus()):
         raise pytest.UsageError("MOE_A2A_TEST_GPU=1, but the CUDA kernels are not built in")
 
 
@@ -128,7 +113,7 @@ def pytest_runtest_call(item):
     """Compare the exchanges of a test with its statement, if all ranks share one GPU."""
     # tests/gpu across close() and set_epoch()
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
-    if not harness.RANKS_ON_ONE_GPU or counts_by_itself:
+    if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
         return (yield)
     with harness.every_exchange_is_stated(), stated_by_marker(item):
         return (yield)
@@ -166,7 +151,7 @@ def hopper(monkeypatch):
     jax.clear_caches()
     monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
-    if not native.available():
+    if not (native.has_kernels() and native.local_gpus()):
         monkeypatch.setattr(native, "register_targets", lambda: None)
     yield
     jax.clear_caches()

@@ -12,7 +12,7 @@ import cases
 import jax
 import numpy as np
 import oracle
-from exchanges import Count, predicted, shown_by_counters
+from exchanges import Count, shown_by_counters
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
@@ -308,7 +308,6 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
         args = put(args, sharding)
         results = jax.tree.map(lambda aval: poison(aval, sharding), jax.eval_shape(mapped, *args))
         with stated(exchanges, split):
-            record(mapped, args)
             return numpy_of(poisoned(results, args))
 
     return run
@@ -320,15 +319,12 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
 
 class Ledger:
-    """The exchanges of all tests without a GPU, counted, and the statements of the running
-    test."""
+    """The statements of the running test."""
 
     def __init__(self):
-        self.predicted = Count()
         self.begin_test()
 
     def begin_test(self):
-        self.is_unknown = False  # only a run of some program knows the number of its exchanges
         self.stated = Count()
         self.num_statements = 0
 
@@ -337,46 +333,23 @@ ledger = Ledger()
 
 
 def exchanged():
-    """Return the exchanges of each rank so far; without a GPU, the predicted exchanges."""
-    return shown_by_counters(group_of(RANKS_ON_ONE_GPU)) if ON_GPU else ledger.predicted
-
-
-def record(jitted, args, kwargs=None):
-    """Note the predicted exchanges of a run of a jitted function. On a GPU the counters decide."""
-    if RANKS_ON_ONE_GPU and not ON_GPU:
-        add_to_ledger(predicted(jitted.trace(*args, **(kwargs or {})).jaxpr))
-
-
-def add_to_ledger(count):
-    """Note the exchanges of a run; None if only the run knows them, so that none are checked."""
-    if count is None:
-        ledger.is_unknown = True
-    else:
-        ledger.predicted += count
-
-
-def merged(on_gpu, predicted):
-    """Return the exchanges of a program in which XLA on GPUs merges other calls than `exchanges.py`
-    assumes."""
-    return on_gpu if ON_GPU else predicted
+    """Return the exchanges of each rank so far."""
+    return shown_by_counters(group_of(RANKS_ON_ONE_GPU))
 
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
     """Fail unless the block makes this number of whole and split exchanges on each rank.
 
-    If each rank has a device of its own, nothing is checked.
+    Nothing is checked without a GPU, or if each rank has a device of its own.
     """
-    if not RANKS_ON_ONE_GPU:
+    if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
         return
     before, stated_before = exchanged(), ledger.stated
     yield
     expected, actual = Count(whole, split), exchanged() - before
-    if ledger.is_unknown:
-        ledger.is_unknown, ledger.predicted, actual = False, before + expected, expected
-    source = "the counters show" if ON_GPU else "the traced programs hold"
-    assert actual == expected, f"the test expects {expected}; {source} {actual}"
+    assert actual == expected, f"the test expects {expected}; the counters show {actual}"
     ledger.stated = stated_before + expected
     ledger.num_statements += 1
 
@@ -395,9 +368,7 @@ def every_exchange_is_stated():
     yield
     actual = exchanged() - before
     assert ledger.num_statements, f"the test does not state that it makes {actual}"
-    assert not ledger.is_unknown and actual == ledger.stated, (
-        f"the test makes {actual} in all, but states {ledger.stated}"
-    )
+    assert actual == ledger.stated, f"the test makes {actual} in all, but states {ledger.stated}"
 
 
 def is_traced(*args):
@@ -414,7 +385,6 @@ def counted(jitted, exchanges, split):
         if is_traced(args, kwargs):
             return jitted(*args, **kwargs)  # the program around it counts
         with stated(exchanges, split):
-            record(jitted, args, kwargs)
             return jax.block_until_ready(jitted(*args, **kwargs))
 
     return run
@@ -425,8 +395,6 @@ def eagerly(fn, exchanges=None, split=0):
 
     def run(*args):
         with stated(exchanges, split):
-            if RANKS_ON_ONE_GPU and not ON_GPU:
-                add_to_ledger(predicted(jax.make_jaxpr(fn)(*args), is_compiled=False))
             return jax.block_until_ready(fn(*args))
 
     return run

@@ -35,13 +35,6 @@ def test_a_factor_is_the_number_that_was_written():
     assert rows_of(dict(SIZES, num_tokens=10, top_k=1), capacity_factor=1.1) == 11
 
 
-def test_a_factor_of_the_number_of_ranks_is_the_worst_case():
-    for alignment in (1, 128):
-        worst = rows_of(alignment=alignment)
-        assert rows_of(capacity_factor=4, alignment=alignment) == worst
-        assert rows_of(capacity_factor=1e9, alignment=alignment) == worst
-
-
 def test_a_capacity_is_the_number_of_rows_whatever_the_sizes():
     assert rows_of(capacity=7) == rows_of(capacity=7, alignment=128, replicated=True) == 7
 
@@ -145,15 +138,6 @@ def test_an_error_says_what_to_do(options, error, says):
 def test_a_traced_number_is_an_error_that_names_static_argnums(name):
     with pytest.raises(TypeError, match=f"{name} must be .* static_argnums"):
         jax.eval_shape(lambda number: trace(**{name: number}), 3)
-
-
-def test_an_estimate_with_a_factor_is_that_of_its_capacity():
-    sizes = dict(SIZES, hidden=64)
-    by_factor = ma.Exchange(capacity_factor=1.25, alignment=16)
-    by_rows = ma.Exchange(capacity=by_factor.rows_per_rank(**SIZES), alignment=16)
-    estimate = ma.memory_estimate(**sizes, exchange=by_factor)
-    assert estimate == ma.memory_estimate(**sizes, exchange=by_rows)
-    assert estimate.capacity == by_rows.capacity
 
 
 @pytest.mark.parametrize("options", (dict(), dict(capacity_factor=1.25), dict(capacity=4)), ids=str)

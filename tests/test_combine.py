@@ -233,17 +233,6 @@ def test_rows_of_any_shape_are_summed():
         harness.assert_sums_agree(out, *oracle.combine(rows, expected))
 
 
-@pytest.mark.parametrize("trailing", ((), (2, 3)))
-def test_rows_of_any_shape_are_summed_with_weights(trailing):
-    layout, ranks = cases.TIGHT, harness.FEW
-    ids, expected = routed(layout, "skewed", ranks)
-    rng = np.random.default_rng(0)
-    y = cases.normal(rng, (ranks, layout.capacity, *trailing), "float32")
-    weights = cases.normal(rng, (ranks, layout.capacity), "float32")
-    out = combine_program(layout, ranks, weighted=True)(ids, y, weights)
-    harness.assert_sums_agree(out, *oracle.combine(y, expected, weights))
-
-
 def test_a_tree_of_rows_is_summed_leaf_by_leaf_in_one_combine():
     layout, ranks = cases.CUT, harness.SEVERAL
     ids, expected = routed(layout, "repeated", ranks)

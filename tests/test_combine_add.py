@@ -74,8 +74,11 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Rows of 4 and 6 words of 16 bytes, of a part of a word, and of one element.
-@pytest.mark.parametrize("trailing", ((32,), (6, 8), (33,), ()), ids=str)
+# Rows of 6 and 4 words of 16 bytes, of a part of a word, and of one element. Only kernels tell them
+# apart.
+@pytest.mark.parametrize(
+    "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
+)
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 @pytest.mark.parametrize("dtype", cases.SUMMED_DTYPES)
 def test_every_dtype_and_wire_dtype_rounds_once(dtype, wire_dtype, trailing):

@@ -15,8 +15,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
-from jax_moe_a2a._src.exchange.record import Options
 
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 
@@ -133,20 +131,6 @@ def test_an_array_of_a_level_is_refused_by_its_name(name):
     assert_all_damages_are_refused(name, (dispatch, combine), two_level_group())
 
 
-def test_a_recv_with_a_damaged_routing_is_refused():
-    group = flat_group()
-
-    def layer(ids, x, y):
-        recv = ma.dispatch(
-            x, ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)
-        )
-        routing = replaced(recv.routing, "slot_rows", DAMAGES["float32"])
-        return ma.combine(y, dataclasses.replace(recv, routing=routing))
-
-    with pytest.raises(TypeError, match=r"slot_rows.*int32.*; got float32\[4,6,3\]"):
-        trace(layer, group, IDS, X, Y)
-
-
 @pytest.mark.parametrize(
     "options",
     (dict(), dict(shared_expert=True), dict(replicated=True)),
@@ -174,19 +158,3 @@ def test_a_routing_of_numpy_arrays_is_accepted():
     routing = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), trace(route, group, IDS))
     rows = trace(lambda x: ma.dispatch(x, routing).rows, group, X)
     assert rows.shape == (RANKS, CAPACITY, HIDDEN)
-
-
-@pytest.mark.parametrize("name", ARRAYS[:7])
-def test_the_primitives_check_all_seven_arrays(name):
-    """They check the arrays even if no public function was called before."""
-    group = flat_group()
-
-    def layer(routing, x, y):
-        numbers = dict(group=group, num_leaves=1, num_choice_arrays=0, options=Options())
-        for damage in DAMAGES.values():
-            arrays = replaced(routing, name, damage).arrays
-            with pytest.raises(TypeError, match=f"{name}|choice_rank"):
-                DISPATCH.bind([x], arrays, **numbers)
-        return x
-
-    trace_with_routing(layer, group)

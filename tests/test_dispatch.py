@@ -70,19 +70,6 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
     assert_recv_is(recv, x, topk_weights, expected)
 
 
-@pytest.mark.parametrize("name", ("uint8", "uint16", "float32"))
-def test_any_hidden_size_moves(name):
-    layout, ranks = cases.TIGHT, harness.SEVERAL
-    rng = np.random.default_rng(0)
-    ids = cases.Case(layout, "skewed").ids(ranks)
-    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
-    x = {
-        f"{name}[{hidden}]": cases.any_bits(rng, (ranks, layout.tokens, hidden), name)
-        for hidden in (1, 2, 3, 33, 127, 1000)
-    }
-    assert_recv_is(dispatch_program(layout, ranks)(ids, x, None), x, None, expected)
-
-
 def test_a_payload_keeps_its_tree():
     """A bare array, tuples, lists, dicts, None inside: each leaf becomes rows of its own."""
     layout, ranks = cases.TIGHT, harness.SEVERAL

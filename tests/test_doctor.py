@@ -4,7 +4,6 @@ Tests break parts of this process. Drivers and GPUs that do not exist have stand
 """
 
 import dataclasses
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a import _doctor as doctor
 from jax_moe_a2a._src import api
-from jax_moe_a2a._src.group import extension, meetings, native
+from jax_moe_a2a._src.group import extension, native
 from jax_moe_a2a._src.group import value as group_value
 from jax_moe_a2a._src.plan.memory import readable
 
@@ -115,11 +114,6 @@ def test_the_module_runs_by_itself_on_one_device():
     assert "xla_force_host_platform_device_count" in done.stdout
 
 
-def test_the_package_is_the_only_name_of_the_doctor():
-    """``python -m`` of a module that only defines functions would end with 0 and check nothing."""
-    assert importlib.util.find_spec("jax_moe_a2a.doctor") is None
-
-
 def broken_dispatch(break_rows):
     whole = api.dispatch
 
@@ -135,9 +129,8 @@ def broken_dispatch(break_rows):
     [
         (lambda rows: rows.at[0].set(rows[1]), ("rows", "sums", "the gradient of the weights")),
         (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # no token: only the rows show it
-        (lambda rows: rows * np.float32("nan"), ("rows", "sums", "the gradient of x")),
     ],
-    ids=["a row of another token", "a row without a token", "NaN"],
+    ids=["a row of another token", "a row without a token"],
 )
 def test_an_exchange_that_moves_a_wrong_row_is_reported(
     monkeypatch, one_device, capsys, break_rows, named
@@ -188,24 +181,6 @@ def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_
     assert "process 1: 1 checks failed" in second
 
 
-def test_processes_that_do_not_come_are_named(monkeypatch):
-    def meet(what, timeout):
-        raise RuntimeError("jax_moe_a2a: process 3 has not arrived")
-
-    monkeypatch.setattr(meetings, "meet", meet)
-    (found,) = doctor._together(None, types.SimpleNamespace(portable=True))
-    assert found.ok is False
-    assert "process 3 has not arrived" in found.said
-
-
-def test_a_wrong_sum_alone_is_reported(monkeypatch, one_device, capsys):
-    combine = api.combine
-    monkeypatch.setattr(api, "combine", lambda y, recv: 2 * combine(y, recv))
-    _, line = line_of(diagnose(capsys)[1], "on 1")
-    assert "sums" in line
-    assert "rows" not in line
-
-
 def test_an_exchange_that_raises_is_reported_and_the_table_goes_on(monkeypatch, capsys):
     def raising(*args, **kwargs):
         raise RuntimeError("rank 0 waited 10 s for rank 1\nand more")
@@ -216,23 +191,6 @@ def test_an_exchange_that_raises_is_reported_and_the_table_goes_on(monkeypatch, 
     assert "RuntimeError: rank 0 waited 10 s for rank 1" in printed
     assert line_of(printed, f"on {min(2, harness.NUM_DEVICES)}")[0] == "FAIL"
     assert "and more" not in printed
-
-
-def test_a_jax_without_devices_is_reported(monkeypatch, capsys):
-    def no_devices():
-        raise RuntimeError("Unable to initialize backend 'cuda'")
-
-    monkeypatch.setattr(jax, "local_devices", no_devices)
-    status, printed = diagnose(capsys)
-    assert status == 1
-    assert "Unable to initialize backend" in line_of(printed, "devices")[1]
-
-
-def test_experts_that_do_not_divide_are_reported():
-    flags = types.SimpleNamespace(tokens=4, hidden=8, top_k=2, experts=2 * harness.SEVERAL + 1)
-    found = doctor._memory(None, harness.group_of(harness.SEVERAL), flags)
-    assert found.ok is (None if harness.SEVERAL == 1 else False)
-    assert harness.SEVERAL == 1 or "num_experts" in found.said
 
 
 def test_gpus_that_jax_does_not_see_are_a_failure_unless_the_cpu_is_meant(monkeypatch):
@@ -251,7 +209,6 @@ def test_gpus_that_jax_does_not_see_are_a_failure_unless_the_cpu_is_meant(monkey
     [
         ("0.12.0", "12.8", "the driver is too old for jax[cuda13]: it supports CUDA 12."),
         (None, "12.8", "pip install 'jax[cuda12]'"),
-        ("0.12.0", "13.0", "pip install 'jax[cuda13]'"),
         (None, "14.1", "pip install 'jax[cuda13]'"),
     ],
 )
@@ -294,15 +251,6 @@ def test_the_advice_to_build_fits_the_machine(monkeypatch, tmp_path, programs, c
     assert advice.endswith(extension.how_to_build())
 
 
-def test_a_clone_names_the_installed_package_that_it_hides(monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "is_clone", lambda: True)
-    monkeypatch.setattr(extension, "other_installation", lambda: tmp_path)
-    said = doctor._package().said
-    assert said == f"the clone {extension.FOLDER}, not the installed package {tmp_path}"
-    monkeypatch.setattr(extension, "is_clone", lambda: False)
-    assert doctor._package().said == str(extension.FOLDER)
-
-
 def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypatch):
     monkeypatch.setattr(native, "cuda_build", lambda: "CUDA 13.0.88 for 90")
     assert doctor._driver(Driver(cuda="13.0"), wanted=True).ok
@@ -316,20 +264,11 @@ def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypat
     [
         ("13.0.88 for 90", "9.0", "13.0", True, "9.0 runs machine code"),
         ("13.0.88 for 90", "10.0", "13.0", None, "10.0 runs PTX; the kernels have never run"),
-        ("13.0.88 for 90, 100-real", "10.0", "13.0", None, "10.0 runs machine code; the"),
         ("13.0.88 for 90, 100-real", "10.3", "13.0", None, "10.3 runs machine code; the"),
         ("13.0.88 for 90, 103-real", "10.0", "13.0", None, "10.0 runs PTX; the"),
-        ("13.0.88 for 90, 120-real", "11.0", "13.0", None, "11.0 runs PTX; the"),
         ("13.0.88 for 90-virtual", "9.0", "13.0", True, "9.0 runs PTX"),
         ("13.0.88 for 90-real", "12.0", "13.0", False, "12.0 runs nothing of this build"),
-        ("13.0.88 for 100", "9.0", "13.0", False, "9.0 runs nothing of this build"),
-        (
-            "13.4.92 for 90",
-            "10.0",
-            "13.0",
-            False,
-            "PTX of this build, which the driver (CUDA",
-        ),
+        ("13.4.92 for 90", "10.0", "13.0", False, "PTX of this build, which the driver (CUDA"),
         ("13.4.92 for 90", "9.0", "13.0", True, "9.0 runs machine code"),
     ],
 )
@@ -341,35 +280,6 @@ def test_what_an_architecture_runs_and_whether_that_was_ever_tested(
     assert found.ok is ok
     assert said in found.said
     assert bool(found.advice) is not (ok is True)
-
-
-def test_the_architecture_is_a_line_where_kernels_are_wanted(monkeypatch):
-    monkeypatch.setattr(native, "has_kernels", lambda: True)
-    monkeypatch.setattr(native, "has_test_hooks", lambda: False)
-    monkeypatch.setattr(native, "cuda_build", lambda: "CUDA 13.0.88 for 90")
-    monkeypatch.setattr(doctor, "_local_devices", lambda: gpus(1, "10.0"))
-    monkeypatch.setattr(doctor._Driver, "open", Driver)
-    flags = types.SimpleNamespace(portable=False)
-    # Findings after the architecture would make a group.
-    architecture = next(f for f in doctor.findings(flags) if f.name == "architecture")
-    assert "never run on 10.0" in architecture.said
-
-
-def test_kernels_say_where_they_come_from(monkeypatch):
-    monkeypatch.setattr(native, "has_kernels", lambda: True)
-    for module, folder, origin in (
-        ("jax_moe_a2a._native", extension.FOLDER, "built with this package"),
-        ("jax_moe_a2a._native", Path("/other"), "built from these sources, in /other"),
-        ("jax_moe_a2a_cuda13._native", Path("/other"), "wheel jax-moe-a2a-cuda13"),
-    ):
-        stand_in = types.SimpleNamespace(
-            __name__=module,
-            __file__=f"{folder}/_native.so",
-            cuda_build="CUDA 13",
-            has_test_hooks=False,
-        )
-        monkeypatch.setattr(native, "_native", stand_in)
-        assert doctor._kernels(None, wanted=True).said == f"built with CUDA 13; {origin}"
 
 
 def test_every_pair_without_peer_access_is_named():

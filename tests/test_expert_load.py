@@ -1,6 +1,5 @@
 """Load figures against counts of the oracle's rows, in every mode and transform."""
 
-import builtins
 import dataclasses
 import functools
 import re
@@ -125,30 +124,6 @@ def test_the_plot_shows_every_expert_and_rank():
     heights = [bar.get_height() for bar in ranks.patches]
     assert heights == [6, 6, 4, 0]  # kept, then dropped on top
     assert figure._suptitle.get_text() == "step 3"
-
-
-@pytest.mark.exchanges(0)
-def test_the_plot_of_several_steps_shows_their_mean_and_range(tmp_path):
-    pytest.importorskip("matplotlib")
-    double = jax.tree.map(lambda x: np.stack([x, 3 * x]), LOAD)
-    figure = ma.plot_expert_load(double)
-    assert [bar.get_height() for bar in figure.axes[0].patches] == [12, 0, 6, 6]
-    figure.savefig(tmp_path / "load.png")
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.exchanges(0)
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib"):
-        ma.plot_expert_load(LOAD)
 
 
 @pytest.mark.exchanges(0)

@@ -49,22 +49,13 @@ def exported(platforms=None):
     return export.export(program(), platforms=platforms, disabled_checks=CUSTOM_CALLS)(*args)
 
 
-def exported_exchanges(whole):
-    """Return `harness.expect_exchanges` of a program that holds an exported one, which no jaxpr
-    shows."""
-    if not harness.ON_GPU:
-        harness.add_to_ledger(None)
-    return harness.expect_exchanges(whole)
-
-
 def of_exported(exported, args):
-    with exported_exchanges(2):
+    with harness.expect_exchanges(2):
         return jax.block_until_ready(jax.jit(exported.call)(*args))
 
 
 def of_program(args):
     with harness.expect_exchanges(2):
-        harness.record(program(), args)
         return jax.block_until_ready(program()(*args))
 
 
@@ -86,7 +77,7 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
         return jax.grad(small_layer.loss_of(again.call, ids), OF_FLOATS)(*floats)
 
     expected = small_layer.dense_value_and_grads(tuple(args), ids, kept)[1]
-    with exported_exchanges(4):
+    with harness.expect_exchanges(4):
         actual = jax.block_until_ready(gradient(args, ids))
     small_layer.assert_close(actual, expected)
 

@@ -149,21 +149,10 @@ def test_an_installed_package_uses_no_other_installation(folders):
     assert extension.load() is None
 
 
-def test_without_a_clone_the_advice_says_where_to_build(folders, monkeypatch):
-    monkeypatch.setattr(extension, "_installed_from", lambda: None)
-    assert extension.how_to_build().startswith("in a clone of the repository, MOE_A2A_CUDA=ON pip")
-
-
 @pytest.mark.parametrize("wheel", extension.WHEELS)
 def test_the_extension_of_a_wheel_of_the_same_version_is_used(folders, wheel):
     install(folders[0], wheel, "1.2.3")
     assert extension.load().name == wheel
-
-
-def test_of_two_wheels_the_newer_cuda_is_used(folders):
-    for wheel in reversed(extension.WHEELS):
-        install(folders[0], wheel, "1.2.3")
-    assert extension.load().name == "jax-moe-a2a-cuda13"
 
 
 def test_an_extension_of_this_package_comes_before_a_wheel(folders):

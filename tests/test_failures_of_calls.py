@@ -2,20 +2,14 @@
 that has failed. The handlers run on CPU here, over a fake driver."""
 
 import contextlib
-import os
 import pathlib
-import subprocess
 import sys
-import time
 
 import handler_calls
 import jax
 import numpy as np
-import processes
 import pytest
-from handler_calls import MIB, ON_CPU, SECONDS, call
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from handler_calls import MIB, call
 
 from jax_moe_a2a._src.group import native
 
@@ -26,7 +20,6 @@ pytestmark = [
 ]
 
 TOPOLOGY = native.Topology((0, 1), 2)
-PATIENCE = 5  # with a process that waits for another one until its timeout
 
 
 def lacks_memory(library):
@@ -111,83 +104,6 @@ def test_a_check_that_cannot_read_the_devices_is_an_error(answering):
         pytest.raises(RuntimeError, match="broken"),
     ):
         native.failure(TOPOLOGY)
-
-
-# ------------------------------------------------------------------- two processes and a collective
-
-
-def sums(library, raise_failures):
-    """Execute a program with a psum twice. Before the second execution an exchange has failed, and
-    only process 0 knows it. Print the outcome of each."""
-    process = processes.joined()[2]
-    processes.join()
-    handler_calls.register(library)
-    mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
-
-    def on_rank():
-        return lax.psum(call(raise_failures=raise_failures), "ep")[None]
-
-    step = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=P("ep")))
-
-    def value():
-        (shard,) = jax.block_until_ready(step()).addressable_shards
-        return float(shard.data[0])
-
-    print("before", value(), flush=True)
-    if process == 0:
-        jax.block_until_ready(jax.jit(lambda: call("fail"))())
-    try:
-        print("after", value(), flush=True)
-    except jax.errors.JaxRuntimeError as error:
-        print("raised", str(error).splitlines()[0], flush=True)
-        time.sleep(SECONDS)  # Without its coordinator the other process would end.
-    os._exit(0)
-
-
-def raise_with_psum(library):
-    sums(library, raise_failures=True)
-
-
-def nan_with_psum(library):
-    sums(library, raise_failures=False)
-
-
-def in_two_processes(scenario, handler_library, folder, seconds):
-    """Return what both processes have printed when they have ended, or after so many seconds."""
-    address = processes.free_address()
-    workers, outs = [], [folder / f"{process}.out" for process in range(2)]
-    for process, out in enumerate(outs):
-        environment = processes.environment_of(address, 2, process, 1) | ON_CPU
-        command = handler_calls.command_of(scenario, handler_library)
-        with out.open("w") as stdout:
-            worker = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stdout)
-        workers.append(worker)
-    try:
-        start = None
-        end = time.monotonic() + SECONDS
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
-            time.sleep(0.1)
-            if start is None and all("before" in out.read_text() for out in outs):
-                start = time.monotonic()
-                end = min(end, start + seconds)
-        return [out.read_text() for out in outs]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-
-
-def test_a_program_with_a_psum_ends_with_nan_in_all_processes(handler_library, tmp_path):
-    for text in in_two_processes(nan_with_psum, handler_library, tmp_path, SECONDS):
-        assert "before 2.0" in text and "after nan" in text, text
-
-
-def test_if_one_process_raises_the_other_one_waits_in_the_psum(handler_library, tmp_path):
-    """This is the reason for on_failure="nan"."""
-    first, second = in_two_processes(raise_with_psum, handler_library, tmp_path, PATIENCE)
-    assert "before 2.0" in first and "raised INTERNAL: jax_moe_a2a: timeout: dispatch" in first
-    assert "before 2.0" in second, second
-    assert "after" not in second and "raised" not in second, second
 
 
 if __name__ == "__main__":

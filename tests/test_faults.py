@@ -1,4 +1,4 @@
-"""A tenth of the campaign of faults. `make faults` runs 200, and draws others with another SEED."""
+"""A part of the campaign of faults. `make faults` runs 200, and draws others with another SEED."""
 
 import pathlib
 import signal
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 # Runs of each place, which take about 2 and 8 seconds; they mostly wait.
-RUNS = {"memory": 11, "programs": 3}
+RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 
 

@@ -232,16 +232,6 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
     assert_quantized_is(actual, [np.stack(parts) for parts in zip(*expected)])
 
 
-def test_the_inverse_of_a_global_scale_is_rounded_once():
-    rng = np.random.default_rng(0)
-    mantissas = np.concatenate(
-        [np.arange(1 << 14), rng.integers(0, 1 << 23, 1 << 16), [(1 << 23) - 1]]
-    )
-    bits = (rng.integers(11, 244, mantissas.size) << 23 | mantissas).astype(np.uint32)
-    actual = np.asarray(jax.jit(formats._reciprocal)(bits))
-    harness.assert_same_bytes(actual, np.float32(1) / bits.view(np.float32))
-
-
 def test_formats_are_static_values():
     assert hash(ma.BlockwiseFp8()) == hash(ma.BlockwiseFp8()) and ma.MxFp8() == ma.MxFp8()
     assert ma.NvFp4(global_scale=0.5) == ma.NvFp4(global_scale=0.5) != ma.NvFp4()
@@ -547,10 +537,9 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 
 @pytest.mark.exchanges(2 + sums_in_a_format(6), split=sums_in_a_format(2))
-@of_every_format
-def test_batches_halves_and_gradients_of_sums_in_a_format(name):
+def test_batches_halves_and_gradients_of_sums_in_a_format():
     """They are those of each element, of the whole combine, and of a combine without a format."""
-    fmt, ranks = FORMATS[name], RANKS
+    fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)
     y = cases.normal(rng, (ranks, 2, SMALL.rows(ranks), SMALL.hidden), "bfloat16")
@@ -723,32 +712,6 @@ def two_by_two(axes, axis_type):
 
 
 @pytest.mark.several_devices("it needs a second mesh axis")
-def test_router_weights_may_vary_over_more_axes_than_tokens():
-    """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
-    mesh = two_by_two(("dp", harness.AXIS), jax.sharding.AxisType.Auto)
-    group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
-    ids, x, _, weights = small_arguments(2)
-    ids, x, weights = ids.reshape(-1, 3), x.reshape(-1, SMALL.hidden), np.concatenate([weights] * 2)
-    P = jax.sharding.PartitionSpec
-    tokens, both = P(harness.AXIS), P(("dp", harness.AXIS))
-
-    def gradient(fmt):
-        def of_rank(ids, x, weights):
-            return jax.grad(
-                lambda x: lax.psum(
-                    there_and_back(group, fmt, ids, weights)(x).sum(), mesh.axis_names
-                )
-            )(x)
-
-        mapped = jax.shard_map(
-            of_rank, mesh=mesh, in_specs=(tokens, tokens, both), out_specs=tokens
-        )
-        return harness.jit(mapped)(ids, x, weights.reshape(-1, 3))
-
-    assert_same_trees(gradient(ma.BlockwiseFp8()), gradient(None))
-
-
-@pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
     """Whole groups on each device; values and scales are sharded alike."""
     mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
@@ -821,13 +784,12 @@ def zeros(*shape, dtype="float32"):
     return np.zeros(shape, cases.dtype(dtype))
 
 
-FP8, MX, NV = ma.BlockwiseFp8(), ma.MxFp8(), ma.NvFp4()
+FP8, MX = ma.BlockwiseFp8(), ma.MxFp8()
 COLUMNS, TILES = ma.BlockwiseFp8(scale_layout="columns"), ma.MxFp8(scale_layout="tiles")
 OF_MX = ma.Quantized(zeros(3, 64, dtype=E4M3.name), zeros(3, 2, dtype=E8M0.name))
 NARROW = zeros(32, dtype=E4M3.name)
 REFUSALS = dict(
     hidden=(lambda: FP8.encode(zeros(4, 100)), ValueError, r"x .*128.*float32\[4,100\]"),
-    hidden_16=(lambda: NV.encode(zeros(4, 24)), ValueError, r"x .*16.*\[4,24\]"),
     scalar=(lambda: MX.encode(zeros()), ValueError, r"x .*32.*float32\[\]"),
     integers=(lambda: MX.encode(np.ones(32, "int32")), TypeError, "x .*float32.*int32"),
     narrow=(lambda: MX.encode(NARROW), TypeError, "x .*float32.*float8_e4m3fn"),
@@ -846,7 +808,6 @@ REFUSALS = dict(
     scale_type=(lambda: ma.NvFp4(global_scale="1"), TypeError, "global_scale .*'1'"),
     scale_zero=(lambda: ma.NvFp4(global_scale=0.0), ValueError, "global_scale .*got 0.0"),
     scale_nan=(lambda: ma.NvFp4(global_scale=np.nan), ValueError, "global_scale .*got nan"),
-    scale_negative=(lambda: ma.NvFp4(global_scale=-1), ValueError, "global_scale .*got -1"),
     scale_shape=(
         lambda: ma.NvFp4(global_scale=jnp.ones(3)).encode(zeros(4, 16)),
         ValueError,
@@ -861,11 +822,6 @@ REFUSALS = dict(
         lambda: dispatch(2, 128, token_format="fp8"),
         TypeError,
         "token_format .*BlockwiseFp8.*'fp8'",
-    ),
-    format_class=(
-        lambda: dispatch(2, 128, token_format=ma.MxFp8),
-        TypeError,
-        "token_format .*MxFp8'",
     ),
     decode=(lambda: dispatch(2, 128, decode=True), ValueError, "decode.*format"),
     decode_type=(lambda: dispatch(2, 128, token_format=FP8, decode=1), TypeError, "decode .*1"),
@@ -886,7 +842,6 @@ REFUSALS = dict(
         ValueError,
         r"scales .*\[1, 1, 32, 16\].*tiles.*\[3,2\]",
     ),
-    wire_hidden=(lambda: dispatch(2, 64, wire_dtype=FP8), ValueError, r"x .*128.*\[2,64\]"),
     wire_axes=(lambda: dispatch(2, wire_dtype=MX), ValueError, r"x .*wire_dtype.*\[2\]"),
     wire_scale=(
         lambda: dispatch(2, 64, wire_dtype=ma.NvFp4(global_scale=jnp.ones(2))),
@@ -911,39 +866,3 @@ def test_bad_input_is_refused(case):
     call, error, message = REFUSALS[case]
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.exchanges(10)
-def test_elements_of_a_batch_with_global_scales_of_their_own_have_the_rows_and_gradients_of_each():
-    ids, x, direction, _ = small_arguments(harness.SEVERAL)
-    group, scales = harness.group_of(harness.SEVERAL), jnp.asarray([0.25, 0.5])
-
-    def rows(x, ids, scale):
-        options = dict(
-            token_format=ma.NvFp4(global_scale=scale), decode=True, **SMALL.route_args(group)
-        )
-        return ma.dispatch(x, ids, **harness.exchanging(options)).rows
-
-    def rows_and_gradient(x, ids, scale):
-        out, vjp = jax.vjp(lambda x: rows(x, ids, scale), x)
-        return out, vjp(out)[0]
-
-    def by_batch(both, ids):
-        return jax.vmap(rows_and_gradient, in_axes=(0, None, 0))(both, ids, scales)
-
-    def outside(both, ids):
-        out, vjp = jax.vjp(lambda x: jax.vmap(rows, in_axes=(0, None, 0))(x, ids, scales), both)
-        return out, vjp(out)[0]
-
-    def one_by_one(both, ids):
-        each = [rows_and_gradient(x, ids, scale) for x, scale in zip(both, scales)]
-        return tuple(jnp.stack(parts) for parts in zip(*each, strict=True))
-
-    both = np.stack([x, direction], axis=1)
-    expected, *actual = (
-        small_layer.compiled(small_layer.on_all_ranks(fn, check_vma=False))(both, ids)
-        for fn in (one_by_one, by_batch, outside)
-    )
-    assert np.any(np.asarray(expected[1]) != 0)
-    for each in actual:
-        small_layer.assert_same(each, expected)

@@ -14,15 +14,12 @@ import pytest
 import small_layer
 from cuda_calls import calls, needs_kernel
 from dense_layer import experts_of
-from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_moe import mesh_of
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.grouped.weights import decode_experts
-from jax_moe_a2a.integrations.linen import MoE as LinenMoE
-from jax_moe_a2a.integrations.nnx import MoE as NnxMoE
 
 RANKS = harness.SEVERAL
 WIDTH = 128
@@ -385,57 +382,6 @@ def test_errors_are_those_of_the_page(row):
 
 
 # The whole layer on global arrays
-
-
-@pytest.mark.several_devices("meshes of several axes")
-@pytest.mark.one_process("meshes of several axes")
-@pytest.mark.promotes("Flax relies on it")
-@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
-def test_modules_hold_frozen_weights(make):
-    config = ma.MoEConfig(128, 128, 4, ma.TopK(2), dtype=jnp.bfloat16)
-    options = dict(dtype=jnp.bfloat16, fp8="frozen")
-    x = jax.random.normal(jax.random.key(1), (6, 128), jnp.bfloat16)
-    with jax.set_mesh(mesh_of(ep=2)):
-        if make is NnxMoE:
-            model = NnxMoE(config, "ep", rngs=nnx.Rngs(0), **options)
-            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            y, _ = nnx.jit(lambda model, x: model(x))(model, x)
-        else:
-            module = LinenMoE(config, "ep", **options)
-            variables = quick_jit(module.init)(jax.random.key(0), x)
-            params = linen.unbox(variables)["params"]
-            y, _ = quick_jit(module.apply)(variables, x)
-        weights = (ma.QuantizedExperts(params[n], params[f"{n}_scales"]) for n in ("w_in", "w_out"))
-        experts = ma.Experts(*weights)
-        router = ma.Router(params["router_kernel"], choose=ma.TopK(2))
-        run = quick_jit(lambda x, router, experts: ma.moe(x, router, experts, axes="ep")[0])
-        np.testing.assert_array_equal(y, run(x, router, experts))
-    assert params["w_in"].dtype == jnp.float8_e4m3fn
-    assert params["w_in"].sharding.spec[0] == params["w_out_scales"].sharding.spec[0] == "ep"
-
-
-@pytest.mark.several_devices("meshes of several axes")
-@pytest.mark.one_process("meshes of several axes")
-@pytest.mark.promotes("Flax relies on it")
-@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
-def test_modules_read_experts_that_were_quantized_once(make):
-    config = ma.MoEConfig(128, 128, 4, ma.TopK(2))
-    options = dict(fp8="train", exchange=ma.Exchange(num_chunks=2))
-    x = jax.random.normal(jax.random.key(1), (6, 128))
-    with jax.set_mesh(mesh_of(ep=2)):
-        if make is NnxMoE:
-            graph, params = nnx.split(NnxMoE(config, "ep", rngs=nnx.Rngs(0), **options))
-            apply = lambda params, once: nnx.merge(graph, params)(x, experts=once)[0]
-            weights = nnx.to_pure_dict(params)
-        else:
-            module = LinenMoE(config, "ep", **options)
-            params = quick_jit(module.init)(jax.random.key(0), x)
-            apply = lambda params, once: module.apply(params, x, experts=once)[0]
-            weights = linen.unbox(params)["params"]
-        experts = ma.Experts(weights["w_in"], weights["w_out"])
-        once = jax.eval_shape(lambda w: ma.quantize_experts(w, trainable=True), experts)
-        counts = [small_layer.counts(apply, params, given) for given in (once, None)]
-    assert [each.get("encode_squares", 0) for each in counts] == [0, 2]
 
 
 @pytest.mark.several_devices("meshes of several axes")

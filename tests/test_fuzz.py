@@ -10,7 +10,7 @@ from fuzz import draw, fuzzer
 
 from jax_moe_a2a._src.exchange import reference
 from jax_moe_a2a._src.grouped import reference as grouped_reference
-from jax_moe_a2a._src.layer import mlp
+from jax_moe_a2a._src.layer import forms
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same programs"),
@@ -78,7 +78,7 @@ def large_weights_are_cut(activate):
     (
         (reference, "take_rows", rows_beyond_are_not_zero, 22),
         (grouped_reference, "groups_of", last_rows_have_no_group, 1),
-        (mlp, "_activate", large_weights_are_cut, 4),
+        (forms, "_activate", large_weights_are_cut, 4),
     ),
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -95,27 +95,3 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
     small_layer.assert_close(
         small_layer.compiled(gradient)(scale, *floats, ids), jax.grad(dense_loss)(scale)
     )
-
-
-@pytest.mark.exchanges(4)
-def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
-    """The same tokens on every rank, with each rank's own ids."""
-    (x, topk_weights, w), ids, _ = problem()
-    kept = small_layer.arguments(RANKS).kept
-    group = harness.group_of(RANKS)
-    layer = small_layer.layer_of(group)
-
-    def of_one_rank(*args):
-        return lax.psum(small_layer.loss(layer(*args)), AXIS)
-
-    total = harness.over_ranks(of_one_rank, group.mesh, in_axes=(None, 0, 0, 0), out_axes=None)
-
-    def dense_loss(x):
-        return small_layer.loss(
-            small_layer.dense_layer(
-                jnp.broadcast_to(x, (RANKS, *x.shape)), topk_weights, w, ids, kept
-            )
-        )
-
-    actual = small_layer.compiled(jax.grad(total))(x[0], topk_weights, w, ids)
-    small_layer.assert_close(actual, jax.grad(dense_loss)(x[0]))

@@ -13,7 +13,7 @@ from pretended import Gpu
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
-from jax_moe_a2a._src.group import meetings, native, processes
+from jax_moe_a2a._src.group import native, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -34,12 +34,12 @@ def nothing_acts(monkeypatch):
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")
 
-    for module in (native, processes, meetings):
+    for module in (native, processes):
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__:
                 monkeypatch.setattr(module, name, refuse(f"{module.__name__}.{name}"))
     monkeypatch.setattr(processes, "publish", refuse("processes.publish"))
-    for name in ("set", "get", "barrier", "list"):
+    for name in ("set", "get", "barrier"):
         monkeypatch.setattr(compat, f"coordination_{name}", refuse(f"coordination_{name}"))
     monkeypatch.setattr(jax, "process_index", refuse("jax.process_index"))
     monkeypatch.setattr(jax, "local_devices", refuse("jax.local_devices"))
@@ -87,22 +87,13 @@ HEAD = "Group(mesh=AbstractMesh({'host': 2, 'ep': 4}), axis_name="
     "group, text",
     (
         (lambda: ma.Group(axis_name="ep", size=8), "Group(axis_name='ep', size=8)"),
-        (lambda: ma.Group(MESH, "ep"), f"{HEAD}'ep', size=4)"),
         (
             lambda: ma.Group(MESH, ("host", "ep"), timeout=60, cuda_graphs=False, two_level=False),
             f"{HEAD}('host', 'ep'), size=8, timeout=60.0, cuda_graphs=False)",
         ),
         (
-            lambda: ma.Group(MESH, ("host", "ep"), two_level=True, on_failure="nan"),
-            f"{HEAD}('host', 'ep'), size=8, on_failure='nan', two_level=True)",
-        ),
-        (
             lambda: ma.Group(MESH, "ep", num_sms={"route": 8, "combine": 16}),
             f"{HEAD}'ep', size=4, num_sms={{'combine': 16, 'route': 8}})",
-        ),
-        (
-            lambda: ma.Group(MESH, "ep", num_sms=8, implementation="cuda", first_timeout=1),
-            f"{HEAD}'ep', size=4, num_sms=8, first_timeout=1.0, implementation='cuda')",
         ),
         (
             lambda: ma.Group(mesh_of(1, 2), "ep").single_rank,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
+from dense_layer import dense_experts
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,10 +21,8 @@ from test_parallelism import (
     WIDTH,
     assert_close,
     choose,
-    dense,
     mesh_of,
     quick_jit,
-    swiglu,
 )
 
 import jax_moe_a2a as ma
@@ -44,8 +43,8 @@ MODULES = pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
 
 @jax.jit
 def dense_module(params, x):
-    w_in = params["w_in"].reshape(*params["w_in"].shape[:2], -1)
-    return dense(x, *choose(x @ params["router_kernel"]), w_in, params["w_out"], swiglu)
+    experts = ma.Experts(params["w_in"], params["w_out"])
+    return dense_experts(x, *choose(x @ params["router_kernel"]), experts)
 
 
 def apply_and_params(make, mesh, x=X, call=None, config=CONFIG):

@@ -20,7 +20,7 @@ from jax_moe_a2a._src import api
 from jax_moe_a2a._src.exchange import lowering as lowered
 from jax_moe_a2a._src.exchange.lowering import DEFAULT_CUDA_GRAPHS
 from jax_moe_a2a._src.exchange.record import Options
-from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
+from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.plan.plan import NUM_RESULTS, plan_shapes
 
@@ -307,21 +307,6 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
 
 
-def test_leaves_of_several_types_are_encoded_around_the_custom_call():
-    def dispatch(x, ids):
-        return ma.dispatch(
-            x,
-            ids,
-            group=group_of(),
-            num_experts=EXPERTS,
-            exchange=ma.Exchange(token_format=ma.MxFp8()),
-            decode=True,
-        ).rows
-
-    x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32")}
-    assert calls(lower(dispatch, x, IDS)) == {"route": 1, "dispatch": 1}
-
-
 def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
     return ma.combine(y, route(ids), weights=weights, wire_dtype=wire_dtype, add=addend)
 
@@ -594,11 +579,6 @@ def test_rows_of_whole_vectors_are_weighed_by_the_call_and_others_after_it(dtype
     assert calls(text) == {"route": 1, "dispatch": 1}
 
 
-def test_float64_gradients_are_dispatched_by_a_call_and_weighed_after_it(x64):
-    for avals in (cotangent_avals("float64"), cotangent_avals(weights="float64")):
-        assert calls(lower(cotangents, *avals)) == {"route": 1, "dispatch": 1}
-
-
 @pytest.mark.parametrize(
     "ids_axis, expected",
     ((0, {"route": 1, "weighted_dispatch": 1}), (None, {"route": 1, "dispatch": 1})),
@@ -613,26 +593,6 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
 
     found = calls(lower(batched, *cotangent_avals()))
     assert found == expected
-
-
-def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
-    """Derivatives of higher order have several pairs; here they are bound by hand."""
-
-    def weigh(y, weights, ct, ids, num_rows, num_weights):
-        routing = route(ids)
-        return WEIGHTED_DISPATCH.bind(
-            [ct, *[y] * num_rows, *[weights] * num_weights],
-            routing.arrays,
-            num_leaves=num_rows,
-            num_choice_arrays=num_weights,
-            num_weight_axes=0,
-            options=Options(),
-            group=routing.group,
-        )
-
-    for num_rows, num_weights in ((2, 1), (1, 2), (2, 0)):
-        fn = functools.partial(weigh, num_rows=num_rows, num_weights=num_weights)
-        assert calls(lower(fn, *cotangent_avals())) == {"route": 1, "dispatch": 1}
 
 
 # Batches
@@ -727,18 +687,6 @@ def test_a_refused_call_has_one_reason_in_the_log_and_in_the_error(case, caplog,
     assert f"({why})" in str(error.value)
 
 
-def test_float64_weights_are_summed_by_the_portable_path(x64):
-    weights = aval(TOKENS, TOP_K, dtype="float64")
-    assert is_portable(lower(exchange, aval(TOKENS, HIDDEN), IDS, weights), "combine")
-
-
-@pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
-def test_wire_dtypes_that_kernels_have_are_one_custom_call(wire_dtype):
-    text = lower(functools.partial(combine_alone, wire_dtype=wire_dtype), *combine_avals())
-    assert calls(text) == {"route": 1, "combine": 1}
-    assert attribute(text, "combine", "wire") == f'"{native.type_name(wire_dtype or "bfloat16")}"'
-
-
 WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4(global_scale=0.5)}
 
 
@@ -780,35 +728,8 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     assert attribute(text, "combine_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
 
 
-def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
-    """There are more choices and ranks than a warp has lanes, or several pairs of rows and
-    weights."""
-    fmt = ma.MxFp8()
-    for top_k, portable in ((32 - RANKS, False), (33 - RANKS, True)):
-        rows = harness.worst_case(TOKENS, top_k, RANKS, EXPERTS)
-        ids = aval(TOKENS, top_k, dtype="int32")
-        combine = functools.partial(combine_alone, wire_dtype=fmt)
-        text = lower(combine, aval(rows, 32), ids)
-        assert is_portable(text, "combine") == portable
-
-    def tangent(y, weights, ids):
-        routing = route(ids)
-        combine = functools.partial(ma.combine, recv=routing, wire_dtype=fmt)
-        of = lambda y, weights: combine(y, weights=weights)  # noqa: E731
-        return jax.jvp(of, (y, weights), (y, weights))[1]
-
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    text = lower(tangent, aval(rows, 32), aval(rows, dtype="float32"), IDS)
-    assert is_portable(text, "combine")
-
-
 def combine_alone(y, ids, wire_dtype=None):
     return ma.combine(y, route(ids), wire_dtype=wire_dtype)
-
-
-def combine_avals(dtype="bfloat16"):
-    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
-    return aval(rows, HIDDEN, dtype=dtype), IDS
 
 
 def dispatch_alone(x, ids):
@@ -967,20 +888,6 @@ def test_the_budget_of_sms_may_differ_by_operation():
     assert attribute(text, "combine", "num_sms") == "9 : i64"
     default = lowered.default_num_sms(TOKENS)
     assert attribute(text, "route", "num_sms") == f"{default} : i64"
-
-
-def test_the_landing_zone_holds_what_all_sources_send():
-    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    text, at_once = lower(exchange_by_routing, *avals), lower(exchange, *avals)
-    row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
-    zone = native._native.array_bytes(TOKENS, row_bytes) + native._native.array_bytes(
-        TOKENS, weight_bytes
-    )
-    assert attribute(text, "dispatch", "half_bytes") == f"{RANKS * zone} : i64"
-    # The ids go through the header.
-    assert attribute(at_once, "routed_dispatch", "half_bytes") == f"{RANKS * zone} : i64"
-    zone = native._native.array_bytes(TOKENS, row_bytes)
-    assert attribute(text, "combine", "half_bytes") == f"{RANKS * zone} : i64"
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ class Worker:
         import jax
 
         from jax_moe_a2a._src import compat
-        from jax_moe_a2a._src.group import meetings, native
+        from jax_moe_a2a._src.group import native
 
         self.own = jax.process_index()
-        self.compat, self.meetings, self.steps = compat, meetings, itertools.count()
+        self.compat, self.steps = compat, itertools.count()
         self.met, jobs = [], itertools.count()
         native.has_kernels = lambda: True
         native.limit = lambda name: 64
@@ -67,21 +67,23 @@ class Worker:
             error = f"{type(raised).__name__}: {raised}"
         return dict(error=error, seconds=time.monotonic() - start)
 
-    def meet(self, what):
-        return self.outcome(lambda: self.meetings.meet(what, PATIENCE))
+    def meet(self, name):
+        start = time.monotonic()
+        why = self.compat.coordination_barrier(name, PATIENCE)
+        return dict(error=why, seconds=time.monotonic() - start)
 
 
 def both_come(worker):
     """Process 1 comes late, but in time."""
     time.sleep(worker.own * PATIENCE / 4)
-    return worker.meet("coming in time")
+    return worker.meet("in time")
 
 
 def one_sided(worker):
     """Process 0 comes alone; then both meet for something else."""
-    alone = worker.meet("coming alone") if worker.own == 0 else None
+    alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
-    return [alone, worker.meet("coming again")]
+    return [alone, worker.meet("again")]
 
 
 def other_order(worker):
@@ -97,7 +99,7 @@ def other_order(worker):
     orders = ([0, 1], [1, 0])
     groups = [ma.Group(Mesh(gpus[order], ("ep",)), "ep", **options) for order in orders]
     worker.step()
-    announced = list(worker.compat.coordination_list("jax_moe_a2a/process"))
+    announced = worker.compat._coordination().key_value_dir_get("jax_moe_a2a/process/")
     worker.step()
     if worker.own == 1:
         time.sleep(PATIENCE / 2)
@@ -128,7 +130,7 @@ def new_job(worker):
     package_processes.publish()
     told = worker.compat.coordination_get(package_processes.KEY.format(other), 5.0)
     package_processes.meet([other], 5.0)
-    found = worker.meet("beginning again")
+    found = worker.meet("another job")
     worker.step()
     return dict(told=bool(told), met=worker.met, found=found)
 
@@ -202,7 +204,7 @@ def test_processes_meet(found):
 @of(one_sided)
 def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(found):
     (alone, *again), (_, *others) = found
-    assert "processes [1] have not arrived within 3 s" in alone["error"], alone
+    assert alone["error"].endswith("task names: 1"), alone
     assert PATIENCE - 0.5 < alone["seconds"] < PATIENCE + 3, alone
     assert_well(*again, *others)
 

@@ -272,17 +272,6 @@ def test_modes_that_make_no_sense_are_refused(changed, error, naming):
 
 
 @pytest.mark.exchanges(0)
-def test_shared_weights_need_router_weights():
-    options = dict(group=harness.emulated_group(2), num_experts=4, shared_expert=True)
-    with pytest.raises(ValueError, match="shared_weights must be None without topk_weights"):
-        trace(
-            lambda x, ids: ma.dispatch(x, ids, shared_weights=0.5, **harness.exchanging(options)),
-            X,
-            IDS,
-        )
-
-
-@pytest.mark.exchanges(0)
 def test_a_shared_expert_takes_a_choice():
     options = dict(group=harness.emulated_group(2), num_experts=4, capacity=1)
     for top_k in (31, 32):

@@ -413,7 +413,10 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
             changed(w_in=OWN.w_in.reshape(4, 8, 8)),
             r"experts.w_out must have the shape \[4, 8, 8\].*side by side.*reshape",
         ),
-        (changed(w_in=OWN.w_in[:2]), r"experts.w_in must have .*\[2,8,2,4\]"),
+        (
+            dict(experts=jax.tree.map(lambda w: w[:2], OWN)),
+            "experts must be the weights of E=4 .*; got those of 2",
+        ),
         (changed(w_in=OWN.w_in[:, :, 0], b_in=None), "activation"),
         (changed(w_out=OWN.w_out[:2]), r"experts.w_out must have the shape \[4, 4, 8\]"),
         (changed(b_in=OWN.b_in[:, 0]), r"experts.b_in must have the shape \[4, 2, 4\]"),

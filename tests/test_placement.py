@@ -3,7 +3,6 @@
 Programs are lowered for CUDA here, which needs no GPU; tests/gpu runs them.
 """
 
-import logging
 import re
 
 import harness
@@ -12,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native, runtime
@@ -200,27 +199,3 @@ def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(m
     group = ma.Group(mesh.abstract_mesh, "ep")
     assert calls(lowered(on_mesh(group, mesh), avals(RANKS * tokens, mesh=mesh))) == []
     assert announced and set(announced) == {ma.Group(mesh, "ep")}
-
-
-def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        group = ma.Group(axis_name="ep", size=RANKS, implementation="cuda")
-        lowered(on_one_gpu(group), avals(RANKS, TOKENS))
-        lowered(on_one_gpu(ma.Group(axis_name="ep", size=RANKS)), avals(RANKS, TOKENS))
-    assert f"moe_a2a_combine: CUDA kernels for {RANKS} ranks on one GPU" in caplog.messages
-    why = "ranks on one device run the kernels only with implementation='cuda'"
-    assert f"moe_a2a_combine: portable path, because {why}" in caplog.messages
-
-
-def test_the_reason_of_a_group_without_devices_says_what_decides():
-    why = ma.Group(axis_name="ep", size=RANKS)._why_portable
-    assert "no devices" in why and "implementation='cuda'" in why
-
-
-def test_a_program_over_an_abstract_mesh_alone_can_still_be_exported():
-    mesh = AbstractMesh((RANKS,), ("ep",), axis_types=(AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(mesh):
-        exported = jax.export.export(jax.jit(on_mesh(ma.Group(mesh, "ep"), mesh)))(
-            *avals(RANKS * TOKENS, mesh=mesh)
-        )
-    assert exported.nr_devices == RANKS

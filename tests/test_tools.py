@@ -42,14 +42,6 @@ def compiler(folder, release):
     return str(program)
 
 
-def test_the_build_compiles_for_the_gpus_that_the_package_accepts():
-    assert nvcc.OLDEST_GPU == 10 * native.OLDEST_CAPABILITY
-
-
-def test_a_machine_without_nvcc_has_none():
-    assert nvcc.of_machine() is None
-
-
 @pytest.mark.parametrize(("release", "fits"), [("11.8", 0), ("12.0", 0), ("12.1", 1), ("13.0", 1)])
 def test_nvcc_on_path_is_used_if_it_is_new_enough(tmp_path, release, fits):
     on_path = compiler(tmp_path / "bin", release)
@@ -142,14 +134,6 @@ def test_the_build_is_for_the_gpus_of_the_machine(tmp_path, gpus, expected):
     assert nvcc.architectures(str(program)) == expected
 
 
-def test_the_build_says_what_nvcc_compiles(tmp_path, monkeypatch):
-    named = compiler(tmp_path / "bin", "13.0")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
-    said = nvcc.announcement(named, "90;100-real")
-    assert f"nvcc 13.0 ({named}) compiles the CUDA kernels for compute capability 9.0, 10.0" in said
-    assert "about 3 min on 4 CPU cores (MOE_A2A_CUDA=OFF skips it)" in said
-
-
 def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):
     requirements(monkeypatch)
     import backend
@@ -175,13 +159,6 @@ def test_pypi_has_the_toolkit_for_two_processors_with_glibc(
     monkeypatch.setattr(nvcc.platform, "machine", lambda: machine)
     monkeypatch.setattr(nvcc.platform, "libc_ver", lambda: (libc, "2.36"))
     assert nvcc.is_on_pypi() is is_there
-
-
-def test_cmake_reads_the_path_as_one_line(tmp_path):
-    named = compiler(tmp_path / "bin", "12.9")
-    command = [sys.executable, "-I", str(ROOT / "tools" / "nvcc.py")]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{named}\n"
 
 
 @pytest.mark.parametrize("major", wheels.MAJORS.values())
@@ -239,22 +216,6 @@ def test_a_wheel_is_built_with_nvcc_of_its_major_version(tmp_path, monkeypatch):
     assert wheels.compiler_of(13, "python3") == installed
 
 
-@pytest.mark.parametrize(
-    ("repository", "expected"),
-    [
-        (
-            "https://h/o/r",
-            "![a](https://h/o/r/raw/v1.2/p.svg) [`b`](https://h/o/r/blob/v1.2/d.md#e)",
-        ),
-        (None, " `b`"),
-    ],
-)
-def test_an_index_shows_no_relative_links(repository, expected):
-    kept = "[c](https://c) [d](#d)\n```python\nf[0](x)\n```\n"
-    text = wheels.with_absolute_links("![a](p.svg) [`b`](d.md#e)" + kept, repository, "1.2")
-    assert text == expected + kept
-
-
 def test_the_sources_of_a_release_have_absolute_links_to_where_ci_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(wheels, "STAGE", tmp_path)
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://host")
@@ -265,6 +226,17 @@ def test_the_sources_of_a_release_have_absolute_links_to_where_ci_runs(tmp_path,
     targets = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
     assert targets and all(target.startswith("https://") for target in targets)
     assert (folder / "jax_moe_a2a" / "__init__.py").exists() and not (folder / "build").exists()
+
+
+def test_the_build_compiles_for_the_gpus_that_the_package_accepts():
+    assert nvcc.OLDEST_GPU == 10 * native.OLDEST_CAPABILITY
+
+
+def test_cmake_reads_the_path_as_one_line(tmp_path):
+    named = compiler(tmp_path / "bin", "12.9")
+    command = [sys.executable, "-I", str(ROOT / "tools" / "nvcc.py")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{named}\n"
 
 
 def test_the_citation_has_the_version_of_the_project():

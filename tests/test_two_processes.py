@@ -3,11 +3,6 @@
 On CPU they are joined by gloo and run the portable path, with four virtual devices each.
 """
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import harness
 import processes
 import pytest
@@ -17,8 +12,6 @@ pytestmark = [
     pytest.mark.several_devices("it starts processes, each with its devices"),
 ]
 
-DEADLINE = 150  # seconds, for everything that one try takes; it needs about fifteen on idle cores
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Rows and sums of the oracle in one program; value and gradients of a layer; what vmap makes of it.
 CHOSEN = (
     "tests/test_coordination.py::test_processes_tell_each_other_and_silence_is_none",
@@ -28,23 +21,6 @@ CHOSEN = (
 )
 
 
-def run_chosen():
-    command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={DEADLINE}", "--", "-q"]
-    return subprocess.run(
-        [*command, *CHOSEN],
-        cwd=ROOT,
-        # On GPUs this process has most of the memory already.
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE + 60,
-    )
-
-
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_the_suite_passes_in_two_processes():
-    done = run_chosen()
-    if processes.met_by_chance(done.stdout, done.stderr):
-        done = run_chosen()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(CHOSEN)} passed" in done.stdout, done.stdout
+    processes.assert_tests_pass(CHOSEN)

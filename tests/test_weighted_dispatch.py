@@ -286,26 +286,3 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones():
         out = small_layer.compiled(around)(*batch, np.stack([ids] * 2) if ids_axis == 0 else ids)
         for b in range(2):
             small_layer.assert_same(jax.tree.map(lambda leaf: leaf[b], out), expected)
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(g=(LAYOUT.tokens + 1, LAYOUT.hidden)),
-        dict(rows=(LAYOUT.capacity, LAYOUT.hidden + 1)),
-        dict(rows=(LAYOUT.capacity + 1, LAYOUT.hidden)),
-        dict(weights=(LAYOUT.capacity, 1)),
-    ],
-    ids=str,
-)
-def test_operands_that_do_not_fit_together_are_refused(changed):
-    group = harness.emulated_group(RANKS)
-    shapes = dict(g=TOKENS, rows=ROWS, weights=(LAYOUT.capacity,)) | changed
-    g, rows, weights = (np.zeros((RANKS, *shapes[name])) for name in ("g", "rows", "weights"))
-
-    def of_one_rank(g, rows, weights, ids):
-        return fused(g, [rows], [weights], ma.route(ids, **route_args(group)))
-
-    with pytest.raises(TypeError, match="moe_a2a_weighted_dispatch needs"):
-        jax.vmap(of_one_rank, axis_name=harness.AXIS)(g, rows, weights, arguments()[1])

@@ -7,7 +7,6 @@ import functools
 
 import harness
 import jax
-import jax.numpy as jnp
 import pytest
 import small_layer
 from small_layer import LAYOUT, OF_FLOATS, route_args
@@ -66,18 +65,6 @@ def test_the_gradient_of_some_arguments_moves_only_theirs(of, back):
     assert [small_layer.payload(eqn) for eqn in combines] == back
 
 
-def test_the_gradient_of_an_unweighted_layer_moves_rows_once_each_way():
-    group = harness.group_of(RANKS)
-    (x, _, _), ids, _ = small_layer.arguments(RANKS)
-
-    def layer(x, ids):
-        recv = ma.dispatch(x, ids, **route_args(group))
-        return ma.combine(jnp.tanh(recv.rows), recv)
-
-    gradient = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids))
-    assert small_layer.counts(gradient, x) == {"routed_dispatch": 1, "dispatch": 1, "combine": 2}
-
-
 def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_share_it():
     group = harness.group_of(RANKS)
     floats, ids, _ = small_layer.arguments(RANKS)
@@ -96,23 +83,6 @@ def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_sha
         expected = {name: 3 * count for name, count in (APART if shared else WHOLE).items()}
         expected["route"] = 1  # or it is unused, and still in the program
         assert small_layer.counts(gradient, *floats) == expected
-
-
-def test_the_value_with_its_gradient_moves_nothing_more():
-    floats, ids, _ = small_layer.arguments(RANKS)
-    loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
-    assert small_layer.counts(jax.value_and_grad(loss, OF_FLOATS), *floats) == WHOLE
-
-
-def test_a_gradient_inside_shard_map_moves_rows_once_each_way():
-    floats, ids, _ = small_layer.arguments(RANKS)
-    layer = small_layer.layer_of(harness.group_of(RANKS))
-
-    def of_one_rank(*args):
-        *floats, ids = args
-        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
-
-    assert small_layer.counts(small_layer.on_all_ranks(of_one_rank), *floats, ids) == WHOLE
 
 
 def test_the_gradient_of_a_batch_moves_rows_once_each_way():

@@ -38,7 +38,7 @@ PARTS = ("pure", "sdist", *MAJORS)
 # them, and PTX of the first for other newer GPUs. The grouped GEMM supports only 9.0.
 ARCHITECTURES = ("90", "100-real", "120-real")
 MAX_BYTES = 60 << 20
-NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", ".hypothesis", "__pycache__")
+NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 

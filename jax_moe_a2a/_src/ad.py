@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from . import compat
 
-Tangent: TypeAlias = jax.Array | ad.Zero
-"""A tangent or cotangent of an array."""
 
-
-def accumulation_dtype(dtype: Any) -> Any:
+def accumulation_dtype(dtype: DTypeLike) -> Any:
     """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
     complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
 
-def carries_tangent(dtype: Any) -> bool:
+def carries_tangent(dtype: DTypeLike) -> bool:
     """Return True if a payload of this dtype is differentiated.
 
     Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
@@ -98,7 +96,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
     return same(x, *operands)
 
 
-def register_constant(primitive: Any) -> None:
+def register_constant(primitive: compat.Primitive) -> None:
     """Register a primitive that returns its operand and has no derivative."""
     primitive.def_impl(partial(compat.apply_primitive, primitive))
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -124,7 +122,7 @@ def fixed(x: jax.Array) -> jax.Array:
     return fixed_p.bind(x)
 
 
-def register_fixed(primitive: Any) -> None:
+def register_fixed(primitive: compat.Primitive) -> None:
     """Register a primitive that does what ``fixed`` does."""
     register_constant(primitive)
     ad.primitive_transposes[primitive] = lambda ct, x, **_: [ad.Zero(aval_of(x))]

@@ -268,8 +268,19 @@ def dispatch_start(
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
     and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
 
-    The arguments are those of ``dispatch``, but the routing cannot have replicated tokens, which do
-    not travel. On the CUDA path, the call must be under ``jax.jit``.
+    The routing cannot have replicated tokens, which do not travel. On the CUDA path, the call must
+    be under ``jax.jit``.
+
+    Args:
+      x: as in ``dispatch``.
+      topk_ids: as in ``dispatch``.
+      topk_weights: as in ``dispatch``.
+      group: as in ``dispatch``.
+      num_experts: as in ``dispatch``.
+      exchange: as in ``dispatch``.
+      shared_weights: as in ``dispatch``.
+      decode: as in ``dispatch``.
+      tail: as in ``dispatch``.
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
@@ -308,8 +319,14 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine``, and return what ``combine_done`` needs to finish it.
 
-    ``combine_start`` works like ``dispatch_start``, with the arguments of ``combine``. Its gradient
-    is ``dispatch_done``. It has no ``add``: add to the result of ``combine_done``.
+    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
+    ``add``: add to the result of ``combine_done``.
+
+    Args:
+      y: as in ``combine``.
+      recv: as in ``combine``.
+      weights: as in ``combine``.
+      wire_dtype: as in ``combine``.
 
     Returns:
       An ``InFlight``. Pass it to ``combine_done`` once, in the same function.

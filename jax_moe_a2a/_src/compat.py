@@ -17,15 +17,19 @@ from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
-from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 T = TypeVar("T")
-LoweringContext: TypeAlias = mlir.LoweringRuleContext
+Aval: TypeAlias = core.ShapedArray
+Context: TypeAlias = mlir.LoweringRuleContext
+Equation: TypeAlias = core.JaxprEqn
+Primals: TypeAlias = Sequence[jax.Array]
+Tangents: TypeAlias = Sequence[jax.Array | ad.Zero]  # or cotangents
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -65,7 +69,7 @@ def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]
         return lower(ctx.replace(avals_in=avals), *operands, **params)
 
 
-def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ()) -> Any:
+def result_aval(like: Any, shape: tuple[int, ...], dtype: DTypeLike, tail: tuple = ()) -> Any:
     """Return the abstract value of a result that varies over the mesh axes of ``like``. Its last
     axes are sharded as ``tail`` says, and its other axes are not sharded."""
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
@@ -94,7 +98,7 @@ def traced_in(fn: Callable[..., Any], avals: Sequence[Any], axes: Any) -> Any:
 ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map")
 
 
-def scopes_of(ctx: Any) -> tuple[str, ...]:
+def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
     first.
 
@@ -126,7 +130,7 @@ def in_context_of_old() -> bool:
     return not thread_resources.env.physical_mesh.empty
 
 
-def mesh_of_program(ctx: Any) -> Mesh | None:
+def mesh_of_program(ctx: Context) -> Mesh | None:
     """Return the mesh of the ``shard_map`` around a primitive that is being lowered. Return None
     without a ``shard_map``, or if the devices of its mesh are not known."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
@@ -157,7 +161,7 @@ def register_lowering_per_call(
     are not cached, because they depend on the scopes around a call.
     """
 
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: Context, *operands: Any, **params: Any) -> Any:
         # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
         # it adds the results' types, a tuple, to a list.
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
@@ -212,7 +216,7 @@ def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> Non
     """
 
     def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
-        def saves(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+        def saves(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
             verdict = policy(primitive, *avals, **params)
             return verdict if isinstance(verdict, bool) else not isinstance(verdict, RecomputeType)
 
@@ -226,7 +230,7 @@ ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
 def never_saved(
-    saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+    saves: Callable[..., bool], unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Equation
 ) -> tuple:
     """Apply the remat rule of a primitive whose results no policy saves (for
     ``register_remat_rule``)."""
@@ -255,7 +259,7 @@ def traced_function() -> object | None:
     return trace
 
 
-def with_variables(eqn: Any) -> Any:
+def with_variables(eqn: Equation) -> Any:
     """Return the equation with a variable for each of its results, unused results included."""
     outvars = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
     return eqn.replace(outvars=outvars)
@@ -293,19 +297,12 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 def coordination_barrier(name: str, timeout: float) -> str:
     """Wait up to ``timeout`` seconds for all processes. Return '' if all have come, otherwise why
-    the wait failed."""
+    the wait failed, with the processes that have not come."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:
-        return str(error).splitlines()[0]
+        return " ".join(str(error).partition("RPC:")[0].split())
     return ""
-
-
-def coordination_list(folder: str) -> dict[str, str]:
-    """Return the values published below ``folder``, by their keys without the folder. Never
-    blocks."""
-    entries = _coordination().key_value_dir_get(f"{folder}/")
-    return {key.removeprefix(f"{folder}/"): value for key, value in entries}
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:

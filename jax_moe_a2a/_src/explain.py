@@ -166,7 +166,7 @@ class _Walk:
             for inner in compat.inner_jaxprs(params):
                 self.visit(inner, inner_times, inner_where, inner_mesh)
 
-    def add(self, eqn: Any, times: int, where: str, mesh: Any) -> None:
+    def add(self, eqn: compat.Equation, times: int, where: str, mesh: Any) -> None:
         avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
         devices, within = self._devices(mesh), None
         if eqn.primitive in paths.compositions:
@@ -187,7 +187,7 @@ class _Walk:
         found = of_program if isinstance(of_program, Mesh) else compat.mesh_in_context()
         return found if mesh else None
 
-    def _choose(self, eqn: Any, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
+    def _choose(self, eqn: compat.Equation, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
         """Return path, reason and what to visit of a call."""
         present = devices.devices.flat[0].platform if devices else jax.default_backend()
         is_gpu = present == "gpu" if self.device is None else self.device != "cpu"
@@ -214,7 +214,7 @@ class _Walk:
         return choice.path, choice.why, choice.within
 
 
-def _name(primitive: Any) -> str:
+def _name(primitive: compat.Primitive) -> str:
     name = primitive.name.removeprefix("moe_a2a_")
     whole = name.removesuffix("_start").removesuffix("_done")
     return NAMES[whole] + name.removeprefix(whole).replace("_", ", ")

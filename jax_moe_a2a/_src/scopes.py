@@ -46,7 +46,7 @@ activation = _in_scope("moe_activation")
 shared_expert = _in_scope("moe_shared_expert")
 
 
-def of_user(ctx: Any) -> tuple[str, ...]:
+def of_user(ctx: compat.Context) -> tuple[str, ...]:
     """Return the scopes around a primitive that is being lowered, except for those of this
     package."""
     return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

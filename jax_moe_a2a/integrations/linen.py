@@ -75,7 +75,7 @@ class MoE(linen.Module):
         if self.select_bias:
             zeros = jnp.zeros(self.config.num_experts, jnp.float32)
             box: Any = linen.Partitioned(zeros, names=tuple(P()))
-            variable = self.variable("router_state", "select_bias", lambda: box, unbox=False)
+            variable: Any = self.variable("router_state", "select_bias", lambda: box, unbox=False)
             select_bias = _unboxed(variable.value)
         return layer(
             arrays,
@@ -98,6 +98,7 @@ def _layer_of(module: MoE) -> Layer:
 
 
 def _unboxed(value: linen.Partitioned[Any] | jax.Array) -> jax.Array:
-    # Without a constraint on the placement, because moe moves arrays where it needs them.
-    is_boxed = isinstance(value, linen.Partitioned)
-    return value.unbox(apply_constraint=False) if is_boxed else value
+    if isinstance(value, linen.Partitioned):
+        # Without a constraint on the placement, because moe moves arrays where it needs them.
+        return value.unbox(apply_constraint=False)
+    return value

@@ -50,7 +50,7 @@ class _RoutedMoE(Protocol):
     _maybe_shard_with_pspec: Callable[..., jax.Array]
     apply_ffn_activation: Callable[..., jax.Array]
     get_topk: Callable[..., tuple[jax.Array, jax.Array]]
-    load_balance_loss: Callable[..., jax.Array]
+    load_balance_loss: Callable[..., Any]
     megatron_seq_aux_loss: Callable[..., jax.Array]
     should_update_load_balance: Callable[[], bool]
 

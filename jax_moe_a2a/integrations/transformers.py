@@ -378,11 +378,11 @@ def _with_dot(prefix: str) -> str:
 
 def _as_numpy(name: str, value: object) -> np.ndarray:
     """Return a PyTorch, JAX or numpy array of floats as a numpy array, or raise an error."""
-    bfloat16 = np.dtype(jnp.bfloat16)
+    array: Any
     if type(value).__module__.split(".")[0] == "torch":
         torch, tensor = importlib.import_module("torch"), cast(Any, value).detach().cpu()
         if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(bfloat16)
+            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
         is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
         found = f"{tensor.dtype}{list(tensor.shape)}"
         array = tensor.numpy() if is_float else None

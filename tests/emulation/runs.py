@@ -43,8 +43,7 @@ def build(target):
 
 HOST_SANITIZERS = ("asan", "tsan")
 HOST_CHECKS = (
-    "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device",
-    "alignment",
+    "threads", "processes", "requests", "memory", "failures", "per_device", "alignment",
 )  # fmt: skip
 
 

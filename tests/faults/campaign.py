@@ -21,9 +21,7 @@ KINDS = {
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
 }
 SLACK = 12.0  # seconds that a busy machine may take beyond a bound
-# "undetected": gloo has given rows of another call without an error. Only kinds in which the
-# processes make other calls on the portable path may end so.
-OUTCOMES = "right", "error", "undetected", "FAILURE"
+OUTCOMES = "right", "error", "FAILURE"
 
 
 @dataclasses.dataclass

@@ -6,7 +6,6 @@ Each process opens, grows and closes the workspace of a group again and again (`
 programs that are loaded and closed do. A fault comes at a random time or in a random cycle.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -188,12 +187,6 @@ class Member(Inside):
     def join_thread(self):
         futures.wait([self.opening])
 
-    def reserve_in_threads(self, sizes):
-        """Open and grow the workspace in several threads at once."""
-        with futures.ThreadPoolExecutor(len(sizes)) as pool:
-            for done in [pool.submit(self.reserve, tokens, split) for tokens, split in sizes]:
-                done.result()
-
     def interrupt_once(self, seconds):
         """Raise KeyboardInterrupt after so many seconds, wherever the churn then is, or soon after
         that if interrupts are held."""
@@ -205,10 +198,6 @@ class Member(Inside):
 
         signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def turn_around(self):
-        """From now on use the group over the devices in the other order."""
-        self.group, self.second = self.second, self.group
 
     def use_second(self, close):
         self.reserve(96, second=True)
@@ -429,52 +418,6 @@ def forked_children(run):
     return outcome
 
 
-FLOODS = ("silent", "garbage", "hangs up", "secret only", "never reads")
-
-
-def flooded_sockets(run):
-    """Connections of this user that send nothing, garbage, or a request whose answer they do not
-    read. Each may delay an answer by two seconds in each direction."""
-    begin(run, count=run.rng.randint(2, 3))
-    run.all("reserve")
-    notice = notice_of(run)
-    churn(run)
-    start = time.monotonic()
-    flood, kept = run.rng.choice(FLOODS), []
-    for _ in range(run.rng.choice((1, 3, 200))):
-        kept.append(connected(notice, flood, run.rng))
-    replies = settle(run, bound_of(run))
-    for each in kept:
-        each.close()
-    outcome = judge(run, replies, start)
-    # The victim still answers each of them, and finds it closed.
-    end(run)
-    return outcome
-
-
-def connected(notice, flood, rng):
-    client = socket.socket(socket.AF_UNIX)
-    client.setblocking(False)
-    secret = notice["secret"].encode()
-    with contextlib.suppress(OSError):  # the queue is full, or it has hung up
-        client.connect("\0" + notice["socket"])
-        if flood == "garbage":
-            client.send(rng.randbytes(rng.randrange(1, 4000)))
-        elif flood == "hangs up":
-            client.close()
-        elif flood == "secret only":
-            client.send(secret)
-        elif flood == "never reads":
-            client.send(secret + bytes(8))
-    return client
-
-
-def notice_of(run):
-    """Return what the victim has published."""
-    key = processes.KEY.format(run.victim)
-    return json.loads((run.folder / urllib.parse.quote(key, safe="")).read_text())
-
-
 def with_another_notice(run, **victim_options):
     """Start members, of which the victim publishes another notice. Return the replies about their
     paths, and the reasons of those that take the portable path."""
@@ -596,40 +539,6 @@ def closes_while_it_opens(run):
     return "error" if reply.error else "right"
 
 
-def another_program(run):
-    """The victim opens other workspaces than the others: other sizes, or those of whole exchanges
-    instead of split ones."""
-    begin(run)
-    start = time.monotonic()
-    churn(run, plan=plan_of(run.rng))
-    return finish(run, start)
-
-
-def another_order_of_devices(run):
-    """The mesh of the victim's group has the devices in the other order. The others give memory for
-    it when they are asked, so only an exchange would miss them."""
-    victim = begin(run)
-    victim.ask("turn_around")
-    start = time.monotonic()
-    churn(run)
-    outcome = judge(run, settle(run, bound_of(run)), start)
-    victim.ask("turn_around")
-    end(run)
-    return outcome
-
-
-def threads(run):
-    """Threads of each process open and grow the workspaces at once."""
-    begin(run)
-    for _ in range(4):
-        sizes = [(run.rng.choice((16, 256, 700)), run.rng.random() < 0.3) for _ in range(4)]
-        run.all("reserve_in_threads", sizes)
-        if run.rng.random() < 0.5:
-            close_all(run)
-    end(run)
-    return "right"
-
-
 def any_delay(rng):
     return (rng.choice((0.1, 0.5, TIMEOUT + 1)),)
 
@@ -655,7 +564,6 @@ KINDS = {
     ),
     "forked children": forked_children,
     "a closed socket": acts("close_socket", together=False),
-    "a flooded socket": flooded_sockets,
     "a damaged notice": damaged_notice,
     "another version": another_installation(dict(version=10**6), dict(package="0.0.0")),
     "another build": another_installation(
@@ -675,7 +583,4 @@ KINDS = {
         "interrupt_once", lambda rng: (rng.uniform(0, 0.05),), "KeyboardInterrupt",
         undo=("interrupt", 0),
     ),
-    "another program": another_program,
-    "another order of devices": another_order_of_devices,
-    "threads that open at once": threads,
 }  # fmt: skip

@@ -27,16 +27,6 @@ def programs_are_compiled():
     )
 
 
-def test_an_eliminated_combine_leaves_no_trace():
-    without = checked.program(SHAPE, checked.GROUP, checked.dispatch_only)
-    assert "moe_a2a_combine" not in without.lower(checked.begin()).compile().as_text()
-    state = checked.begin()
-    for _ in range(10):
-        state = checked.repeat(without, 3, state)
-        state = checked.repeat(checked.program(SHAPE), 1, state)
-    checked.assert_right(state)
-
-
 def layer(group, remat, step):
     """Return output and gradients of a layer on one rank, in small integers: exact in any order."""
     shape, rank = SHAPE, checked.my_rank(group)
@@ -75,15 +65,3 @@ def test_a_rematerialized_dispatch_returns_the_same_bits():
 def test_results_and_gradients_have_the_bits_of_the_portable_path():
     for kernels, portable in zip(layers(checked.GROUP, False), layers(PORTABLE, False)):
         assert kernels.tobytes() == portable.tobytes()
-
-
-def test_a_reopened_workspace_may_grow_while_calls_are_under_way():
-    """Programs that were compiled for a closed workspace ask for memory when they run."""
-    growing = [checked.program(shape) for shape in SHAPES]
-    for run in growing:
-        checked.assert_right(checked.repeat(run, 1))
-    checked.close(checked.GROUP)
-    state = checked.begin()
-    for run in growing:
-        state = checked.repeat(run, 2, state)
-    checked.assert_right(state)

@@ -66,34 +66,3 @@ def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
     differences, wrong = (np.asarray(leaf).sum(axis=0) for leaf in sums)
     assert not differences.any(), layers.Differences(*differences)
     assert not wrong.any(), dict(zip(("all_gather", "psum", "psum_scatter"), wrong))
-
-
-@pytest.mark.skipif(not checked.ON_GPU, reason="schedules of GPUs")
-def test_a_collective_is_in_flight_while_a_layer_exchanges():
-    """XLA's schedule has a call of the kernels between the start and the done of a collective."""
-    layout = layers.LAYOUTS[0]
-
-    def take_step(name_index, step):
-        return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
-
-    without_graphs = {"xla_gpu_enable_command_buffer": ""}  # calls stay next to collectives
-    options = dict(compiler_options=ASYNCHRONOUS | without_graphs)
-    run = routings.program(take_step, **options)
-    text = run.lower(*routings.begin(NAMES[0], ZEROS)).compile().as_text()
-    assert calls_in_flight(text), "no call of the kernels is next to a collective"
-
-
-def calls_in_flight(text):
-    """Return how many calls of this package a scheduled program has while a collective is in
-    flight."""
-    in_flight, found = 0, 0
-    for line in text.splitlines():
-        if any(f" {name}-start(" in line for name in ("all-gather", "all-reduce", "async")):
-            in_flight += 1
-        elif any(f" {name}-done(" in line for name in ("all-gather", "all-reduce", "async")):
-            in_flight -= 1
-        elif "moe_a2a_" in line and "custom-call" in line and in_flight > 0:
-            found += 1
-        elif line.startswith("}"):
-            in_flight = 0
-    return found

@@ -275,18 +275,6 @@ def never_calls(process):
     job.close()
 
 
-def other_order_of_compilation(process):
-    """Compile in another order: the first program that a process loads decides the initial size of
-    its workspace."""
-    job = Job()
-    programs = [job.small, job.large, job.larger]
-    order = [0, 1, 2] if process == 0 else [2, 0, 1]
-    compiled = dict(zip(order, job.ready(*(programs[i] for i in order))))
-    wrong = [job.wrong(compiled[i]) for i in (1, 0, 2, 0, 1)]
-    tell("right", wrong=sum(wrong))
-    job.close()
-
-
 def other_order_of_execution(process):
     job = Job()
     programs = job.ready(job.small, job.large)
@@ -617,13 +605,6 @@ def test_a_process_that_never_calls_is_an_error_of_the_others_in_time(folder):
     assert_never_comes(never_calls, folder)
 
 
-def test_programs_may_be_compiled_in_another_order_in_each_process(folder):
-    """Only what is executed must have the same order."""
-    with Pair(other_order_of_compilation, folder) as pair:
-        pair.hear_right()
-        pair.finish()
-
-
 def test_programs_that_run_in_another_order_in_each_process_are_told_so(folder):
     with Pair(other_order_of_execution, folder) as pair:
         pair.hear("ready")
@@ -663,17 +644,6 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
             before, after = right["contexts"]
             assert after == before, right
         pair.finish()
-
-
-def test_a_job_that_was_killed_starts_again_at_once(folder):
-    with Pair(loop_until_it_fails, folder) as pair:
-        pair.hear("ready")
-        time.sleep(0.3)
-        for worker in pair.workers:
-            worker.signal(signal.SIGKILL)
-        with Pair(exchange, folder) as again:
-            again.hear_right()
-            again.finish()
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, zero_tangent
@@ -75,7 +76,7 @@ def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
     """Return the types of values and scales of rows [..., H]. They are sharded like the rows."""
     *lead, hidden = rows.shape
 
-    def part(items: int, dtype: Any) -> Any:
+    def part(items: int, dtype: DTypeLike) -> Any:
         return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
 
     return Quantized(
@@ -151,7 +152,7 @@ def combine_call(
     call_placement: CallPlacement,
     arrays: Sequence[int],
     results: Sequence[int],
-    dtype: Any,
+    dtype: DTypeLike | None,
     wire: Any,
     counts: dict[str, int],
 ) -> KernelCall:
@@ -165,7 +166,7 @@ def combine_call(
     return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
 
 
-def _wire_name(wire: Any, dtype: Any) -> str:
+def _wire_name(wire: Any, dtype: DTypeLike) -> str:
     """Return the kernels' name of ``wire``; '' if there are no sums."""
     if dtype is None:
         return ""
@@ -226,7 +227,7 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _jvp(
-    exchange: Record, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    exchange: Record, primals: compat.Primals, tangents: compat.Tangents, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, **params)
@@ -237,7 +238,7 @@ def _jvp(
 def moved_tangents(
     exchange: Record,
     payload: Sequence[Any],
-    tangents: Sequence[Any],
+    tangents: compat.Tangents,
     out: Sequence[Any],
     routing: RoutingArrays,
     **params: Any,
@@ -264,12 +265,12 @@ def moved_tangents(
     return [moved.get(source, other) for (source, *_), other in zip(sources, others, strict=True)]
 
 
-def added_tangents(d_addends: Sequence[Any]) -> list[Any]:
+def added_tangents(d_addends: compat.Tangents) -> list[Any]:
     """Return the addends of the combine of the tangents: none if all ``d_addends`` are zero."""
     return [] if all(map(is_zero, d_addends)) else list(map(ad.instantiate_zeros, d_addends))
 
 
-def cotangents_of_addends(addends: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+def cotangents_of_addends(addends: Sequence[Any], cotangents: compat.Tangents) -> list[Any]:
     """Return the cotangents of addends, given those of the results."""
     pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
@@ -283,7 +284,7 @@ def of_transpose(exchange: Record, options: Options) -> Options:
 
 def _transpose(
     exchange: Record,
-    cotangents: Sequence[Any],
+    cotangents: compat.Tangents,
     *operands: Any,
     options: Options,
     **params: Any,

@@ -62,7 +62,7 @@ class CallPlacement(NamedTuple):
         return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
 
 
-def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
+def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
     """Return where the kernels run a call, or why it takes the portable path. Raise a ValueError if
     the group requires the kernels, and the devices of the program are not known."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
@@ -95,7 +95,7 @@ def _placement_of(ctx: Any, params: dict[str, Any]) -> CallPlacement | str:
 
 
 def register(
-    primitive: Any,
+    primitive: compat.Primitive,
     reference: Callable[..., Any],
     kernels: Callable[..., Any],
     unfused: Callable[..., Callable[..., Any] | None] = lambda **_: None,
@@ -116,7 +116,7 @@ def register(
         results = primitive.bind(*ranks, **dict(params, emulated=False))
         return [jnp.expand_dims(x, 0) for x in results]
 
-    def choose(ctx: Any, *operands: Any, **params: Any) -> Choice:
+    def choose(ctx: compat.Context, *operands: Any, **params: Any) -> Choice:
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
 
@@ -145,7 +145,7 @@ def register(
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    def on_others(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def on_others(ctx: compat.Context, *operands: Any, **params: Any) -> Any:
         check_platforms(params["group"], ctx.module_context.platforms)
         paths.logger.info("%s: portable path, because %s", primitive, paths.NOT_FOR_GPUS)
         return lower_reference(ctx, *operands, **params)
@@ -166,7 +166,7 @@ def check_platforms(group: Group, platforms: Sequence[str]) -> None:
         )
 
 
-def check_may_refuse(group: Group, primitive: Any, why: str) -> None:
+def check_may_refuse(group: Group, primitive: compat.Primitive, why: str) -> None:
     """Raise a ValueError if the group requires the kernels, which do not support a call."""
     if group.implementation == "cuda":
         raise ValueError(
@@ -198,8 +198,8 @@ def half_bytes_of(
     target: str,
     attributes: dict[str, Any],
     call_placement: CallPlacement,
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
+    avals_in: Sequence[compat.Aval],
+    avals_out: Sequence[compat.Aval],
 ) -> int:
     """Return the bytes of a ring half that a call needs. Raise ``Refused`` if the kernels do not
     support it."""
@@ -213,7 +213,7 @@ def half_bytes_of(
 
 
 def custom_call(
-    ctx: Any,
+    ctx: compat.Context,
     target: str,
     operands: Sequence[Any],
     call_placement: CallPlacement,
@@ -358,8 +358,8 @@ def done(
 def _kernel_calls(
     exchange: Record,
     call_placement: CallPlacement,
-    avals: Sequence[Any],
-    avals_out: Sequence[Any],
+    avals: Sequence[compat.Aval],
+    avals_out: Sequence[compat.Aval],
     params: dict[str, Any],
 ) -> list[tuple[KernelCall, int]]:
     """Return the calls of an exchange, each with the bytes of a ring half that it needs. Raise
@@ -381,7 +381,7 @@ def _hold(*arrays: Any) -> Any:
 _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 
 
-def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+def _held(ctx: compat.Context, arrays: Sequence[Any], avals: Sequence[compat.Aval]) -> list[Any]:
     """Return arrays after one barrier for all of them.
 
     The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
@@ -396,14 +396,14 @@ def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 def _make(
     exchange: Record,
     calls: Sequence[tuple[KernelCall, int]],
-    ctx: Any,
+    ctx: compat.Context,
     call_placement: CallPlacement,
     inputs: Sequence[Any],
-    avals: Sequence[Any],
-    avals_out: Sequence[Any],
+    avals: Sequence[compat.Aval],
+    avals_out: Sequence[compat.Aval],
     *,
     phase: str = "",
-    in_flight: Sequence[Any] = (),
+    in_flight: Sequence[jax.Array] = (),
 ) -> list[Any]:
     """Emit the calls of an exchange or of a phase, and return the results."""
     group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"

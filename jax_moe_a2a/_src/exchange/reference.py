@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import accumulation_dtype
@@ -317,7 +318,7 @@ def receive_row_choices(landed: jax.Array, routing: RoutingArrays, *, tail_value
     return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail_value))
 
 
-def _padding(dtype: Any, routing: RoutingArrays, tail_value: Any) -> jax.Array | None:
+def _padding(dtype: DTypeLike, routing: RoutingArrays, tail_value: Any) -> jax.Array | None:
     """Return the values [C] of rows without a token, or None for zeros. Rows after the last group
     have the value ``tail_value``.
     """
@@ -327,7 +328,7 @@ def _padding(dtype: Any, routing: RoutingArrays, tail_value: Any) -> jax.Array |
     return jnp.where(routing.row_slot == TAIL_ROW, of_tail, of_padding)
 
 
-def _poison(dtype: Any) -> Any:
+def _poison(dtype: DTypeLike) -> Any:
     """Return a value that a test can recognize: NaN for a float, True for a bool, an end of the
     range for an integer. If a float travels as an integer, return its bits."""
     if dtype == jnp.bool_:
@@ -426,7 +427,7 @@ def receive_sums(
     routing: RoutingArrays,
     *addends: jax.Array,
     acc_dtype: Any,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
     order, then the addends [T, ...]. Return [T, ...]."""
@@ -513,7 +514,7 @@ def _as_integers(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
 
 
-def _travels_as_integers(dtype: Any) -> bool:
+def _travels_as_integers(dtype: DTypeLike) -> bool:
     """Return True for floats of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,13 +123,13 @@ def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
 # reuse the routing of the primals.
 
 
-def _route_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+def _route_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:
     del tangents
     results = bind_route(*primals, **params).results
     return results, [zero_tangent(x) for x in results]
 
 
-def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+def _routed_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:
     ids, *payload = primals
     plan, moved = bind_routed_dispatch(ids, payload, **params)
     _, dispatch_params = _split_params(params)
@@ -151,7 +152,7 @@ def _with_known_ids(known: Sequence[bool], **_: Any) -> Callable[..., list[Any]]
 def _route_batch(
     axis_data: Any,
     args: Sequence[Any],
-    dims: Sequence[Any],
+    dims: Sequence[int | None],
     *,
     group: Group,
     emulated: bool,
@@ -171,7 +172,7 @@ def _route_batch(
 
 
 def _routed_batch(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Batch a routed dispatch.
 
@@ -204,7 +205,7 @@ def _routed_batch(
 # Dead code
 
 
-def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _routed_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Remove unused leaves. If no leaf or choice array is used, only the route is left."""
     used, kept_results = used_payload(used_results[NUM_RESULTS:], eqn.params)
     used_inputs = [True, *used]
@@ -221,7 +222,7 @@ def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
 # Rematerialization. A policy may save the routing, the rows, both or neither.
 
 
-def _route_of(eqn: Any) -> Any:
+def _route_of(eqn: compat.Equation) -> Any:
     """Return the equation of the route within the equation of a routed dispatch."""
     plan, _ = _split_plan(eqn.outvars)
     params, _ = _split_params(eqn.params)
@@ -251,7 +252,7 @@ def _routed_remat(
     plan, moved = _split_plan(eqn.outvars)
     is_routed, is_moved = not unknown[0], not any(unknown)
 
-    def saves_results(eqn: Any) -> bool:
+    def saves_results(eqn: compat.Equation) -> bool:
         return saves(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
 
     has_plan = is_routed and (
@@ -312,7 +313,7 @@ def _lower_route(
 
 
 def _lower_routed_dispatch(
-    ctx: Any, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
+    ctx: compat.Context, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
 ) -> Callable[[], list[Any]]:
     """Lower ``routed_dispatch_p`` to one launch."""
     attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
@@ -341,7 +342,9 @@ def _call(
     """Choose a call whose first operand is the ids, and whose second operand is this device's
     rank. Return the function that emits it, and drops its last results, the scratch arrays."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
-    avals_in = [ids_aval, _rank_aval(ctx, call_placement), *payload_avals]
+    ranks = (call_placement.group.size,) * call_placement.lead
+    rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))
+    avals_in = [ids_aval, rank_aval, *payload_avals]
     avals_out = [*ctx.avals_out, *scratch]
     target = f"moe_a2a_{name}"
     half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
@@ -351,7 +354,7 @@ def _call(
         results = custom_call(
             ctx.replace(avals_in=avals_in, avals_out=avals_out),
             target,
-            [ids, *_own_rank(ctx, call_placement), *payload],
+            [ids, *_own_rank(ctx, call_placement, rank_aval), *payload],
             call_placement,
             attributes,
             num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
@@ -371,27 +374,14 @@ def route_chunks(num_tokens: int) -> tuple[int, int]:
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 
-def _rank_aval(ctx: Any, call_placement: CallPlacement) -> Any:
-    """Return the type of ``_own_rank``: int32 [], or int32 [ranks] if the ranks share a GPU."""
-    shape = (call_placement.group.size,) * call_placement.lead
-    return compat.result_aval(ctx.avals_in[0], shape, jnp.dtype(jnp.int32))
-
-
-def _own_rank(ctx: Any, call_placement: CallPlacement) -> Any:
+def _own_rank(ctx: compat.Context, call_placement: CallPlacement, aval: Any) -> Any:
     """Return the rank of this device, or all ranks if they share a GPU."""
-    size = call_placement.group.size
-
-    def rank() -> Any:
-        return (
-            jnp.arange(size, dtype=jnp.int32)
-            if call_placement.lead
-            else reference.own_rank(call_placement.group)
-        )
-
-    avals_out = [_rank_aval(ctx, call_placement)]
-    return mlir.lower_fun(rank, multiple_results=False)(
-        ctx.replace(avals_in=[], avals_out=avals_out)
-    )
+    group = call_placement.group
+    rank = partial(reference.own_rank, group)
+    if call_placement.lead:
+        rank = partial(jnp.arange, group.size, dtype=jnp.int32)
+    ctx = ctx.replace(avals_in=[], avals_out=[aval])
+    return mlir.lower_fun(rank, multiple_results=False)(ctx)
 
 
 register(route_p, reference.route, _lower_route)

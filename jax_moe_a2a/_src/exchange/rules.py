@@ -106,7 +106,7 @@ def batch(
     exchange: Record,
     axis_data: Any,
     args: Sequence[Any],
-    dims: Sequence[Any],
+    dims: Sequence[int | None],
     *,
     group: Group,
     emulated: bool,

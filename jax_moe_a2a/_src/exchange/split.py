@@ -76,7 +76,7 @@ def add_halves(whole: Record) -> None:
 
 
 def _half_jvp(
-    half: Record, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    half: Record, primals: compat.Primals, tangents: compat.Tangents, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = half.bind(payload, routing, **params)
@@ -91,7 +91,7 @@ def _half_jvp(
 
 
 def _half_transpose(
-    half: Record, cotangents: Sequence[Any], *operands: Any, **params: Any
+    half: Record, cotangents: compat.Tangents, *operands: Any, **params: Any
 ) -> list[Any]:
     params["options"] = of_transpose(half, params["options"])
     payload, routing = split_routing(operands)
@@ -126,7 +126,7 @@ def _bind_kept(
 
 
 def _weighted_done_transpose(
-    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+    cotangents: compat.Tangents, *operands: Any, num_leaves: int, **params: Any
 ) -> list[Any]:
     del num_leaves
     payload, routing = split_routing(operands)
@@ -138,7 +138,7 @@ def _weighted_done_transpose(
 
 
 def _weighted_start_transpose(
-    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+    cotangents: compat.Tangents, *operands: Any, num_leaves: int, **params: Any
 ) -> list[Any]:
     payload, routing = split_routing(operands)
     arrives = not all(is_zero(ct) for ct in cotangents)
@@ -165,25 +165,17 @@ def _weighted_start_transpose(
 # tangents into zeros, which leads to a done without a start. It also removes unused arrays.
 
 
-def _tie_those_with_tangents(tangents: Sequence[Any]) -> list[Any]:
+def _tie_those_with_tangents(tangents: compat.Tangents) -> list[Any]:
     is_tied = [not is_zero(dx) and jax.typeof(dx).dtype != jax.dtypes.float0 for dx in tangents]
     return spread(is_tied, tie(*select(is_tied, tangents)), tangents)
 
 
-def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    return tie(*primals), _tie_those_with_tangents(tangents)
-
-
-def _tie_transpose(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+def _tie_transpose(cotangents: compat.Tangents, *operands: Any) -> list[Any]:
     tied = _tie_those_with_tangents(cotangents)
     return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(tied, operands, strict=True)]
 
 
-def _tie_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-    return tie(*args), dims
-
-
-def _tie_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _tie_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     return list(used_results), eqn.replace(
         invars=select(used_results, eqn.invars), outvars=select(used_results, eqn.outvars)
     )
@@ -193,9 +185,12 @@ tie_p.multiple_results = True
 tie_p.def_impl(partial(compat.apply_primitive, tie_p))
 tie_p.def_abstract_eval(lambda *avals: list(avals))
 mlir.register_lowering(tie_p, lowering.barrier)
-ad.primitive_jvps[tie_p] = _tie_jvp
+ad.primitive_jvps[tie_p] = lambda primals, tangents: (
+    tie(*primals),
+    _tie_those_with_tangents(tangents),
+)
 ad.primitive_transposes[tie_p] = _tie_transpose
-batching.primitive_batchers[tie_p] = _tie_batch
+batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
 # If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
 # tie returns arrays in flight, too.

@@ -151,7 +151,7 @@ def bind_start(
 
 
 def bind_done(
-    exchange: Record, in_flight: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    exchange: Record, in_flight: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the done of an exchange over both levels."""
     num_leaves = params.pop("num_leaves")

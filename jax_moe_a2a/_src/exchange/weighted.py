@@ -140,8 +140,8 @@ WEIGHTED_DISPATCH = Record(
 
 def combine_jvp(
     exchange: Record,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    primals: compat.Primals,
+    tangents: compat.Tangents,
     *,
     num_leaves: int,
     options: Options,
@@ -167,7 +167,7 @@ def combine_jvp(
 
 
 def _tangent_pairs(
-    payload: Sequence[Any], tangents: Sequence[Any], num_leaves: int
+    payload: Sequence[Any], tangents: compat.Tangents, num_leaves: int
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of rows and weights whose weighted combine is the tangent."""
     rows, weights = payload[:num_leaves], payload[num_leaves:]
@@ -177,7 +177,7 @@ def _tangent_pairs(
 
 
 def _combine_transpose(
-    cotangents: Sequence[Any], *operands: Any, num_leaves: int, options: Options, **params: Any
+    cotangents: compat.Tangents, *operands: Any, num_leaves: int, options: Options, **params: Any
 ) -> list[Any]:
     payload, routing = split_routing(operands)
     payload, addends = payload[: 2 * num_leaves], payload[2 * num_leaves :]
@@ -222,7 +222,7 @@ def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _dispatch_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    primals: compat.Primals, tangents: compat.Tangents, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(tangents)
     moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
@@ -239,7 +239,7 @@ def _dispatch_jvp(
 
 
 def _dispatch_transpose(
-    cotangents: Sequence[Any],
+    cotangents: compat.Tangents,
     *operands: Any,
     num_leaves: int,
     num_choice_arrays: int,
@@ -276,7 +276,7 @@ def _dispatch_transpose(
 
 
 def _dispatch_batch(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Batch a weighted dispatch.
 
@@ -299,7 +299,7 @@ def _dispatch_batch(
     return out, [0] * len(out)
 
 
-def _dispatch_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dispatch_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Remove rows and weights of unused results."""
     num_choice_arrays = eqn.params["num_choice_arrays"]
     of_choice_arrays, of_leaves = used_results[:num_choice_arrays], used_results[num_choice_arrays:]

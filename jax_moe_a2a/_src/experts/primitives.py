@@ -124,7 +124,7 @@ class Gradient(NamedTuple):
 FULL = ("rows", "weights", "d_pre", "d_weights", "ct", "pre")
 
 
-def _bind(primitive: Any, operands: Any, **params: Any) -> Any:
+def _bind(primitive: compat.Primitive, operands: Any, **params: Any) -> Any:
     leaves, tree = jax.tree.flatten(operands)
     return bind(primitive, *leaves, tree=tree, **params)
 
@@ -261,7 +261,7 @@ def _act_dot_grad(
 
 
 def _dot_act_abstract(
-    *avals: Any, tree: Any, keep: bool, activation: FusedActivation, **_: Any
+    *avals: compat.Aval, tree: Any, keep: bool, activation: FusedActivation, **_: Any
 ) -> list[Any]:
     rows, w, *_others = tree.unflatten(avals)
     width = arrays_of(w)[0].shape[-1]
@@ -269,23 +269,23 @@ def _dot_act_abstract(
     return [h, rows_like(rows, width)] if keep else [h]
 
 
-def _experts_abstract(*avals: Any, tree: Any, **_: Any) -> list[Any]:
+def _experts_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> list[Any]:
     o = tree.unflatten(avals)
     return [rows_like(o.rows, arrays_of(o.w_out)[0].shape[-1]), *o.totals]
 
 
-def _dot_bias_abstract(*avals: Any, tree: Any, **_: Any) -> Any:
+def _dot_bias_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> Any:
     o = tree.unflatten(avals)
     return rows_like(o.rows, arrays_of(o.w)[0].shape[-1])
 
 
-def _tangent_abstract(*avals: Any, tree: Any, passes: bool, **_: Any) -> list[Any]:
+def _tangent_abstract(*avals: compat.Aval, tree: Any, passes: bool, **_: Any) -> list[Any]:
     o = tree.unflatten(avals)
     y = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-1])
     return [y, *([o.d_w_out] if passes else [])]
 
 
-def _grad_abstract(*avals: Any, tree: Any, **_: Any) -> list[Any]:
+def _grad_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> list[Any]:
     _, pre, weights, w_out, _ = tree.unflatten(avals)
     return [rows_like(pre, pre.shape[-1]), rows_like(pre, arrays_of(w_out)[0].shape[-2]), weights]
 
@@ -325,7 +325,7 @@ def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> An
     return [y, *o.totals], [_sum(y, d_y), *([d_w_in, d_w_out] if passes else [])]
 
 
-def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: Any, passes: bool) -> Sequence[Any]:
+def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: int | None, passes: bool) -> Sequence[Any]:
     """Return the product of rows by a tangent of weights, and the tangent for the next product."""
     if passes:
         return bind_passing(rows, d_w, sizes, num_sms)
@@ -333,14 +333,14 @@ def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: Any, passes: bool) -> Sequ
 
 
 def _bias_terms(
-    bias: Any, d_bias: Any, scale: Any, d_scale: Any, sizes: Any, num_sms: Any
+    bias: Any, d_bias: Any, scale: Any, d_scale: Any, sizes: Any, num_sms: int | None
 ) -> list[jax.Array]:
     """Return the terms of the tangent of ``bias_of_rows``."""
     moving = [(d_bias, scale), (bias, d_scale)]
     return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
 
 
-def _tangents(tree: Any, tangents: Any) -> Any:
+def _tangents(tree: Any, tangents: compat.Tangents) -> Any:
     """Return the operands' tangents, one for each tuple of home and spare arrays."""
     d = tree.unflatten(tangents)
     return d._replace(
@@ -359,7 +359,7 @@ def _dot_bias_jvp(primals: Any, tangents: Any, *, tree: Any, num_sms: Any) -> An
 
 
 def _tangent_transpose(
-    cts: Any,
+    cts: compat.Tangents,
     *operands: Any,
     tree: Any,
     activation: FusedActivation,
@@ -419,7 +419,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **para
     return outs, [_sum(outs[0], terms), *passed]
 
 
-def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
     """Compute the jvp: ct has the same primitive, the others the composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)
@@ -435,19 +435,19 @@ def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return outs, list(map(_sum, outs, d_outs))
 
 
-def _dot_act_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _dot_act_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
     outs = bind(dot_act_p, *primals, **params)
     if all(map(is_zero, tangents)):
         return outs, [_sum(out, []) for out in outs]
     return _jvp_of(partial(_dot_act, selects=False, **params), primals, tangents)
 
 
-def _jvp_of(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Tangents) -> Any:
     """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
     return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
-def _grad_transpose(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
+def _grad_transpose(cts: compat.Tangents, *operands: Any, tree: Any, **params: Any) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, *others = tree.unflatten(operands)

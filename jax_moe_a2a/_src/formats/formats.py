@@ -25,6 +25,7 @@ from ..checks import short
 from .scale_layouts import LAYOUTS
 
 DTYPES = ("bfloat16", "float16", "float32")
+ANY_DTYPE = "bfloat16, float16 or float32"  # for messages
 
 # The bits of a float32.
 MIN_NORMAL = 1 << 23
@@ -134,7 +135,7 @@ class TokenFormat:
         """Raise the errors of ``encode`` if it does not accept ``x``. Messages call the array
         ``name``."""
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
+            raise TypeError(f"{name} must be {ANY_DTYPE} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
             raise ValueError(
                 f"{name} must have a last axis that is a multiple of {self.group_size} for "
@@ -188,7 +189,7 @@ class TokenFormat:
         """
         dtype = jnp.dtype(dtype)
         if dtype not in DTYPES:
-            raise TypeError(f"dtype must be {_either(DTYPES)}; got {dtype}")
+            raise TypeError(f"dtype must be {ANY_DTYPE}; got {dtype}")
         values, scales = self._check(quantized)
         product = values * scales
         is_finite = jnp.isfinite(values) & jnp.isfinite(scales)
@@ -567,7 +568,3 @@ def _split(x: jax.Array, size: int) -> jax.Array:
 def _merge(x: jax.Array) -> jax.Array:
     """Reshape [..., N, size] to [..., N * size]."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def _either(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

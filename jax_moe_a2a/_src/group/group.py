@@ -119,11 +119,7 @@ class Group(GroupValue):
         return runtime.topology(self)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return the group with the devices of a program that is being lowered.
-
-        It returns what ``placed_on`` returns. Afterwards ``memory``, ``check`` and ``close``
-        include these devices, and this process has announced itself.
-        """
+        """Return what ``placed_on`` returns, for a program that is being lowered."""
         return runtime.placed_by(self, program_mesh)
 
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:

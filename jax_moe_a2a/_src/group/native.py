@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from .. import compat, paths
 from ..paths import Choice
@@ -83,7 +84,7 @@ def has_grouped_gemm() -> bool:
     return has_kernels() and _native.has_grouped_gemm
 
 
-def why_not_grouped_gemm(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
+def why_not_grouped_gemm(dtype: DTypeLike, num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why the kernel of grouped products does not support such a dtype or sizes, or ''."""
     why, _ = _native.why_not_grouped_gemm(jnp.dtype(dtype).name, num_rows, num_groups, k, n)
     return why
@@ -95,12 +96,6 @@ def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
     return why
 
 
-def available() -> bool:
-    """Return True if the CUDA kernels are built in and this process has a GPU of any compute
-    capability."""
-    return has_kernels() and bool(local_gpus())
-
-
 @functools.cache
 def register_targets() -> None:
     """Register the kernels with XLA, once, at the first lowering that calls one."""
@@ -108,12 +103,12 @@ def register_targets() -> None:
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
-    if available():
+    if local_gpus():
         introduce_devices()
 
 
 def choose_kernel(
-    ctx: Any,
+    ctx: compat.Context,
     operands: Sequence[Any],
     params: dict[str, Any],
     kernel: Callable[..., Any],
@@ -157,7 +152,7 @@ def call_product(
     return [lax.optimization_barrier(x) for x in found]
 
 
-def attribute(value: Any) -> Any:
+def attribute(value: object) -> Any:
     """Return an attribute in the type that handlers read."""
     if isinstance(value, int) and not isinstance(value, bool):
         return np.int64(value)
@@ -183,7 +178,7 @@ def tuning(name: str) -> int:
 _XLA_LETTERS = dict(bfloat="BF", float="F", int="S", uint="U", complex="C", bool="PRED")
 
 
-def type_name(dtype: Any) -> str:
+def type_name(dtype: DTypeLike) -> str:
     """Return XLA's name of a dtype."""
     name = jnp.dtype(dtype).name
     rest = name.lstrip(string.ascii_lowercase)

@@ -161,14 +161,9 @@ class GroupValue:
         )
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
-        and a group of two levels without devices over this mesh.
-
-        Return None if the axis is not on several hosts.
-
-        Args:
-          mesh: a mesh with devices and the group's axis.
-        """
+        """Return a mesh of devices with the group's only axis divided into hosts and the ranks of a
+        host, and a group of two levels without devices over this mesh. Return None if the axis is
+        not on several hosts."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -201,10 +196,12 @@ _DEFAULTS = {
 def devices_of(group: GroupValue) -> list[jax.Device]:
     """Return the devices of a concrete mesh, domain after domain in the order of ranks."""
     assert isinstance(group.mesh, Mesh)
-    names = group.mesh.axis_names
-    others = [names.index(axis) for axis in names if axis not in group.axes]
-    own = [names.index(axis) for axis in group.axes]
-    return list(group.mesh.devices.transpose(others + own).flat)
+    return _in_order_of_ranks(group.mesh, group.axes)
+
+
+def _in_order_of_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
+    order = (*(axis for axis in mesh.axis_names if axis not in axes), *axes)
+    return list(mesh.devices.transpose(list(map(mesh.axis_names.index, order))).flat)
 
 
 def device_ids(group: GroupValue) -> tuple[int, ...]:
@@ -298,25 +295,18 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
     GPUs by hosts, unless the program chose the numbers in ``jax.distributed.initialize``, or NVLink
     connects several hosts.
     """
-    names = mesh.axis_names
-    order = [names.index(axis) for axis in names if axis not in axes]
-    order += [names.index(axis) for axis in axes]
     hosts = [
         getattr(device, "partition_index", getattr(device, "slice_index", None))
-        for device in mesh.devices.transpose(order).flat
+        for device in _in_order_of_ranks(mesh, axes)
     ]
     hosts = [-1 if host is None else host for host in hosts]
     return np.array(hosts).reshape(-1, *(mesh.shape[axis] for axis in axes))
 
 
 def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
-    """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host.
-
-    With one rank on each host, a second level would forward nothing.
-
-    Args:
-      hosts: the host of each rank, [domains, first axis, second axis].
-    """
+    """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host,
+    given the host of each rank [domains, first axis, second axis]. With one rank on each host, a
+    second level would forward nothing."""
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False
@@ -341,14 +331,9 @@ def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[s
 
 
 def how_to_divide(group: GroupValue, ranks_of_host: int) -> str:
-    """Return what makes a group of two levels from a group whose ranks are on several hosts.
-
-    Return '' if no such group exists, for example because each host has a single rank.
-
-    Args:
-      group: a group with devices and one level.
-      ranks_of_host: number of consecutive ranks of each host.
-    """
+    """Return what makes a group of two levels from a group with devices, of which this many
+    consecutive ranks are on each host. Return '' if no such group exists, for example because each
+    host has a single rank."""
     mesh = group.mesh
     assert isinstance(mesh, Mesh)
     hosts = group.size // ranks_of_host

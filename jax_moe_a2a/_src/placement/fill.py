@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ fill_slots_p = compat.Primitive(TARGET)
 fill_slots_p.multiple_results = True
 
 
-def fill_slots(xp: Any, experts: Any, rows: Any, **params: Any) -> Any:
+def fill_slots(xp: ModuleType, experts: Any, rows: Any, **params: Any) -> Any:
     """Call ``fill_loop`` for NumPy arrays, or bind ``fill_slots_p``."""
     if xp is np:
         return fill_loop(np, experts, rows, **params)
@@ -87,7 +88,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     return slots, rows
 
 
-def repeat(xp: Any, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
+def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
     """Call ``goes_on, state = step(index, state)`` while it goes on, up to ``most`` times. The step
     reads the array ``read``."""
     if xp is np:
@@ -131,10 +132,8 @@ def _abstract(experts: Any, rows: Any, *, spare: int, **_: Any) -> list[Any]:
 
 def _batch(args: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
-    move = lambda x, dim: (
-        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-    )
-    return fill_slots(jnp, *map(move, args, dims), **params), (0, 0)
+    arrays = [batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims)]
+    return fill_slots(jnp, *arrays, **params), (0, 0)
 
 
 def _loops(experts: jax.Array, rows: jax.Array, **params: Any) -> Any:

@@ -5,6 +5,7 @@ The code is the same for NumPy and JAX. It computes in int32, so all ranks plan 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ def plan_placement(
     return map_leading(xp, plan, array.astype(np.int32))
 
 
-def _pack(xp: Any, load: Any, experts: Any, num_packs: int) -> Any:
+def _pack(xp: ModuleType, load: Any, experts: Any, num_packs: int) -> Any:
     """Divide experts [n], with these loads [n], into packs of equal size and similar load. Return
     the experts of each pack, int32 [num_packs, n / num_packs]."""
     size = len(experts) // num_packs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -202,7 +203,7 @@ def max_replicas(num_slots: int, num_experts: int) -> int:
 
 
 def placement_of(
-    xp: Any, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
+    xp: ModuleType, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
 ) -> Placement:
     """Return the placement of a valid table.
 
@@ -235,7 +236,7 @@ def placement_of(
     )
 
 
-def _shares(xp: Any, ends: Any) -> Any:
+def _shares(xp: ModuleType, ends: Any) -> Any:
     """Return nondecreasing int32 ``ends`` as shares of the last one of each line, rounded down: a
     long division, because products would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
@@ -248,12 +249,12 @@ def _shares(xp: Any, ends: Any) -> Any:
     return xp.where(ends >= ends[:, -1:], ALL, share).astype(np.int32)
 
 
-def running_sum(xp: Any, x: Any, axis: int = 0) -> Any:
+def running_sum(xp: ModuleType, x: Any, axis: int = 0) -> Any:
     """Return the inclusive prefix sum along an axis, in int32."""
     return np.cumsum(x, axis, dtype=np.int32) if xp is np else plan.running_sum(x, axis)
 
 
-def map_leading(xp: Any, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
+def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
     """Call a function for arrays of ``ndim`` axes, for each index of the axes before them."""
     if arrays[0].ndim == ndim:
         return function(*arrays)

@@ -37,15 +37,9 @@ class Sizes(NamedTuple):
         shared = 0
         if self.shared_expert:
             shared = shared_tokens(num_tokens, group_size, self.replicated)
-        padded = _padded_rows(num_rows, num_experts // group_size, alignment)
-        return padded + -(-shared // alignment) * alignment
-
-
-def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
-    """Return the most rows, with padding, that ``num_rows`` rows of local experts can need, rounded
-    up to the alignment."""
-    num_rows += min(num_local_experts, num_rows) * (alignment - 1)
-    return -(-num_rows // alignment) * alignment
+        # The most padding, and all rows rounded up to the alignment.
+        num_rows += min(num_experts // group_size, num_rows) * (alignment - 1)
+        return (-(-num_rows // alignment) - (-shared // alignment)) * alignment
 
 
 def check_top_k(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +232,7 @@ def memory_estimate(
     )
 
 
-def _row_bytes(hidden: int, dtype: Any, fmt: TokenFormat | None) -> list[int]:
+def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[int]:
     """Return the bytes of a row's values and, if it is quantized, of its scales."""
     if fmt is None:
         return [hidden * jnp.dtype(dtype).itemsize]

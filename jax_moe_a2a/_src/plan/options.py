@@ -174,12 +174,12 @@ def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
     return exchange
 
 
-def _check_format(name: str, value: Any) -> TokenFormat:
+def _check_format(name: str, value: object) -> TokenFormat:
     if not isinstance(value, TokenFormat):
         raise TypeError(f"{name} must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {value!r}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a value as a repr shows it: a dtype by its name."""
     return repr(getattr(value, "name", value))

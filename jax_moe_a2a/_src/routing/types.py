@@ -88,13 +88,8 @@ class RoutedRows(RouteOptions):
     """[T, K]: the ids that this rank routed, without a shared expert. No exchange reads them."""
 
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
-        """Check dtype and shape of the arrays that every routing has.
-
-        Args:
-          argument: the name of the argument, for the message.
-          num_tokens: T, as the other arrays of the routing have it.
-          top_k: K, without a shared expert.
-        """
+        """Check dtype and shape of the arrays that every routing has, for T and K of its other
+        arrays, without a shared expert. Messages name the ``argument``."""
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
             row_token=(self.capacity,),

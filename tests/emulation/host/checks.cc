@@ -6,7 +6,6 @@
 //   requests     random bytes on the socket
 //   memory       a device without free memory; every call of the driver fails in turn; memory of another process
 //                with a gap
-//   descriptors  a process without free file descriptors
 //   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
 //   per_device   threads publish and find objects of devices
 //   alignment    a leaf of a token format at any address is refused with the reason
@@ -16,7 +15,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -475,50 +473,6 @@ void check_failures(int) {
   std::printf("failures: of both workspace kinds\n");
 }
 
-// ---- descriptors
-
-void check_descriptors(int) {
-  Channel channel;
-  const pid_t owner = fork();
-  channel.become(owner == 0);
-  Endpoint endpoint;
-  if (owner == 0) {
-    AddDevice(0, {0, 0});
-    AddDevice(1, {1, kElsewhere});
-    require_no(Listen(&Workspace::Serve, &endpoint));
-    channel.say(endpoint.socket);
-    channel.say(endpoint.secret);
-    channel.hear();
-    _exit(0);
-  }
-  endpoint.socket = channel.hear();
-  endpoint.secret = channel.hear();
-  rlimit limit;
-  getrlimit(RLIMIT_NOFILE, &limit);
-  const rlim_t before = limit.rlim_cur;
-  const int in_use = open_descriptors() - 1;  // without the descriptor of the folder
-  const Request request = {kProtocolVersion, 0, 2, 0, 0, 0, 1 << 20, 0, 1};
-  int answered = 0;
-  for (int room = 0; room < 6; ++room) {
-    limit.rlim_cur = static_cast<rlim_t>(in_use + room - 1);
-    setrlimit(RLIMIT_NOFILE, &limit);
-    Answer answer;
-    const Problem problem = Ask(endpoint, request, within(3), &answer);
-    limit.rlim_cur = before;
-    setrlimit(RLIMIT_NOFILE, &limit);
-    answered += problem.empty();
-    require(!problem.empty() || !answer.allocations.empty(),
-            "an answer without memory is no error");
-    answer = {};
-    require(open_descriptors() - 1 == in_use, "a descriptor has leaked");
-    std::printf("  room for %d: %s\n", room - 1, problem.empty() ? "answered" : problem.c_str());
-  }
-  require(answered > 0, "no request was answered");
-  channel.say("done");
-  waitpid(owner, nullptr, 0);
-  std::printf("descriptors: %d of 6 requests answered\n", answered);
-}
-
 // ---- per_device
 
 void check_per_device(int seconds) {
@@ -587,10 +541,10 @@ int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "";
   const int seconds = argc > 2 ? std::atoi(argv[2]) : 5;
   const std::pair<const char*, void (*)(int)> checks[] = {
-      {"threads", check_threads},       {"processes", check_processes},
-      {"requests", check_requests},     {"memory", check_memory},
-      {"failures", check_failures},     {"descriptors", check_descriptors},
-      {"per_device", check_per_device}, {"alignment", check_alignment},
+      {"threads", check_threads},     {"processes", check_processes},
+      {"requests", check_requests},   {"memory", check_memory},
+      {"failures", check_failures},   {"per_device", check_per_device},
+      {"alignment", check_alignment},
   };
   const auto check = std::find_if(std::begin(checks), std::end(checks),
                                   [&](const auto& each) { return each.first == name; });
