@@ -188,11 +188,8 @@ def check_arrays(
     these sizes.
 
     Args:
-      argument: the name of the argument, for the message.
       arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
         ``lead``.
-      num_ranks: R, the number of ranks of the exchange.
-      capacity: C, the number of rows.
       lead: axes before the axes of one rank.
       level: the prefix of the arrays' names, for the message.
     """
