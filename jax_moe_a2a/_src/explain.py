@@ -168,7 +168,9 @@ class _Walk:
 
     def add(self, eqn: compat.Equation, times: int, where: str, mesh: Any) -> None:
         avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-        devices, within = self._devices(mesh), None
+        devices, within = None, None
+        if mesh:
+            devices = mesh[0] if isinstance(mesh[0], Mesh) else compat.mesh_in_context()
         if eqn.primitive in paths.compositions:
             path, why = "", ""
             within = lambda *xs: paths.compositions[eqn.primitive](*xs, **eqn.params)
@@ -180,12 +182,6 @@ class _Walk:
         if within is not None:
             axes = mesh[0].shape if mesh else {}
             self.visit(compat.traced_in(within, avals[0], axes), times, where, mesh)
-
-    def _devices(self, mesh: Any) -> Mesh | None:
-        """Return the mesh with the devices of a call, or None."""
-        of_program = mesh[0] if mesh else None
-        found = of_program if isinstance(of_program, Mesh) else compat.mesh_in_context()
-        return found if mesh else None
 
     def _choose(self, eqn: compat.Equation, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
         """Return path, reason and what to visit of a call."""

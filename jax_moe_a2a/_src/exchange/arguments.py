@@ -213,17 +213,10 @@ def _decoded(
     options: Options,
     global_scales: jax.Array | None,
 ) -> list[jax.Array]:
-    """Return the rows of dispatched values and scales, with straight-through derivatives.
+    """Return the rows [C, ...] of each array of ``x``, with straight-through derivatives.
 
-    Args:
-      parts: values and scales of each array, alternating, after the dispatch.
-      x: the arrays that were encoded.
-      routing: the routing of the dispatch.
-      options: of the dispatch. Its wire dtype is for the gradient.
-      global_scales: the global scale of each row, [C], or None if it is the format's.
-
-    Returns:
-      An array [C, ...] for each array of ``x``, in its dtype.
+    The dispatched values and scales alternate in ``parts``. The global scale of each row is in
+    ``global_scales`` [C], or is the format's. The wire dtype of the options is for the gradient.
     """
     pairs = zip(paired(parts), x, strict=True)
     assert options.token_format is not None

@@ -38,16 +38,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids int32 [T, K] and dispatch in one primitive, over one level.
-
-    Args:
-      checked: ids, and the options of a routing with one level.
-      payload: the payload of ``DISPATCH``.
-      **params: parameters of ``DISPATCH``.
-
-    Returns:
-      The routing, and the results of ``DISPATCH``.
-    """
+    """Route ids and dispatch in one primitive, over one level. Payload and parameters are those of
+    ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
@@ -71,12 +63,8 @@ def bind(
 def bind_start(
     exchange: Record, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
-    """Bind the start of an exchange with a routing.
-
-    Returns:
-      The arrays in flight, and a function that binds the done. This function maps the arrays in
-      flight to the results of the exchange.
-    """
+    """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
+    that binds the done, and maps the arrays in flight to the results of the exchange."""
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
         done = partial(two_level.bind_done, exchange, routing=routing, **params)

@@ -166,7 +166,7 @@ def combine_call(
     return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
 
 
-def _wire_name(wire: Any, dtype: DTypeLike) -> str:
+def _wire_name(wire: Any, dtype: DTypeLike | None) -> str:
     """Return the kernels' name of ``wire``; '' if there are no sums."""
     if dtype is None:
         return ""

@@ -403,7 +403,7 @@ def _make(
     avals_out: Sequence[compat.Aval],
     *,
     phase: str = "",
-    in_flight: Sequence[jax.Array] = (),
+    in_flight: Sequence[Any] = (),
 ) -> list[Any]:
     """Emit the calls of an exchange or of a phase, and return the results."""
     group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"

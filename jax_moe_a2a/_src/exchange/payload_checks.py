@@ -26,11 +26,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and its structure.
-
-    Args:
-      remedy: what to do about another leading axis, for the message.
-    """
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The message about
+    another leading axis ends with ``remedy``."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 

@@ -25,6 +25,7 @@ class SourceInfo(NamedTuple):
     k: jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recv:
     """The result of ``dispatch`` on a rank. It is a pytree.
@@ -72,11 +73,6 @@ class Recv:
         ends = self.row_offsets[1:]
         expert = jnp.sum(rows[:, None] >= ends[None], axis=-1, dtype=jnp.int32)
         return jnp.where(self.src_info.rank < 0, jnp.int32(-1), expert)
-
-
-jax.tree_util.register_dataclass(
-    Recv, data_fields=[f.name for f in dataclasses.fields(Recv)], meta_fields=[]
-)
 
 
 def recv_of(

@@ -188,8 +188,7 @@ def _combine_transpose(
         rows, weights = payload[:num_leaves], payload[num_leaves:]
         num_axes = aval_of(weights[0]).ndim - 1 - int(params["emulated"])
         params.update(num_weight_axes=num_axes, options=options._replace(num_addends=0))
-        moved = _weigh(cotangent, rows, weights, wanted, routing, params)
-        moved = _as_operands(moved, select(wanted, payload))
+        moved = _weigh(cotangent, rows, weights, wanted, payload, routing, params)
     of_addends = cotangents_of_addends(addends, cotangents)
     return cotangents_of(payload, wanted, moved) + of_addends + [None] * len(routing)
 
@@ -199,20 +198,18 @@ def _weigh(
     rows: Sequence[Any],
     weights: Sequence[Any],
     wanted: Sequence[bool],
+    payload: Sequence[Any],
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind a weighted dispatch for the wanted cotangents: first each of the weights times G, then
-    each of the rows dot G."""
+    """Bind a weighted dispatch for the wanted cotangents, in the dtypes of the payload: first each
+    of the weights times G, then each of the rows dot G."""
     scale_by = select(wanted[: len(weights)], weights)
     dot_with = select(wanted[len(weights) :], rows)
     params = dict(params, num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
-    return WEIGHTED_DISPATCH.bind([g, *dot_with, *scale_by], routing, **params)
-
-
-def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Return cotangents in the dtypes of the operands."""
-    return [ct.astype(x.aval.dtype) for ct, x in zip(moved, operands, strict=True)]
+    found = WEIGHTED_DISPATCH.bind([g, *dot_with, *scale_by], routing, **params)
+    linear = select(wanted, payload)
+    return [ct.astype(x.aval.dtype) for ct, x in zip(found, linear, strict=True)]
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
@@ -267,8 +264,7 @@ def _dispatch_transpose(
     moved: list[Any] = []
     if any(keep):
         params.update(num_weight_axes=num_weight_axes)
-        moved = _weigh(g, ct_scaled, ct_dotted, keep, routing, params)
-        moved = _as_operands(moved, select(keep, payload))
+        moved = _weigh(g, ct_scaled, ct_dotted, keep, payload, routing, params)
     return [None, *cotangents_of(payload, keep, moved)] + [None] * len(routing)
 
 

@@ -153,12 +153,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
 
 
 def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | None:
-    """Return the listed activation that a function computes, or None.
-
-    Args:
-      activation: a function of arrays like ``rows``.
-      rows: the type of the rows, [C, I'].
-    """
+    """Return the listed activation that a function of rows [C, I'] computes, or None."""
     if isinstance(activation, FusedActivation):
         return activation
     is_gated = isinstance(activation, Gated)

@@ -65,12 +65,8 @@ def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
 def _product(
     operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel that has an activation in the epilogue of a product of rows.
-
-    Args:
-      operands: a ``Product``.
-      columns: of the result. With ``keep``, the product itself is a second result.
-    """
+    """Call the kernel that has an activation in the epilogue of a ``Product``. Return a result with
+    this number of columns and, with ``keep``, the product itself."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]

@@ -159,12 +159,8 @@ def check_placement(
     placement: Any, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
     """Return the argument ``placement`` if it is one without leading axes for these ranks and
-    experts. Its values are not checked.
-
-    Args:
-      num_experts: E, or None for any number.
-      or_none: True if the caller also accepts None, for the message.
-    """
+    experts (None: any number). Its values are not checked. Messages say whether the caller also
+    accepts None."""
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"
         raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")

@@ -132,13 +132,8 @@ class PlanOptions(NamedTuple):
 
 
 def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> RoutePlan:
-    """Compute one rank's routing from the ids of all ranks.
-
-    Args:
-      all_ids: int32 [R, T, K], global expert ids; an id outside [0, R * L) sends nothing.
-      rank: int32 [], this rank.
-      options: of the route.
-    """
+    """Compute one rank's routing from the global expert ids of all ranks, int32 [R, T, K]. An id
+    outside [0, R * L) sends nothing."""
     num_local_experts, capacity, alignment, first_choice, parts = options
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -208,13 +203,8 @@ class Slots(NamedTuple):
 
 
 def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
-    """Return the slots of tokens. A token uses one slot on each rank of its choices, in token
-    order.
-
-    Args:
-      choice_rank: int32 [R, T, K], the rank of each choice, or -1.
-      rank: int32 [], this rank.
-    """
+    """Return the slots of tokens, given the rank of each choice, int32 [R, T, K], or -1. A token
+    uses one slot on each rank of its choices, in token order."""
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
@@ -237,13 +227,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
-    """Return ``slot_rows`` from the rows of choices.
-
-    Args:
-      slots: of the tokens.
-      is_here: bool [R, T, K], True for choices of this rank.
-      row: int32 [R, T, K], the row of each choice of this rank, or a negative mark.
-    """
+    """Return ``slot_rows``, given which choices are of this rank, bool [R, T, K], and the row of
+    each choice of this rank, int32 [R, T, K], or a negative mark."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))
@@ -253,13 +238,8 @@ def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array
 
 
 def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
-    """Return the value of the choice of each row [num_rows]; -1 for other rows.
-
-    Args:
-      row: int32 [R, T, K], the row of each choice; ``num_rows`` for none.
-      num_rows: number of rows.
-      values: int32, of the choices.
-    """
+    """Return the value of the choice of each row, int32 [num_rows]; -1 for other rows. ``row``,
+    int32 [R, T, K], is the row of each choice; ``num_rows`` for none."""
     values = jnp.broadcast_to(values, row.shape).ravel()
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
@@ -273,8 +253,6 @@ def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.A
     Args:
       group: int32 [R, T, K], the group of each choice; the number of groups if it is not for this
         rank.
-      options: of the route.
-      first_choice: of the options.
 
     Returns:
       bool [R, T, K]; choices for other ranks have any value.

@@ -46,15 +46,8 @@ class CheckedIds(NamedTuple):
 def check_ids_or_routing(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments
 ) -> CheckedIds | AnyRouting:
-    """Check ids and the other arguments of ``route``, or a routing and the arguments next to it.
-
-    Args:
-      topk_ids: as in ``dispatch``.
-      given: as in ``dispatch``.
-
-    Returns:
-      The routing, or checked ids for ``route_ids``.
-    """
+    """Return checked ids for ``route_ids``, or a checked routing that replaces them. Also check the
+    other arguments of ``route``."""
     if isinstance(topk_ids, AnyRouting):
         check_scope(topk_ids.group)
         topk_ids.check("topk_ids")

@@ -8,10 +8,10 @@ import jax
 
 from ..checks import short
 from ..plan.plan import RoutingArrays
-from .types import RoutedRows, Routing, as_pytree, check_arrays
+from .types import RoutedRows, Routing, check_arrays
 
 
-@as_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
     """The routing of a group of two levels. Its rows are those of a ``Routing``, in the same

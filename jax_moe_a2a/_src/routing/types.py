@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,24 @@ not route again. Such a policy is
 """
 
 
+STATIC = dict(static=True)  # metadata of a field that is no leaf of a pytree
+
+
 @dataclasses.dataclass(frozen=True)
 class RouteOptions:
     """The static fields of a routing: everything except its arrays."""
 
-    group: Group
+    group: Group = dataclasses.field(metadata=STATIC)
     """The ranks that exchange tokens."""
-    num_experts: int
+    num_experts: int = dataclasses.field(metadata=STATIC)
     """Number of experts of all ranks together, without shared experts."""
-    capacity: int
+    capacity: int = dataclasses.field(metadata=STATIC)
     """C, the number of rows of each rank."""
-    alignment: int
+    alignment: int = dataclasses.field(metadata=STATIC)
     """The rows of each local expert start at a multiple of this number."""
-    shared_expert: bool
+    shared_expert: bool = dataclasses.field(metadata=STATIC)
     """True if each rank has one more expert for its own tokens."""
-    replicated: bool
+    replicated: bool = dataclasses.field(metadata=STATIC)
     """True if all ranks hold the same tokens."""
 
     @property
@@ -59,9 +62,6 @@ class RouteOptions:
         """Return the sizes that decide the capacity."""
         own = self.num_experts, self.alignment, self.shared_expert, self.replicated
         return Sizes(num_tokens, top_k, self.group.size, *own)
-
-
-STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +108,7 @@ class RoutedRows(RouteOptions):
         check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
 
 
-Kind = TypeVar("Kind", bound=RoutedRows)
-
-
-def as_pytree(kind: type[Kind]) -> type[Kind]:
-    """Register a routing's dataclass as a pytree of its arrays."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    arrays = [name for name in names if name not in STATIC_FIELDS]
-    return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
-
-
-@as_pytree
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing(RoutedRows):
     """The destinations of this rank's tokens and the sources of its rows, as a pytree.
@@ -188,11 +178,8 @@ def check_arrays(
     these sizes.
 
     Args:
-      argument: the name of the argument, for the message.
       arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
         ``lead``.
-      num_ranks: R, the number of ranks of the exchange.
-      capacity: C, the number of rows.
       lead: axes before the axes of one rank.
       level: the prefix of the arrays' names, for the message.
     """
