@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pickle
 import types
@@ -12,8 +13,9 @@ import cases
 import jax
 import numpy as np
 import oracle
+import pytest
 from exchanges import Count, shown_by_counters
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
@@ -82,6 +84,17 @@ def devices(count):
 def mesh_of(ranks):
     """Return a mesh of `ranks` devices with the one axis "ep"; None if they share one device."""
     return None if RANKS_ON_ONE_GPU else Mesh(np.array(devices(ranks)), (AXIS,))
+
+
+def mesh_over(axis_type=AxisType.Auto, **sizes):
+    """Return a mesh of axes by name, of one type or of one type each. A test that needs more
+    devices than there are is skipped."""
+    count = math.prod(sizes.values())
+    if count > NUM_DEVICES:
+        pytest.skip(f"needs {count} devices")
+    types = axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(sizes)
+    shape = tuple(sizes.values())
+    return Mesh(np.array(devices(count)).reshape(shape), tuple(sizes), axis_types=types)
 
 
 def group_of(ranks, **options):

@@ -5,7 +5,6 @@ A layer of our own with the names of MaxText's stands for MaxText, which is not 
 """
 
 import functools
-import math
 import sys
 import types
 
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_layer import dense
+from harness import mesh_over as mesh_of
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -121,15 +120,6 @@ def install(monkeypatch):
     maxtext.disable()
     yield install
     maxtext.disable()
-
-
-def mesh_of(**sizes):
-    count = math.prod(sizes.values())
-    if count > harness.NUM_DEVICES:
-        pytest.skip(f"needs {count} devices")
-    auto = (AxisType.Auto,) * len(sizes)
-    shape, axes, devices = tuple(sizes.values()), tuple(sizes), harness.devices(count)
-    return jax.make_mesh(shape, axes, axis_types=auto, devices=devices)
 
 
 def arguments(batch, has_biases=False):

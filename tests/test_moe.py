@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_layer import dense_experts, experts_of
-from jax.sharding import AxisType, Mesh, NamedSharding
+from harness import mesh_over as mesh_of
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -25,15 +26,6 @@ pytestmark = [
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
-
-
-def mesh_of(axis_type=Auto, **sizes):
-    count = math.prod(sizes.values())
-    if count > harness.NUM_DEVICES:
-        pytest.skip(f"needs {count} devices")
-    devices = np.array(harness.devices(count)).reshape(tuple(sizes.values()))
-    types = axis_type if isinstance(axis_type, tuple) else (axis_type,) * len(sizes)
-    return Mesh(devices, tuple(sizes), axis_types=types)
 
 
 def draw(*lead, bias=True):

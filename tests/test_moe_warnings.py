@@ -1,6 +1,5 @@
 """Calls of `moe` that repeat work or lose tokens warn once, and the statistics count them."""
 
-import math
 import re
 import warnings
 
@@ -9,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from harness import mesh_over as mesh_of
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -27,11 +27,6 @@ PARAMS = dict(
         np.ones((EXPERTS, HIDDEN, 2, 4), np.float32), np.ones((EXPERTS, 4, HIDDEN), np.float32)
     ),
 )
-
-
-def mesh_of(axis_type=AxisType.Auto, **sizes):
-    devices = np.array(harness.devices(math.prod(sizes.values()))).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 def warnings_of(mesh, x, known=False, **options):

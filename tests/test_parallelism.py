@@ -2,7 +2,6 @@
 rematerialization that models use around it. Each test compares the result and every gradient."""
 
 import functools
-import math
 
 import harness
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_layer import dense, experts_of, swiglu
+from harness import mesh_over as mesh_of
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,15 +24,6 @@ pytestmark = [
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
 POLICIES = jax.checkpoint_policies
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
-
-
-def mesh_of(axis_type=AxisType.Auto, **sizes):
-    count = math.prod(sizes.values())
-    if count > harness.NUM_DEVICES:
-        pytest.skip(f"needs {count} devices")
-    devices = harness.devices(count)
-    shape, axes = tuple(sizes.values()), tuple(sizes)
-    return Mesh(np.array(devices).reshape(shape), axes, axis_types=(axis_type,) * len(axes))
 
 
 def arguments(*lead, dtype="float32", seed=0):
