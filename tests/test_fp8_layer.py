@@ -419,7 +419,7 @@ def test_moe_over_expert_and_tensor_axes():
     pairs = list(zip(*map(jax.tree.leaves, (found, close)), strict=True))
     assert len(pairs) == 6  # the result, and the gradients of x, both of the router, and biases
     for i, (one, right) in enumerate(pairs):
-        assert relative_error(one, right) < (0.08 if i == 0 else 0.2)
+        assert relative_error(one, right) < (0.08 if i == 0 else 0.1)
     assert placed["experts"].w_out.scales.sharding.spec == P("ep", None, "tensor")
 
 
