@@ -173,7 +173,9 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
 
 
 @functools.cache
-def _programs_of_spelling(spelling: int, divides: bool, dtype: Any, around: Any) -> tuple[str, ...]:
+def _programs_of_spelling(
+    spelling: int, divides: bool, dtype: np.dtype[Any], around: Any
+) -> tuple[str, ...]:
     """Return the programs of a spelling in its own dtype, and computed in float32. If ``divides``,
     they are those of its gated form."""
     del around  # part of the key, because programs depend on it

@@ -22,11 +22,13 @@ ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
 SCALED_BIAS = len(KINDS)  # the number of no activation: the bias is multiplied by the row's weight
 
 
-def _sizes(rows: Any, w: Any, sizes: Any) -> tuple[int, int, int, int]:
+def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, int, int]:
     return sizes_of(rows, sizes, arrays_of(w)[0].shape)
 
 
-def why_no_dot_act(*avals: Any, tree: Any, activation: FusedActivation, **_: Any) -> str:
+def why_no_dot_act(
+    *avals: Any, tree: jax.tree_util.PyTreeDef, activation: FusedActivation, **_: object
+) -> str:
     """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
     o = tree.unflatten(avals)
     num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
@@ -35,27 +37,31 @@ def why_no_dot_act(*avals: Any, tree: Any, activation: FusedActivation, **_: Any
     return next(filter(None, whys), "")
 
 
-def why_no_dot_bias(*avals: Any, tree: Any, **_: Any) -> str:
+def why_no_dot_bias(*avals: Any, tree: jax.tree_util.PyTreeDef, **_: object) -> str:
     """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
     o = tree.unflatten(avals)
     return grouped.why_no_kernel(o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
-def why_no_act_dot_grad(*avals: Any, tree: Any, **_: Any) -> str:
+def why_no_act_dot_grad(*avals: Any, tree: jax.tree_util.PyTreeDef, **_: object) -> str:
     """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
     o = tree.unflatten(avals)
     return grouped.why_no_kernel(o.ct.dtype, *_sizes(o.ct, o.w_out, o.sizes))
 
 
 def dot_act(
-    *operands: jax.Array, tree: Any, activation: FusedActivation, keep: bool, num_sms: int | None
+    *operands: jax.Array,
+    tree: jax.tree_util.PyTreeDef,
+    activation: FusedActivation,
+    keep: bool,
+    num_sms: int | None,
 ) -> list[jax.Array]:
     o = tree.unflatten(operands)
     columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
     return _product(o, columns, keep, num_sms, activation.attributes)
 
 
-def dot_bias(*operands: jax.Array, tree: Any, num_sms: int | None) -> jax.Array:
+def dot_bias(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int | None) -> jax.Array:
     o = tree.unflatten(operands)
     attributes = dict(FusedActivation("silu").attributes, activation=SCALED_BIAS)
     columns = arrays_of(o.w)[0].shape[-1]
@@ -94,7 +100,10 @@ def _product(
 
 
 def act_dot_grad(
-    *operands: jax.Array, tree: Any, activation: FusedActivation, num_sms: int | None
+    *operands: jax.Array,
+    tree: jax.tree_util.PyTreeDef,
+    activation: FusedActivation,
+    num_sms: int | None,
 ) -> list[jax.Array]:
     ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     ws = arrays_of(w_out)

@@ -129,12 +129,12 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: Any) -> Any:
     return bind(primitive, *leaves, tree=tree, **params)
 
 
-def _places(tree: Any) -> Any:
+def _places(tree: jax.tree_util.PyTreeDef) -> Any:
     """Return the places of the operands in place of the operands."""
     return tree.unflatten(range(tree.num_leaves))
 
 
-def _is_full(*, tree: Any, **_: Any) -> list[bool]:
+def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
     named = _places(tree)._asdict()
     return [name in FULL for name, places in named.items() for _ in jax.tree.leaves(places)]
 
@@ -152,7 +152,7 @@ def _bind_dot_act(o: ExpertOperands, **params: Any) -> list[jax.Array]:
     return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
-def _bind_dot_bias(h: Any, o: ExpertOperands, num_sms: int | None) -> jax.Array:
+def _bind_dot_bias(h: jax.Array, o: ExpertOperands, num_sms: int | None) -> jax.Array:
     """Bind ``dot_bias_p``, or the grouped product alone without a bias."""
     if o.b_out is None:
         return _dot(h, o.w_out, o.sizes, num_sms)
@@ -181,7 +181,9 @@ def bias_of_rows(
     return _dot(padded(rows, -1), padded_bias, sizes, num_sms)
 
 
-def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+def _pre(
+    rows: jax.Array, w: jax.Array, bias: Any, sizes: jax.Array, num_sms: int | None
+) -> jax.Array:
     pre = _dot(rows, w, sizes, num_sms)
     if bias is None:
         return pre
@@ -189,8 +191,8 @@ def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.A
 
 
 def _dot_act(
-    *operands: Any,
-    tree: Any,
+    *operands: jax.Array,
+    tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     keep: bool,
     num_sms: int | None,
@@ -202,20 +204,22 @@ def _dot_act(
     return [h, pre] if keep else [h]
 
 
-def _experts(*operands: Any, tree: Any, **params: Any) -> list[jax.Array]:
+def _experts(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, **params: Any) -> list[jax.Array]:
     o = tree.unflatten(operands)
     (h,) = _bind_dot_act(o, keep=False, **params)
     return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
 
 
-def _dot_bias(*operands: Any, tree: Any, num_sms: int | None) -> jax.Array:
+def _dot_bias(
+    *operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int | None
+) -> jax.Array:
     h, w_out, b_out, weights, sizes = tree.unflatten(operands)
     return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
 
 
 def _act_dot_tangent(
-    *operands: Any,
-    tree: Any,
+    *operands: jax.Array,
+    tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     passes: bool,
     num_sms: int | None,
@@ -240,8 +244,8 @@ def _act_dot_tangent(
 
 
 def _act_dot_grad(
-    *operands: Any,
-    tree: Any,
+    *operands: jax.Array,
+    tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     num_sms: int | None,
     selects: bool = True,
@@ -261,7 +265,11 @@ def _act_dot_grad(
 
 
 def _dot_act_abstract(
-    *avals: compat.Aval, tree: Any, keep: bool, activation: FusedActivation, **_: Any
+    *avals: compat.Aval,
+    tree: jax.tree_util.PyTreeDef,
+    keep: bool,
+    activation: FusedActivation,
+    **_: object,
 ) -> list[Any]:
     rows, w, *_others = tree.unflatten(avals)
     width = arrays_of(w)[0].shape[-1]
@@ -269,23 +277,25 @@ def _dot_act_abstract(
     return [h, rows_like(rows, width)] if keep else [h]
 
 
-def _experts_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> list[Any]:
+def _experts_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> list[Any]:
     o = tree.unflatten(avals)
     return [rows_like(o.rows, arrays_of(o.w_out)[0].shape[-1]), *o.totals]
 
 
-def _dot_bias_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> Any:
+def _dot_bias_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> Any:
     o = tree.unflatten(avals)
     return rows_like(o.rows, arrays_of(o.w)[0].shape[-1])
 
 
-def _tangent_abstract(*avals: compat.Aval, tree: Any, passes: bool, **_: Any) -> list[Any]:
+def _tangent_abstract(
+    *avals: compat.Aval, tree: jax.tree_util.PyTreeDef, passes: bool, **_: object
+) -> list[Any]:
     o = tree.unflatten(avals)
     y = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-1])
     return [y, *([o.d_w_out] if passes else [])]
 
 
-def _grad_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> list[Any]:
+def _grad_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> list[Any]:
     _, pre, weights, w_out, _ = tree.unflatten(avals)
     return [rows_like(pre, pre.shape[-1]), rows_like(pre, arrays_of(w_out)[0].shape[-2]), weights]
 
@@ -293,7 +303,13 @@ def _grad_abstract(*avals: compat.Aval, tree: Any, **_: Any) -> list[Any]:
 # Derivatives
 
 
-def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> Any:
+def _experts_jvp(
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    *,
+    tree: jax.tree_util.PyTreeDef,
+    **params: Any,
+) -> Any:
     o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
     passes = bool(o.totals)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
@@ -325,7 +341,9 @@ def _experts_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> An
     return [y, *o.totals], [_sum(y, d_y), *([d_w_in, d_w_out] if passes else [])]
 
 
-def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: int | None, passes: bool) -> Sequence[Any]:
+def _dot_of(
+    rows: jax.Array, d_w: Any, sizes: jax.Array, num_sms: int | None, passes: bool
+) -> Sequence[Any]:
     """Return the product of rows by a tangent of weights, and the tangent for the next product."""
     if passes:
         return bind_passing(rows, d_w, sizes, num_sms)
@@ -333,14 +351,14 @@ def _dot_of(rows: Any, d_w: Any, sizes: Any, num_sms: int | None, passes: bool) 
 
 
 def _bias_terms(
-    bias: Any, d_bias: Any, scale: Any, d_scale: Any, sizes: Any, num_sms: int | None
+    bias: Any, d_bias: Any, scale: jax.Array, d_scale: Any, sizes: jax.Array, num_sms: int | None
 ) -> list[jax.Array]:
     """Return the terms of the tangent of ``bias_of_rows``."""
     moving = [(d_bias, scale), (bias, d_scale)]
     return [bias_of_rows(*pair, sizes, num_sms) for pair in moving if not any(map(is_zero, pair))]
 
 
-def _tangents(tree: Any, tangents: compat.Tangents) -> Any:
+def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
     """Return the operands' tangents, one for each tuple of home and spare arrays."""
     d = tree.unflatten(tangents)
     return d._replace(
@@ -348,7 +366,13 @@ def _tangents(tree: Any, tangents: compat.Tangents) -> Any:
     )
 
 
-def _dot_bias_jvp(primals: Any, tangents: Any, *, tree: Any, num_sms: Any) -> Any:
+def _dot_bias_jvp(
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    *,
+    tree: jax.tree_util.PyTreeDef,
+    num_sms: int | None,
+) -> Any:
     h, w_out, b_out, weights, sizes = tree.unflatten(primals)
     d_h, d_w_out, d_b_out, d_weights, _ = _tangents(tree, tangents)
     y = bind(dot_bias_p, *primals, tree=tree, num_sms=num_sms)
@@ -398,7 +422,14 @@ def _tangent_transpose(
     return of_linear + [None] * (len(operands) - len(of_linear))
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, passes: bool, **params: Any) -> Any:
+def _tangent_jvp(
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    *,
+    tree: jax.tree_util.PyTreeDef,
+    passes: bool,
+    **params: Any,
+) -> Any:
     """Compute the jvp: linear operands have the same primitive, the others the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
@@ -447,7 +478,9 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
     return jvp_of_moving(fn, [not is_zero(d) for d in tangents], primals, tangents)
 
 
-def _grad_transpose(cts: compat.Tangents, *operands: Any, tree: Any, **params: Any) -> list[Any]:
+def _grad_transpose(
+    cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: Any
+) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
     ct, *others = tree.unflatten(operands)

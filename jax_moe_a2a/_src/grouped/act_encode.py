@@ -64,7 +64,7 @@ def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
-def _columns(rows: Any, activation: Any) -> int:
+def _columns(rows: jax.Array, activation: Any) -> int:
     return rows.shape[-1] // (1 if activation is None else activation.width(1))
 
 
@@ -75,7 +75,7 @@ def _abstract(rows: Any, *_: Any, activation: Any, **__: Any) -> list[Any]:
 
 
 def _composition(
-    rows: jax.Array, _: jax.Array, *weights: jax.Array, activation: Any, **__: Any
+    rows: jax.Array, _: jax.Array, *weights: jax.Array, activation: Any, **__: object
 ) -> list[jax.Array]:
     if weights:
         rows = scaled(activation(rows), weights[0], selects=True).astype(rows.dtype)

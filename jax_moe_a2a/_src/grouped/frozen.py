@@ -75,10 +75,10 @@ def dot_of_frozen(
 
 
 def _dot(
-    rows: Any,
-    sizes: Any,
+    rows: jax.Array,
+    sizes: jax.Array,
     *leaves: Any,
-    tree: Any,
+    tree: jax.tree_util.PyTreeDef,
     quantizes: bool,
     transposed: bool,
     **params: Any,

@@ -40,7 +40,7 @@ MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this nu
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
 
-def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
+def why_no_kernel(dtype: np.dtype[Any], num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why the kernel does not compute products of these sizes on the GPUs of this process;
     '' if it does. Weights of a group are [k, n]."""
     # The rows after the last group of each batch element may be one more group.
@@ -80,7 +80,7 @@ def _why_other_gpu() -> str:
     )
 
 
-def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
+def _why_no_mosaic(dtype: np.dtype[Any], num_rows: int, k: int, n: int) -> str:
     """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
     if why := _why_other_gpu():
         return why
@@ -163,7 +163,7 @@ def by_kernel(
     """Return a chooser by ``native.choose_kernel``. ``why_not`` returns the reason for the types of
     the operands and the parameters."""
 
-    def choose(ctx: Any, *operands: Any, **params: Any) -> Choice:
+    def choose(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Choice:
         why = why_not(*ctx.avals_in, **params)
         return native.choose_kernel(ctx, operands, params, kernel, why, composition, what)
 
@@ -176,7 +176,7 @@ def _dot_kernel(
     sizes: jax.Array,
     *spare: jax.Array,
     transposed: bool,
-    dtype: Any,
+    dtype: np.dtype[Any],
     tail: str,
     num_sms: int | None,
 ) -> jax.Array:
@@ -197,9 +197,9 @@ def _outer_kernel(
     sizes: jax.Array,
     *,
     parts: tuple[tuple[int, ...], ...],
-    dtype: Any,
+    dtype: np.dtype[Any],
     num_sms: int | None,
-    **_: Any,
+    **_: object,
 ) -> list[jax.Array]:
     """Compute each part in a launch of its own, whose table has only the groups of the part."""
     batch, nums = lead_of(x), [num for *_, num in parts]
@@ -248,7 +248,7 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
-def aligned(w: Any, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
+def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
     """Return the leading axes and the number of matrices of weights, as ``table`` needs them, and
     the flat weights and ``other``: a group has one index for both.
 
@@ -337,7 +337,7 @@ def _mosaic_tiles(num_rows: int) -> dict[str, int]:
 
 
 def mosaic_dot(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: np.dtype[Any]
 ) -> jax.Array:
     """Return the products of rows [C, K] and their groups' weights, unspecified after the last
     group."""
@@ -346,7 +346,9 @@ def mosaic_dot(
     return out.astype(dtype)
 
 
-def mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+def mosaic_outer(
+    x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: np.dtype[Any]
+) -> jax.Array:
     """Return the products of each group's rows, ``x.T @ y``."""
     tiles = dict(_mosaic_tiles(x.shape[0]), block_m=128)
     return mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)

@@ -47,19 +47,21 @@ bind_dot: Callable[..., jax.Array] = partial(bind, grouped_dot_p)
 bind_outers: Callable[..., list[jax.Array]] = partial(bind, grouped_outer_p)
 
 
-def bind_outer(x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], **params: Any) -> jax.Array:
+def bind_outer(
+    x: jax.Array, y: jax.Array, sizes: jax.Array, *, lead: tuple[int, ...], **params: Any
+) -> jax.Array:
     """Bind ``grouped_outer_p`` for one result with these leading axes."""
     return bind_outers(x, y, sizes, parts=((*lead, sizes.shape[-1]),), **params)[0]
 
 
 def unspecified_dot(
-    rows: Any,
+    rows: jax.Array,
     w: Any,
-    sizes: Any,
+    sizes: jax.Array,
     num_sms: int | None,
     *parts: Any,
     transposed: bool = False,
-    primitive: Any = grouped_dot_p,
+    primitive: compat.Primitive = grouped_dot_p,
     **params: Any,
 ) -> jax.Array:
     """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
@@ -72,7 +74,7 @@ def unspecified_dot(
 
 
 def register(
-    primitive: Any,
+    primitive: compat.Primitive,
     *,
     abstract: Callable[..., Any],
     jvp: Callable[..., Any],
@@ -136,7 +138,13 @@ def dot_abstract(rows: Any, w: Any, *_: Any, transposed: bool, dtype: Any, **__:
 
 
 def _outer_abstract(
-    x: Any, y: Any, _: Any, *, parts: tuple[tuple[int, ...], ...], dtype: Any, **__: Any
+    x: compat.Aval,
+    y: compat.Aval,
+    _: object,
+    *,
+    parts: tuple[tuple[int, ...], ...],
+    dtype: jnp.dtype,
+    **__: object,
 ) -> list[Any]:
     columns = x.shape[-1], y.shape[-1]
     return [compat.result_aval(x, (*part, *columns), dtype) for part in parts]
@@ -148,12 +156,20 @@ def _outer_abstract(
 #   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
 
 
-def bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+def bilinear_jvp(
+    primitive: compat.Primitive, primals: compat.Primals, tangents: compat.Tangents, **params: Any
+) -> Any:
     out = primitive.bind(*primals, **params)
     return out, bilinear_tangents(primitive, out, primals, tangents, **params)
 
 
-def bilinear_tangents(primitive: Any, out: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+def bilinear_tangents(
+    primitive: compat.Primitive,
+    out: Any,
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    **params: Any,
+) -> Any:
     """Return the tangents of ``out``, which are computed by a bilinear primitive."""
     a, b, *others = primals
     a_dot, b_dot, *_ = tangents
@@ -237,7 +253,9 @@ def _outer_transpose(
 # Batching
 
 
-def _with_batch(args: Any, dims: Any, is_full: Sequence[bool]) -> tuple[list[Any], int]:
+def _with_batch(
+    args: Any, dims: Sequence[int | None], is_full: Sequence[bool]
+) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, so that it runs in one launch, and its
     size. Operands after those of ``is_full`` may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
@@ -251,7 +269,14 @@ def _with_batch(args: Any, dims: Any, is_full: Sequence[bool]) -> tuple[list[Any
     return [with_axis(*each) for each in zip(args, dims, of_all, strict=True)], size
 
 
-def _batch(primitive: Any, is_full: Any, passed: Any, args: Any, dims: Any, **params: Any) -> Any:
+def _batch(
+    primitive: compat.Primitive,
+    is_full: Any,
+    passed: Any,
+    args: Any,
+    dims: Sequence[int | None],
+    **params: Any,
+) -> Any:
     """Batch a primitive as ``register`` says."""
     moved, _ = _with_batch(args, dims, is_full(**params) if callable(is_full) else is_full)
     outs = bind(primitive, *moved, **params)
@@ -265,7 +290,9 @@ def _batch(primitive: Any, is_full: Any, passed: Any, args: Any, dims: Any, **pa
     return outs, found_dims
 
 
-def _outer_batch(args: Any, dims: Any, *, parts: Any, **params: Any) -> tuple[Any, list[int]]:
+def _outer_batch(
+    args: Any, dims: Sequence[int | None], *, parts: Any, **params: Any
+) -> tuple[Any, list[int]]:
     args, size = _with_batch(args, dims, (True, True))
     outs = bind_outers(*args, parts=tuple((size, *part) for part in parts), **params)
     return outs, [0] * len(outs)

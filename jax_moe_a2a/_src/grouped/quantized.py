@@ -177,7 +177,7 @@ def without_gradient(x: jax.Array) -> jax.Array:
 
 
 @without_gradient.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: compat.Primals, tangents: compat.Tangents) -> Any:
     del primals, tangents
     raise TypeError(NO_GRADIENT)
 
@@ -205,7 +205,9 @@ def _abstract(values: Any, _: Any, w_values: Any, *__: Any, dtype: Any, **___: A
     return rows_like(values, w_values.shape[-2], dtype)
 
 
-def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+def refusing_jvp(
+    primitive: compat.Primitive, primals: compat.Primals, tangents: compat.Tangents, **params: Any
+) -> Any:
     """Compute the jvp of a primitive without a gradient."""
     if not all(map(is_zero, tangents)):
         raise TypeError(NO_GRADIENT)
@@ -213,7 +215,7 @@ def refusing_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> 
     return out, jax.tree.map(zero_tangent, out)
 
 
-def _decoded(operands: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+def _decoded(operands: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
     """Return the operands of ``grouped_dot_p``, with rows and weights in a dtype."""
     values, scales, w_values, w_scales, sizes, *spare = operands
     rows = BlockwiseFp8().decode(Quantized(values, scales), dtype)
@@ -227,12 +229,14 @@ def _pairs(*parts: jax.Array) -> Iterable[tuple[jax.Array, jax.Array]]:
     return zip(parts[::2], parts[1::2], strict=True)
 
 
-def _reference(*operands: Any, dtype: Any, **_: Any) -> jax.Array:
+def _reference(*operands: jax.Array, dtype: jnp.dtype, **_: object) -> jax.Array:
     """Decode to float32, which is exact for scales that are powers of two, and multiply."""
     return reference.dot(*_decoded(operands, jnp.float32), transposed=False, dtype=dtype)
 
 
-def _in_bfloat16(*operands: Any, dtype: Any, tail: Tail, num_sms: int | None) -> jax.Array:
+def _in_bfloat16(
+    *operands: jax.Array, dtype: jnp.dtype, tail: Tail, num_sms: int | None
+) -> jax.Array:
     """Decode to bfloat16, which is exact for scales that are powers of two, and multiply."""
     decoded = _decoded(operands, jnp.bfloat16)
     if dtype == jnp.bfloat16:
@@ -248,7 +252,7 @@ def _kernel(
     w_scales: jax.Array,
     sizes: jax.Array,
     *spare: jax.Array,
-    dtype: Any,
+    dtype: jnp.dtype,
     tail: Tail,
     num_sms: int | None,
 ) -> jax.Array:

@@ -58,7 +58,7 @@ rows. Rows after the last group are zero."""
 
 
 def ragged_dot(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Compute a ``Dot`` with ``lax.ragged_dot``, which may multiply zeros by the weights of groups
     without rows. Zeros replace these weights, because they may hold NaN, as in an empty slot whose
@@ -69,7 +69,7 @@ def ragged_dot(
     return out.astype(dtype)
 
 
-def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     """Compute an ``Outer`` with ``lax.ragged_dot_general``."""
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -88,9 +88,9 @@ def dot(
     sizes: jax.Array,
     *spare: jax.Array,
     transposed: bool,
-    dtype: Any,
+    dtype: jnp.dtype,
     by: Dot = ragged_dot,
-    **_: Any,
+    **_: object,
 ) -> jax.Array:
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
     weights, [*B, C, K]. Rows after the last group are zero.
@@ -126,9 +126,9 @@ def outer(
     sizes: jax.Array,
     *,
     parts: tuple[tuple[int, ...], ...],
-    dtype: Any,
+    dtype: jnp.dtype,
     by: Outer = ragged_outer,
-    **_: Any,
+    **_: object,
 ) -> list[jax.Array]:
     """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
     are its leading axes and its number of groups, the result is [*part, K, N]. It is also summed

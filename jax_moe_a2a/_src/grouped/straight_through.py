@@ -63,7 +63,13 @@ def operands_of(w: QuantizedExperts) -> list[jax.Array]:
 
 
 def _dot(
-    rows: Any, w: Any, sizes: Any, *parts: Any, quantizes: bool, transposed: bool, **params: Any
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *parts: Any,
+    quantizes: bool,
+    transposed: bool,
+    **params: Any,
 ) -> jax.Array:
     if not quantizes:
         return bind_dot(rows, w, sizes, transposed=transposed, **params)
@@ -105,13 +111,13 @@ def _transpose(
     return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), *others]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
     out = bind(straight_through_dot_p, *primals, **params)
     params.update(quantizes=False)
     return out, bilinear_tangents(straight_through_dot_p, out, primals, tangents, **params)
 
 
-def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Do not read the orientation of quantized weights that only the transposed product needs, so
     that a program without gradients does not write it."""
     num = len(eqn.invars)

@@ -117,7 +117,13 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _summing_dot(
-    rows: Any, w: Any, total: Any, sizes: Any, *parts: Any, in_fp8: bool, num_sms: int | None
+    rows: jax.Array,
+    w: jax.Array,
+    total: jax.Array,
+    sizes: jax.Array,
+    *parts: Any,
+    in_fp8: bool,
+    num_sms: int | None,
 ) -> list[Any]:
     how = _how(in_fp8, quantizes=True)
     return [unspecified_dot(rows, w, sizes, num_sms, *parts, **how), total]
@@ -178,12 +184,16 @@ def _passing_dot_transpose(
 # Their transpose
 
 
-def _add_outer(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+def _add_outer(
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: Any
+) -> jax.Array:
     parts = (total.shape[:-2],)
     return total + reference.outer(x, y, sizes, parts=parts, dtype=total.dtype, **params)[0]
 
 
-def _add_outer_by_product(total: Any, x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+def _add_outer_by_product(
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: Any
+) -> jax.Array:
     lead, dtype = total.shape[:-3], x.dtype
     outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
     return total + outer.astype(total.dtype)

@@ -244,7 +244,7 @@ def _divided(x: jax.Array, axis: int) -> jax.Array:
 # Rules of the primitive
 
 
-def _abstract(w: Any, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
+def _abstract(w: compat.Aval, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
     lead, (k, *between, n) = w.shape[:k_axis], w.shape[k_axis:]
     squares = (*lead, *between, -(-n // BLOCK), k // BLOCK)
     shapes = [(*lead, *between, n, k)] * turned + [w.shape] * plain
@@ -252,7 +252,7 @@ def _abstract(w: Any, *, k_axis: int, turned: bool, plain: bool) -> list[Any]:
     return [compat.result_aval(w, squares, SCALE_DTYPE), *values]
 
 
-def _jvp(primals: Any, _: Any, **params: Any) -> Any:
+def _jvp(primals: compat.Primals, _: object, **params: Any) -> Any:
     outs = bind(encode_squares_p, *primals, **params)
     return outs, list(map(zero_tangent, outs))
 
@@ -262,7 +262,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return outs, [0] * len(outs)
 
 
-def _dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Leave out values that are not used."""
     if not any(used):
         return [False], None
@@ -285,7 +285,7 @@ def _kernel(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax
     return [x.reshape(a.shape) for x, a in zip(outs, avals)]
 
 
-def _why_no_kernel(ctx: Any, w: Any, k_axis: int) -> str:
+def _why_no_kernel(ctx: compat.Context, w: compat.Aval, k_axis: int) -> str:
     if compat.is_partitioned(ctx):
         return "XLA divides the program among devices: call it in jax.shard_map"
     if w.dtype not in KERNEL_DTYPES:

@@ -217,7 +217,7 @@ def update_select_bias(
     return bias - bias.mean(axis=-1, keepdims=True) if recenter else bias
 
 
-def _sum_dtype(dtype: Any) -> Any:
+def _sum_dtype(dtype: jnp.dtype) -> Any:
     """Return the dtype of sums of counts."""
     if jnp.issubdtype(dtype, jnp.integer):
         return dtype if dtype.itemsize == 8 else jnp.dtype(jnp.int32)

@@ -163,7 +163,7 @@ def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, t
         row_weights = jnp.where(rows.has_token, fixed(rows.weights).astype(jnp.float32), 0)
         encoded = bind_act_encode(fixed(product), row_weights, sizes, activation=fused)
 
-        def tangent_of(primals: Any, tangents: Any) -> jax.Array:
+        def tangent_of(primals: compat.Primals, tangents: compat.Tangents) -> jax.Array:
             of_floats = lambda product, weights: activate(product, weights, primals[2])
             return jax.jvp(of_floats, primals[:2], tangents[:2])[1]
 
@@ -181,7 +181,7 @@ not apply the activation."""
 register_fixed(unfused_p)
 
 
-def _choose_passes(ctx: Any, x: Any, *, why: str) -> Choice:
+def _choose_passes(ctx: compat.Context, x: jax.Array, *, why: str) -> Choice:
     return Choice("passes over the rows", why, lambda: [x])
 
 

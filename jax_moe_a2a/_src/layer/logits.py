@@ -40,7 +40,7 @@ def _sum_dtype(a: Any, b: Any) -> Any:
     return max(map(accumulation_dtype, (a.dtype, b.dtype)), key=lambda dtype: dtype.itemsize)
 
 
-def _dot(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     """Return the products of ``a`` [*B, M, K] and ``b`` [*B, K, N], [*B, M, N], summed with the
     precision of the larger dtype, and rounded to ``dtype``."""
     sum_dtype = _sum_dtype(a, b)
@@ -48,7 +48,7 @@ def _dot(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
     return jnp.matmul(*operands, precision=lax.Precision.HIGHEST).astype(dtype)
 
 
-def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
+def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     """Return what ``_dot`` returns, from products of bfloat16 if an array has this dtype."""
     if a.dtype == b.dtype and a.dtype.itemsize == 2:
         return _matmul(a, b, dtype)  # products of 16 bits are exact in float32
@@ -64,7 +64,7 @@ def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: Any) -> jax.Array:
     return _dot(a, b, dtype=dtype)
 
 
-def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+def _dot_of_pieces(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the product of ``a``, in bfloat16, and ``b``, in float32 or float16."""
     pieces = _pieces(b)[::-1]  # from small to large
     num_products, num_columns = b.shape[-2:]
@@ -93,14 +93,14 @@ def _turned(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _matmul(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Multiply arrays of 16 bits. Sums are in float32."""
     result = dtype if dtype == a.dtype else jnp.float32
     precision = lax.Precision.DEFAULT  # whatever the caller's default is
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 
-def _abstract(a: Any, b: Any, *, dtype: Any) -> Any:
+def _abstract(a: Any, b: Any, *, dtype: jnp.dtype) -> Any:
     return compat.result_aval(a, (*a.shape[:-1], b.shape[-1]), dtype)
 
 
@@ -115,7 +115,7 @@ def _transpose(ct: Any, a: Any, b: Any, *, dtype: Any) -> list[Any]:
     return [found, None] if of_a else [None, found]
 
 
-def _batch(args: Any, dims: Any, *, dtype: Any) -> tuple[jax.Array, int]:
+def _batch(args: Any, dims: Any, *, dtype: jnp.dtype) -> tuple[jax.Array, int]:
     """Batch the product. The batch becomes rows or columns if it shares an operand."""
     (a, b), (i, j) = args, dims
     dot = partial(bind, router_dot_p, dtype=dtype)

@@ -324,7 +324,7 @@ def _rows_of(recv: Recv) -> Rows:
     return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)
 
 
-def _weighted_rows(recv: Recv, dtype: Any) -> Rows:
+def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
     """Return the rows of a rank with their weights: 0 for padding, any value after the last group,
     1 for other rows without router weights."""
     has_token = recv.routing.row_rank >= 0

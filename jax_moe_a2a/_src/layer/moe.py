@@ -491,7 +491,7 @@ class _Scope:
         if self.in_context:
             return jax.shard_map(layer, axis_names=axes, **specs)
 
-        def mapped(*args: Any) -> Any:
+        def mapped(*args: jax.Array) -> Any:
             # The mesh of the caller may have other axes, over the same devices in the same order.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return jax.shard_map(layer, mesh=self.mesh, axis_names=axes, **specs)(*args)

@@ -138,7 +138,7 @@ def fetch_all(home: Any, placement: Placement, group: Group, first: int) -> Any:
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 
 
-def _keeps_all_but_fetched(primitive: Any, *_: Any, **__: Any) -> bool:
+def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object) -> bool:
     return primitive not in _OF_FETCHED and primitive.name not in ("pvary", "pcast")
 
 
