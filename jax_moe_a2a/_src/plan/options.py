@@ -53,8 +53,8 @@ class Exchange:
         of a layer's result, and those of the gradient of the tokens. None means the dtype of each
         array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
-        ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers with quantized weights or
-        ``experts_format`` then use ``BlockwiseFp8``. Each token is quantized once before it
+        ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
+        then use ``BlockwiseFp8``. Each token is quantized once before it
         travels. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H must be a multiple
         of the format's group size. A layer decodes rows when they arrive, unless its weights are
         quantized, and computes the gradient as without a format.
