@@ -82,7 +82,7 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
     ``tangent_of(operands, tangents of operands)``, and the tangent of ``x`` is ignored."""
 
     @jax.custom_jvp
-    def same(x: Any, *_: Any) -> Any:
+    def same(x: Any, *_: object) -> Any:
         return x
 
     @same.defjvp

@@ -216,7 +216,7 @@ def _name(primitive: compat.Primitive) -> str:
     return NAMES[whole] + name.removeprefix(whole).replace("_", ", ")
 
 
-def _sizes(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> str:
+def _sizes(eqn: compat.Equation, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> str:
     """Return the sizes of a call in words."""
     name, params = eqn.primitive.name, eqn.params
     sizes: list[str] = []

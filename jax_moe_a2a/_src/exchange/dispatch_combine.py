@@ -36,7 +36,7 @@ from .record import CHOICE, ROW, TOKEN, Layout, Layouts, Options, Record, split_
 
 
 def _dispatch_layouts(
-    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: Any
+    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: object
 ) -> Layouts:
     operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     operands += [TOKEN] * options.has_token_scales
@@ -48,7 +48,7 @@ def _dispatch_layouts(
 
 
 def _combine_layouts(
-    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: Any
+    *, num_leaves: int, num_choice_arrays: int, options: Options, **_: object
 ) -> Layouts:
     results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_choice_arrays
     num_moved, num_addends = len(results), options.num_addends
@@ -62,7 +62,7 @@ def _dispatch_types(
     *,
     num_leaves: int,
     options: Options,
-    **_: Any,
+    **_: object,
 ) -> list[Any]:
     """Return the result types. If rows are not decoded, each leaf has values and scales."""
     del payload
@@ -178,7 +178,7 @@ def _wire_name(wire: Any, dtype: DTypeLike | None) -> str:
 # The primitives
 
 
-def bind_dispatch(*operands: Any, **params: Any) -> list[Any]:
+def bind_dispatch(*operands: jax.Array, **params: Any) -> list[Any]:
     """Bind a dispatch, with the operands of its primitive."""
     return DISPATCH.bind(*split_routing(operands), **params)
 
@@ -352,7 +352,7 @@ def _divide_known(
     num_leaves: int,
     num_choice_arrays: int,
     options: Options,
-    **_: Any,
+    **_: object,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that binds one exchange of the known leaves and choice arrays and one of
     the unknown ones.
@@ -368,7 +368,7 @@ def _divide_known(
     if not all(routing_known) or all(is_known) or not any(is_known) or options.num_addends:
         return None
 
-    def bind_two(*operands: Any, **params: Any) -> list[Any]:
+    def bind_two(*operands: jax.Array, **params: Any) -> list[Any]:
         payload, routing = split_routing(operands)
         sources = exchange.layouts(**params).sources
         results: dict[int, Any] = {}

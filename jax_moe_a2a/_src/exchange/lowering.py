@@ -111,12 +111,12 @@ def register(
         replacement binds other exchanges, which may run the kernels.
     """
 
-    def of_only_rank(*operands: Any, **params: Any) -> list[Any]:
+    def of_only_rank(*operands: jax.Array, **params: Any) -> list[Any]:
         ranks = [jnp.squeeze(x, 0) for x in operands]
         results = primitive.bind(*ranks, **dict(params, emulated=False))
         return [jnp.expand_dims(x, 0) for x in results]
 
-    def choose(ctx: compat.Context, *operands: Any, **params: Any) -> Choice:
+    def choose(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Choice:
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
 
@@ -145,7 +145,7 @@ def register(
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    def on_others(ctx: compat.Context, *operands: Any, **params: Any) -> Any:
+    def on_others(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Any:
         check_platforms(params["group"], ctx.module_context.platforms)
         paths.logger.info("%s: portable path, because %s", primitive, paths.NOT_FOR_GPUS)
         return lower_reference(ctx, *operands, **params)
@@ -292,7 +292,11 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
 
 
 def whole(
-    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record,
+    ctx: compat.Context,
+    call_placement: CallPlacement,
+    *operands: jax.Array,
+    **params: Any,
 ) -> Callable[[], list[Any]]:
     """Choose the calls of an exchange, and return the function that emits them."""
     avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
@@ -301,7 +305,11 @@ def whole(
 
 
 def start(
-    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record,
+    ctx: compat.Context,
+    call_placement: CallPlacement,
+    *operands: jax.Array,
+    **params: Any,
 ) -> Callable[[], list[Any]]:
     """Do what ``whole`` does, for the start of an exchange."""
     avals = _inputs(ctx.avals_in)
@@ -324,7 +332,11 @@ def start(
 
 
 def done(
-    exchange: Record, ctx: Any, call_placement: CallPlacement, *operands: Any, **params: Any
+    exchange: Record,
+    ctx: compat.Context,
+    call_placement: CallPlacement,
+    *operands: jax.Array,
+    **params: Any,
 ) -> Callable[[], list[Any]]:
     """Do what ``whole`` does, for the done of an exchange.
 

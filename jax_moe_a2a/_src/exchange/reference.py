@@ -347,7 +347,7 @@ def send_sums(
     pairs: Sequence[tuple[jax.Array, jax.Array | None]],
     routing: RoutingArrays,
     *,
-    acc_dtype: Any,
+    acc_dtype: np.dtype[Any],
     wire_dtype: Any,
 ) -> jax.Array:
     """Sum the rows [C, ...] of each slot, with weights [C, *W] or None. Return partial sums [R, T,
@@ -412,7 +412,9 @@ def _sum_in_order(
     return lax.fori_loop(np.int32(0), np.int32(num_indices), add, zeros)
 
 
-def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
+def _zeros_like_rows(
+    lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: np.dtype[Any]
+) -> Any:
     """Return zeros [*lead, ...] whose other axes are those of ``rows`` after the first
     ``num_lead``. They have the same sizes and, with Explicit mesh axes, the same sharding."""
     zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
@@ -426,7 +428,7 @@ def receive_sums(
     returned: jax.Array,
     routing: RoutingArrays,
     *addends: jax.Array,
-    acc_dtype: Any,
+    acc_dtype: np.dtype[Any],
     dtype: DTypeLike,
 ) -> jax.Array:
     """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
@@ -522,7 +524,7 @@ def _travels_as_integers(dtype: DTypeLike) -> bool:
 def _exchange(
     send: Callable[..., jax.Array],
     receive: Callable[..., jax.Array],
-    x: Any,
+    x: jax.Array,
     *received_with: jax.Array,
     routing: RoutingArrays,
     group: Group,

@@ -91,7 +91,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return route, dispatch
 
 
-def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+def _route_and_dispatch(ids: jax.Array, *payload: Any, **params: Any) -> list[Any]:
     """Bind a routed dispatch as two primitives. The routing has its checkpoint name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
@@ -102,7 +102,7 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
 
 
 def _route_abstract(
-    ids: Any, *, group: Group, emulated: bool, plan_options: PlanOptions
+    ids: compat.Aval, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[Any]:
     del emulated
     rules.check_unsharded("topk_ids", ids, ids.ndim)
@@ -137,7 +137,7 @@ def _routed_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: An
     return [*plan.results, *moved], [*map(zero_tangent, plan.results), *d_moved]
 
 
-def _with_known_ids(known: Sequence[bool], **_: Any) -> Callable[..., list[Any]] | None:
+def _with_known_ids(known: Sequence[bool], **_: object) -> Callable[..., list[Any]] | None:
     """Return the function that binds a routed dispatch with known ids and unknown payload.
 
     It binds a route and a dispatch, which is linear in the payload. This dispatch and the exchanges
@@ -313,7 +313,7 @@ def _lower_route(
 
 
 def _lower_routed_dispatch(
-    ctx: compat.Context, call_placement: CallPlacement, ids: Any, *payload: Any, **params: Any
+    ctx: compat.Context, call_placement: CallPlacement, ids: jax.Array, *payload: Any, **params: Any
 ) -> Callable[[], list[Any]]:
     """Lower ``routed_dispatch_p`` to one launch."""
     attributes = dict(_attributes(params), format="") | dispatch_attributes(params)

@@ -82,7 +82,7 @@ def abstract(
 # Batching
 
 
-def move_or_broadcast(x: Any, dim: int | None, to: int, size: int) -> Any:
+def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
     """Move the batch axis of ``x`` to axis ``to``. If ``dim`` is None, add an axis there."""
     if dim is not None:
         return jnp.moveaxis(x, dim, to)
@@ -157,13 +157,13 @@ def batch(
             for layout, sources in zip(layouts.results, layouts.sources, strict=True)
         ]
 
-    def to_lead(x: Any, dim: Any) -> Any:
+    def to_lead(x: jax.Array, dim: Any) -> Any:
         return move_or_broadcast(x, dim, lead, size)
 
-    def fold(x: Any) -> Any:
+    def fold(x: jax.Array) -> Any:
         return x.reshape(*x.shape[:lead], size * x.shape[lead + 1], *x.shape[lead + 2 :])
 
-    def unfold(x: Any) -> Any:
+    def unfold(x: jax.Array) -> Any:
         return x.reshape(*x.shape[:lead], size, x.shape[lead] // size, *x.shape[lead + 1 :])
 
     payload = [fold(to_lead(x, d)) for x, d in zip(payload, payload_dims, strict=True)]

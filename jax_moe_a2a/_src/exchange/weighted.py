@@ -33,12 +33,12 @@ from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
 from .record import ROW, TOKEN, Layouts, Options, Record, split_routing
 
 
-def _combine_layouts(*, num_leaves: int, options: Options, **_: Any) -> Layouts:
+def _combine_layouts(*, num_leaves: int, options: Options, **_: object) -> Layouts:
     operands = [ROW] * (2 * num_leaves) + [TOKEN] * options.num_addends
     return Layouts(operands, [TOKEN], [tuple(range(len(operands)))])
 
 
-def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: Any) -> Layouts:
+def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: object) -> Layouts:
     num_others = num_leaves + num_choice_arrays
     return Layouts([TOKEN] + [ROW] * num_others, [ROW] * num_others, [(0,)] * num_others)
 
@@ -51,7 +51,7 @@ def _dispatch_types(
     num_leaves: int,
     num_choice_arrays: int,
     num_weight_axes: int,
-    **_: Any,
+    **_: object,
 ) -> list[Any]:
     """Return the types of the results: scaled rows, then dot products. Check the shapes of rows and
     weights."""
@@ -108,7 +108,7 @@ _dispatch_and_weigh = partial(reference.weighted_dispatch, bind_dispatch)
 _whole_reference = partial(reference.weighted_dispatch, reference.dispatch)
 
 
-def _unfused(*, group: Group, **_: Any) -> Callable[..., list[Any]]:
+def _unfused(*, group: Group, **_: object) -> Callable[..., list[Any]]:
     # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
     return _whole_reference if group.size == 1 else _dispatch_and_weigh
 

@@ -217,6 +217,6 @@ def check_int32(
             )
 
 
-def _shaped(array: Any) -> Any:
+def _shaped(array: jax.Array) -> Any:
     """Return arrays and abstract values unchanged, and other values as arrays."""
     return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
