@@ -330,7 +330,7 @@ def test_experts_that_are_wrong_are_refused():
     sizes = jnp.array([7, 0, 12, 9])
     is_row = jnp.arange(40)[:, None] < 28
     rows = jnp.where(is_row, jax.random.normal(keys[0], (40, 16)), 0)
-    w_in = jax.random.normal(keys[1], (4, 16, 16))
+    w_in = jax.random.normal(keys[1], (4, 16, 2, 8))
     w_out = jax.random.normal(keys[2], (4, 8, 16))
 
     def found(of_rank):
