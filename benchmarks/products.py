@@ -274,8 +274,8 @@ def main(argv: list[str] | None = None) -> int:
     run = runs.open_run(args, num_gpus, ["products"], "products", SAMPLES)
     settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
     if args.models:
-        each = itertools.product(args.models, args.rows, args.sizes)
-        settings = [setting for one in each for setting in of_model(*one)]
+        each = itertools.product(args.rows, args.models, args.sizes)
+        settings = [one for rows, name, sizes in each for one in of_model(name, rows, sizes)]
     settings = settings if num_gpus else [tiny(setting) for setting in settings]
     likely = settings[0]
     (product,) = ma.explain(

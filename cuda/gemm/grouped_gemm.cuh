@@ -282,14 +282,15 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       end_products();
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-      if constexpr (kStoresLate) {
-        if (step < rounded.kParts) rounded.store(p.d, writer, step);
-      }
       wait_for_products<1>();
       if (step > 0) {
         release(previous);
       } else if constexpr (F::kDerives) {
         release_held(kNone);
+      }
+      // After the release, because a store may wait until memory has taken the ones before.
+      if constexpr (kStoresLate) {
+        if (step < rounded.kParts) rounded.store(p.d, writer, step);
       }
       previous = stage.place;
       stage.advance();
