@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.experts import activations, primitives
 from jax_moe_a2a._src.grouped import lowering
 
 from .operations import squares
@@ -42,6 +43,16 @@ def by_product(product: Product) -> Experts:
         return product(swiglu(product(rows, side_by_side(w_in), sizes)), w_out, sizes)
 
     return experts
+
+
+def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Compute experts as ``ma.moe_mlp`` does between its exchanges, with router weights of 1."""
+    pre = jax.ShapeDtypeStruct((rows.shape[0], w_in.shape[-1]), rows.dtype)
+    activation = activations.recognize(ma.gated(jax.nn.silu), pre)
+    assert activation is not None
+    weights = jnp.ones(rows.shape[0], jnp.float32)
+    operands = primitives.Experts(rows, w_in, None, weights, w_out, None, sizes)
+    return primitives.bind_experts(operands, activation=activation)[0]
 
 
 # The results of ``with_gradients``, in their order; ``errors`` compares any of them.

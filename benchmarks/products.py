@@ -2,11 +2,14 @@
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --out FILE       writes the record there
+    python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
+                                                   experts of models, with so many rows for each
 
 Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
 one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
 experts; or a few rows, as in decode. Every result is compared with plain products of the first
-and the last group before it is timed.
+and the last group before it is timed. With --models, experts are the fused ones of `ma.moe_mlp`,
+all with SwiGLU and without biases, and their six products are timed alone, too.
 
 A figure is a median over samples, which all implementations of a product take in turns, because a
 GPU's clock falls while it is hot.
@@ -15,6 +18,7 @@ GPU's clock falls while it is hot.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -40,6 +44,7 @@ OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
+FUSED = "ours, fused"
 TINY = 64  # how many times fewer rows and columns, without a GPU
 
 
@@ -56,6 +61,7 @@ class Setting(NamedTuple):
     """The operations that are timed of each method."""
     rows: int = ROWS
     sizes: str = "equal"
+    groups: int = GROUPS
 
 
 SKEWED = f"sigma {SIGMA}"
@@ -72,6 +78,31 @@ SETTINGS = (
     Setting("A GEMM 2", 1536, 4096, ALL),
     *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
 )
+# Hidden and intermediate size, and experts of one of 4 ranks (8: DeepSeek-V3, Kimi-K2).
+MODELS = {
+    "Qwen3-30B-A3B": (2048, 768, 32),
+    "DeepSeek-V3": (7168, 2048, 32),
+    "GPT-OSS-120B": (2880, 2880, 32),
+    "Kimi-K2": (7168, 2048, 48),
+    "A": (4096, 1536, 16),
+    "B": (7168, 2048, 16),
+}
+ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+# More rows of each expert, which need another tile or two, nearly empty.
+MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
+SIZES = (*MORE_ROWS, "drawn", SKEWED)
+
+
+def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
+    """Make the settings of a model's experts, which have this number of rows on average."""
+    hidden, width, groups = MODELS[name]
+    rows = groups * (rows + MORE_ROWS.get(sizes, 0))
+    products = {OURS: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
+    return [
+        Setting(f"{name} experts", hidden, 2 * width, {FUSED: OF_EXPERTS}, rows, sizes, groups),
+        Setting(f"{name} GEMM 1", hidden, 2 * width, products, rows, sizes, groups),
+        Setting(f"{name} GEMM 2", width, hidden, products, rows, sizes, groups),
+    ]
 
 
 def is_of_experts(setting: Setting) -> bool:
@@ -83,10 +114,14 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the rows of each group, int32 [GROUPS]; their sum is all rows."""
-    if setting.sizes == "equal":
-        return np.full(GROUPS, setting.rows // GROUPS, np.int32)
-    popularity = np.exp(SIGMA * np.random.default_rng(1).normal(size=GROUPS))
+    """Return the rows of each group, int32 [groups]; their sum is all rows."""
+    groups, rows = setting.groups, setting.rows
+    if setting.sizes in MORE_ROWS:
+        return np.full(groups, rows // groups, np.int32)
+    if setting.sizes == "drawn":
+        draw = np.random.default_rng(rows)
+        return draw.multinomial(rows, np.full(groups, 1 / groups)).astype(np.int32)
+    popularity = np.exp(SIGMA * np.random.default_rng(1).normal(size=groups))
     ends = np.rint(np.cumsum(popularity) / popularity.sum() * setting.rows).astype(np.int32)
     return np.diff(ends, prepend=0).astype(np.int32)
 
@@ -101,6 +136,7 @@ def products() -> dict[str, Callable[..., Any]]:
 
     made: dict[str, Callable[..., Any]] = {
         OURS: ma.grouped_dot,
+        FUSED: of_rank.fused,
         CUBLAS: batched,
         RAGGED: jax.lax.ragged_dot,
     }
@@ -134,7 +170,7 @@ def one_product(setting: Setting) -> Work:
     """Make the work of a product alone: the result, or one gradient and nothing else."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
-    w = normal(2, GROUPS, setting.k, setting.n)
+    w = normal(2, setting.groups, setting.k, setting.n)
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
         def run(rows: Any, w: Any, sizes: Any, ct: Any) -> Any:
@@ -166,13 +202,13 @@ def experts(setting: Setting) -> Work:
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # A size that leaves what follows near 1, where SwiGLU is not linear.
-    w_in = normal(2, GROUPS, setting.k, 2, setting.n // 2) * setting.k**-0.5
-    w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
+    w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2) * setting.k**-0.5
+    w_out = normal(3, setting.groups, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)
     compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-        forward = of_rank.by_product(product)
+        forward = product if product is of_rank.fused else of_rank.by_product(product)
         if op == "experts":
             return lambda *args: (forward(*args),)
         return of_rank.with_gradients(forward)
@@ -216,7 +252,7 @@ def measure(run: runs.Run, setting: Setting) -> None:
                 shape=setting.name,
                 sizes=setting.sizes,
                 rows=setting.rows,
-                groups=GROUPS,
+                groups=setting.groups,
                 k=setting.k,
                 n=setting.n,
                 **times,
@@ -229,18 +265,24 @@ def measure(run: runs.Run, setting: Setting) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     parser = runs.make_parser("benchmarks.products", __doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="of the groups")
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["products"], "products", SAMPLES)
     settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
+    if args.models:
+        each = itertools.product(args.rows, args.models, args.sizes)
+        settings = [one for rows, name, sizes in each for one in of_model(name, rows, sizes)]
     settings = settings if num_gpus else [tiny(setting) for setting in settings]
     likely = settings[0]
     (product,) = ma.explain(
         ma.grouped_dot,
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
-        jax.ShapeDtypeStruct((GROUPS, likely.k, likely.n), jnp.bfloat16),
-        jax.ShapeDtypeStruct((GROUPS,), jnp.int32),
+        jax.ShapeDtypeStruct((likely.groups, likely.k, likely.n), jnp.bfloat16),
+        jax.ShapeDtypeStruct((likely.groups,), jnp.int32),
     )
     why = run.record["why_no_kernel"] = product.why
     runs.say(f"no kernel: {why}" if why else "the kernel runs")
@@ -254,9 +296,8 @@ def main(argv: list[str] | None = None) -> int:
 def tiny(setting: Setting) -> Setting:
     """Return the same products with few rows and columns, without a kernel for GPUs."""
     methods = {name: ops for name, ops in setting.methods.items() if name != MOSAIC}
-    return setting._replace(
-        k=setting.k // TINY, n=setting.n // TINY, rows=setting.rows // TINY, methods=methods
-    )
+    rows = setting.rows // TINY // setting.groups * setting.groups
+    return setting._replace(k=setting.k // TINY, n=setting.n // TINY, rows=rows, methods=methods)
 
 
 if __name__ == "__main__":

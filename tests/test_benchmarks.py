@@ -366,6 +366,18 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
     assert ours == ["experts", "experts_and_gradients", "forward", "d_rows", "d_weights"]
 
 
+@on_cpu
+def test_experts_of_a_model_are_measured_with_each_form_of_sizes(tmp_path):
+    options = "--models A --rows 512 --sizes drawn --no-plot"
+    rows = run_on_cpu(products, options, tmp_path / "products.json")["rows"]
+    assert [row["op"] for row in rows] == [*products.OF_EXPERTS, *products.OPS, *products.OPS]
+    for sizes, mean in {"equal": 64, "+ 8": 72, "+ 136": 200, "drawn": 64, "sigma 1.1": 64}.items():
+        for setting in products.of_model("Kimi-K2", 64, sizes):
+            found = products.sizes_of(setting)
+            assert found.sum() == setting.rows == 48 * mean
+            assert (np.ptp(found) == 0) == (sizes in products.MORE_ROWS)
+
+
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
     plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # whose largest takes long to draw

@@ -135,25 +135,64 @@ __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float
   }
 }
 
-// Stores 16 rows of m of all products of a warp: `step` of m lie between two products.
+// Stores 16 rows of m of all products of a warp in a tile that is turned: 64 of m lie between two
+// products.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
                                       const float (&d)[kProducts][kSize]) {
+  static_assert(F::kIsTurned);
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
     if (m + 64 * i >= tile.end_m) break;
-    if constexpr (F::kIsTurned) {
-      writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
-    } else {
-#pragma unroll
-      for (int n = 0; n < F::kTileN; n += kBoxElements) {
-        if (tile.n + n >= tile.end_n) break;
-        writer.template write<T>(p.d, plane.box(tile.n + n, m + 64 * i), d[i], n / 2);
-      }
-    }
+    writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
   }
 }
+
+// The rounded results of a warp's last tile, 16 rows of m by all n, which it stores while the
+// products of its next tile run. So only the rounding keeps the next products waiting.
+template <typename F>
+class Rounded {
+ public:
+  static constexpr int kBoxes = F::kTileN / kBoxElements;
+  static constexpr int kParts = 2;  // a part is stored with each of the first steps
+
+  template <typename T, int kSize>
+  __device__ void take(const Tile<F>& tile, const Plane& plane, int32_t m,
+                       const float (&d)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      words_[i / (kBoxElements / 4)][i % (kBoxElements / 4)] = pack<T>(d[2 * i], d[2 * i + 1]);
+    }
+    box_ = plane.box(tile.n, m);
+    columns_ = tile.end_n - tile.n;
+  }
+
+  // Stores part `part` if there is one; call it for all parts in turn before the next take().
+  __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int part) {
+    if (columns_ <= 0) return;
+    if (part == 0) {
+      store_boxes<0>(map, writer);
+    } else {
+      store_boxes<1>(map, writer);
+      columns_ = 0;
+    }
+  }
+
+ private:
+  template <int kPart>
+  __device__ void store_boxes(const CUtensorMap& map, BoxWriter<F>& writer) {
+#pragma unroll
+    for (int i = kPart * kBoxes / kParts; i < (kPart + 1) * kBoxes / kParts; ++i) {
+      if (i * kBoxElements >= columns_) break;
+      writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
+    }
+  }
+
+  uint32_t words_[kBoxes][kBoxElements / 4];
+  Box box_;
+  int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store
+};
 
 // Applies biases, activation and router weights, and stores activations; also pre-activations, if
 // they are kept.

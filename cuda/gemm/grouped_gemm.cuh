@@ -9,9 +9,10 @@
 // memory.
 //
 // Roles: the last warp group of a block loads tiles of a and b through kStages stages. The two
-// other warp groups multiply, each for half of the tile's rows, and store. The first block of a
-// cluster takes the next tile from a counter and tells the other block. So a block that starts late
-// only takes fewer tiles, and any number of blocks completes the work.
+// other warp groups multiply, each for half of the tile's rows, and store. Without an activation,
+// they store while the products of the next tile run. The first block of a cluster takes the next
+// tile from a counter and tells the other block. So a block that starts late only takes fewer
+// tiles, and any number of blocks completes the work.
 //
 // An epilogue with a derivative also reads pre-activations: after a tile's operands, they come
 // through kPreStages more stages, in both blocks of a cluster, whether or not the tile has all
@@ -205,6 +206,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const int warp = threadIdx.x / kWarpThreads;
   const int first_m = warp / 4 * kWarpGroupM;
   BoxWriter<F> writer(shared.results[warp]);
+  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
+  std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
@@ -255,7 +258,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       }
     }
     int previous = 0;
-    for (int step = 0; step < steps; ++step) {
+    // If rows lie along k, a group's last rows may fill a part of a step. They are multiplied 16 by
+    // 16, each after the wait for the ones before, because the compiler would otherwise let no
+    // products of any step overlap.
+    const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
+    for (int step = 0; step < whole; ++step) {
       wait_for(&shared.loaded[stage.place], stage.parity);
       const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
       const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
@@ -280,13 +287,37 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       } else if constexpr (F::kDerives) {
         release_held(kNone);
       }
+      // After the release, because a store may wait until memory has taken the ones before.
+      if constexpr (kStoresLate) {
+        if (step < rounded.kParts) rounded.store(p.d, writer, step);
+      }
       previous = stage.place;
       stage.advance();
     }
     wait_for_products<0>();
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-    if (steps > 0) release(previous);
+    if (whole > 0) release(previous);
+    if constexpr (F::kRows == Axis::kK) {
+      static_assert(F::kProducts == 1);
+      if (whole < steps) {
+        wait_for(&shared.loaded[stage.place], stage.parity);
+        const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
+        const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+#pragma unroll 1
+        for (int k = 0; whole * F::kStepK + 16 * k < tile.end_k; ++k) {
+          begin_products();
+          multiply<T, F::kMajorA, F::kMajorB>(d[0], a + k * kDescriptorStep<F::kMajorA>,
+                                              b + k * kDescriptorStep<F::kMajorB>,
+                                              whole > 0 || k > 0);
+          end_products();
+          wait_for_products<0>();
+          fence_registers(d[0]);
+        }
+        release(stage.place);
+        stage.advance();
+      }
+    }
 
     const Plane plane(F::kHasRaggedD, work);
     if constexpr (F::kDerives) {
@@ -302,11 +333,17 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       before.store(plane, d[0], take, give);
     } else if (warp_m >= tile.end_m) {
       continue;
+    } else if constexpr (kStoresLate) {
+      for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
+      rounded.template take<T>(tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {
       store_activations<T, F>(p, writer, work, tile, plane, warp_m, before, d);
     }
+  }
+  if constexpr (kStoresLate) {
+    for (int part = 0; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
   }
   if (lane_index() == 0) wait_until_stored();
 }

@@ -41,6 +41,9 @@ struct Tile {
   }
 
   __device__ int steps() const { return (end_k + F::kStepK - 1) / F::kStepK; }
+  // Steps whose every product of 16 of k has elements. If rows lie along k, another step may
+  // follow.
+  __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
 // Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase.
