@@ -296,10 +296,11 @@ def errors(**options):
 
 
 @pytest.mark.exchanges(0)
-def test_training_needs_multiples_of_128():
+@pytest.mark.parametrize("columns", (100, 2))
+def test_training_needs_multiples_of_128(columns):
     x, weights, experts, ids = arguments()
     run = functools.partial(layer, in_fp8=True, group=harness.emulated_group(RANKS))
-    cut = ma.Experts(experts.w_in[..., :100], experts.w_out[..., :100, :])
+    cut = ma.Experts(experts.w_in[..., :columns], experts.w_out[..., :columns, :])
     with pytest.raises(ValueError, match=r"experts.w_in must have .* multiples? of 128"):
         jax.eval_shape(jax.vmap(run, axis_name=harness.AXIS), x, weights, cut, ids)
 

@@ -313,9 +313,9 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
             "Quantize both in one call: ma.quantize_experts(experts)"
         )
     for field in WEIGHTS:
-        shape = found[field].shape
-        sizes = shape[-1:] * (len(shape) == 4) + shape[1:] * any(are_trained)
-        if any(size % BLOCK for size in sizes if size != 2):
+        _, k, *gate, n = found[field].shape
+        sizes = (n,) * bool(gate) + (k, n) * any(are_trained)
+        if any(size % BLOCK for size in sizes):
             raise ValueError(
                 f"{name}.{field} must have rows and columns in multiples of {BLOCK} with a gate or "
                 f"with gradients of weights in FP8; got {_short(found[field])}"
