@@ -71,7 +71,6 @@ class GroupValue:
         axis_name = axes[0] if len(axes) == 1 else axes
         check_seconds("timeout", timeout)
         check_seconds("first_timeout", first_timeout)
-        timeout, first_timeout = float(timeout), float(first_timeout)
         if on_failure not in ON_FAILURE:
             raise ValueError(f"on_failure must be 'raise' or 'nan'; got {on_failure!r}")
         if implementation not in IMPLEMENTATIONS:
@@ -81,11 +80,18 @@ class GroupValue:
         if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
 
-        size = _check_size(mesh, axes, size)
-        num_sms = _check_num_sms(num_sms)
-        two_level = _check_two_level(mesh, axes, two_level)
-        given = locals()
-        self._set(**{field.name: given[field.name] for field in dataclasses.fields(self)})
+        self._set(
+            mesh=mesh,
+            axis_name=axis_name,
+            size=_check_size(mesh, axes, size),
+            num_sms=_check_num_sms(num_sms),
+            timeout=float(timeout),
+            first_timeout=float(first_timeout),
+            on_failure=on_failure,
+            implementation=implementation,
+            cuda_graphs=cuda_graphs,
+            two_level=_check_two_level(mesh, axes, two_level),
+        )
 
     def __repr__(self) -> str:
         """Return the arguments that make this group, except those that equal their defaults."""
