@@ -246,7 +246,7 @@ def measure(run: runs.Run, setting: Setting) -> None:
         for method, us in timing.take_turns(samplers, run.samples).items():
             times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
             row = dict(
-                sweep="products",
+                sweep=run.record["sweeps"][0],
                 method=method,
                 op=op,
                 shape=setting.name,
@@ -271,7 +271,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
     num_gpus = runs.set_platform(args.ranks)
-    run = runs.open_run(args, num_gpus, ["products"], "products", SAMPLES)
+    sweep = "models" if args.models else "products"
+    run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
     settings = FIRST_OF_EACH if args.quick or not num_gpus else SETTINGS
     if args.models:
         each = itertools.product(args.rows, args.models, args.sizes)

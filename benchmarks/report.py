@@ -58,7 +58,7 @@ DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP``
     *("routing", "micro_batches"),
     *("op", "method"),
 )
-OF_SWEEP = dict(sms="num_sms", products="rows", model="rows")
+OF_SWEEP = dict(sms="num_sms", products="rows", models="rows", model="rows")
 MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
