@@ -73,7 +73,7 @@ def operands(
 
 def fused(*args, activation=SWIGLU, sizes=SIZES):
     """Return the experts' results in use."""
-    all_args = experts.Experts(*args, jnp.array(sizes, jnp.int32))
+    all_args = experts.ExpertOperands(*args, jnp.array(sizes, jnp.int32))
     y, _ = experts.bind_experts(all_args, activation=activation)
     return y[: sum(sizes)]
 
@@ -249,7 +249,7 @@ def of_one_element(*args):
     in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
 
     def value(*floats):
-        y, _ = experts.bind_experts(experts.Experts(*floats, sizes), activation=SWIGLU)
+        y, _ = experts.bind_experts(experts.ExpertOperands(*floats, sizes), activation=SWIGLU)
         return jnp.sum(jnp.where(in_use, jnp.sin(y), 0))
 
     value, (d_rows, *others) = jax.value_and_grad(value, OF_ALL)(*floats)
@@ -355,7 +355,7 @@ def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lea
 
 
 def forward(*args, activation=SWIGLU):
-    return experts.bind_experts(experts.Experts(*args), activation=activation)[0]
+    return experts.bind_experts(experts.ExpertOperands(*args), activation=activation)[0]
 
 
 def backward(*args, activation=SWIGLU):
