@@ -48,7 +48,7 @@ class Router:
           return ma.RouterChoices(ids, jax.nn.sigmoid(jnp.take_along_axis(logits, ids, axis=1)))
 
       with jax.set_mesh(jax.make_mesh((4,), ("ep",))):
-          params = ma.init_moe(jax.random.key(0), 16, 32, 8, choose=hashed, axes="ep")
+          params = ma.init_moe(jax.random.key(0), ma.MoEConfig(16, 32, 8, hashed), "ep")
           token_ids, table = jnp.array([[7, 3, 7, 1]]), jnp.arange(10) % 8
           params["router"] = params["router"].replace(per_token=token_ids, whole=table)
           x = jax.random.normal(jax.random.key(1), (1, 4, 16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -101,7 +102,7 @@ def quantize_experts(
     *,
     transposed: bool = False,
     trainable: bool = False,
-) -> Any:
+) -> Experts | QuantizedExperts:
     """Quantize the weights of experts to ``BlockwiseFp8``, for products in FP8.
 
     The scale of a square of 128 x 128 numbers is the smallest power of two, at least 2**-117, with
@@ -133,10 +134,8 @@ def quantize_experts(
       ValueError: if an array has the wrong shape, or holds an infinity or a NaN. Infinities and NaN
         are found only outside ``jax.jit``; otherwise products with their squares are NaN.
     """
-    options = dict(transposed=transposed, trainable=trainable)
-    if isinstance(w, Experts):
-        return w.map_weights(lambda w: quantize_weights(w, **options))
-    return quantize_weights(w, **options)
+    quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
+    return w.map_weights(quantize) if isinstance(w, Experts) else quantize(w)
 
 
 def flat(experts: Experts) -> Experts:
