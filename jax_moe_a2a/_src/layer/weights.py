@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ..checks import as_array, check_static, short
 from ..experts.gated import gated
 from ..formats.formats import Quantized
-from ..grouped.quantized import RESULT_DTYPES, check_experts
+from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
 from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -293,10 +293,12 @@ def check_type(experts: Any, name: str) -> None:
 
 def _check_quantized(name: str, w: Any, *, may_be_pairs: bool) -> QuantizedExperts:
     """Return weights in FP8, or raise an error. Weights to train may have no values yet."""
-    is_source = isinstance(w, QuantizedExperts) and w.values is None and w.source is not None
-    if not is_source:
-        return check_experts(name, w, may_be_pairs=may_be_pairs)
-    return QuantizedExperts(source=as_array(w.source))
+    if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
+        return QuantizedExperts(source=as_array(w.source))
+    found = check_experts(name, w, may_be_pairs=may_be_pairs)
+    # Only the source has a gradient: an optimizer that updates it would leave its numbers in FP8.
+    numbers = jax.tree.map(without_gradient, dataclasses.replace(found, source=None))
+    return dataclasses.replace(numbers, source=found.source)
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
