@@ -58,7 +58,10 @@ def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> 
 
 
 def jvp_of_moving(
-    fn: Callable[..., Any], moves: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+    fn: Callable[..., Any],
+    moves: Sequence[bool],
+    primals: compat.Primals,
+    tangents: compat.Tangents,
 ) -> Any:
     """Return the results and tangents of ``fn``, of which only some operands move."""
 
@@ -69,7 +72,7 @@ def jvp_of_moving(
 
 
 def cotangents_of(
-    payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
+    payload: Sequence[jax.Array], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
     """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
     linear operands, and None for known operands."""

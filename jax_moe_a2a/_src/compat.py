@@ -14,6 +14,7 @@ from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
+from jax._src.lib.mlir import ir
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope, current_name_stack
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
@@ -27,6 +28,7 @@ from jax.typing import DTypeLike
 T = TypeVar("T")
 Aval: TypeAlias = core.ShapedArray
 Context: TypeAlias = mlir.LoweringRuleContext
+Value: TypeAlias = ir.Value  # an array of a program that is lowered
 Equation: TypeAlias = core.JaxprEqn
 Primals: TypeAlias = Sequence[jax.Array]
 Tangents: TypeAlias = Sequence[jax.Array | ad.Zero]  # or cotangents
@@ -60,7 +62,7 @@ def varying_unchecked() -> AbstractContextManager[None]:
     return config._check_vma(False)
 
 
-def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def lower_fun(ctx: Any, fn: Any, operands: Sequence[Value], params: dict[str, Any]) -> Any:
     """Lower a function of the operands, in which types do not vary over mesh axes."""
     # The types were checked before. The calls do not handle types that vary over mesh axes.
     avals = [core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
@@ -161,7 +163,7 @@ def register_lowering_per_call(
     are not cached, because they depend on the scopes around a call.
     """
 
-    def rule(ctx: Context, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: Context, *operands: Any, **params: object) -> Any:
         # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
         # it adds the results' types, a tuple, to a list.
         ctx = ctx.replace(avals_out=list(ctx.avals_out))

@@ -59,7 +59,7 @@ def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Call
     """Keep the chooser of a primitive on NVIDIA GPUs, and return its lowering rule."""
     choosers[primitive] = choose
 
-    def lower(ctx: compat.Context, *operands: Any, **params: Any) -> Any:
+    def lower(ctx: compat.Context, *operands: Any, **params: object) -> Any:
         choice = choose(ctx, *operands, **params)
         if choice.why:
             logger.info("%s: %s, because %s", primitive, choice.path, choice.why)

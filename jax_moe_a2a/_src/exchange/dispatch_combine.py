@@ -58,7 +58,7 @@ def _combine_layouts(
 
 def _dispatch_types(
     results: list[Any],
-    payload: Sequence[Any],
+    payload: Sequence[jax.Array],
     *,
     num_leaves: int,
     options: Options,
@@ -113,7 +113,7 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def dispatch_calls(
-    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+    call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
     quantizes the leaves if there is a format."""
@@ -127,7 +127,7 @@ def dispatch_calls(
 
 
 def combine_calls(
-    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+    call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
     the first call also moves the choice arrays. The payload may end with addends of the leaves."""
@@ -237,7 +237,7 @@ def _jvp(
 
 def moved_tangents(
     exchange: Record,
-    payload: Sequence[Any],
+    payload: Sequence[jax.Array],
     tangents: compat.Tangents,
     out: Sequence[Any],
     routing: RoutingArrays,
@@ -368,7 +368,7 @@ def _divide_known(
     if not all(routing_known) or all(is_known) or not any(is_known) or options.num_addends:
         return None
 
-    def bind_two(*operands: jax.Array, **params: Any) -> list[Any]:
+    def bind_two(*operands: jax.Array, **params: object) -> list[Any]:
         payload, routing = split_routing(operands)
         sources = exchange.layouts(**params).sources
         results: dict[int, Any] = {}

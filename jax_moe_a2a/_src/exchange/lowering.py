@@ -111,12 +111,12 @@ def register(
         replacement binds other exchanges, which may run the kernels.
     """
 
-    def of_only_rank(*operands: jax.Array, **params: Any) -> list[Any]:
+    def of_only_rank(*operands: jax.Array, **params: object) -> list[Any]:
         ranks = [jnp.squeeze(x, 0) for x in operands]
         results = primitive.bind(*ranks, **dict(params, emulated=False))
         return [jnp.expand_dims(x, 0) for x in results]
 
-    def choose(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Choice:
+    def choose(ctx: compat.Context, *operands: compat.Value, **params: Any) -> Choice:
         if not native.has_kernels() and params["group"].implementation is None:
             extension.warn_of_missing_kernels()
 
@@ -145,7 +145,7 @@ def register(
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    def on_others(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Any:
+    def on_others(ctx: compat.Context, *operands: compat.Value, **params: Any) -> Any:
         check_platforms(params["group"], ctx.module_context.platforms)
         paths.logger.info("%s: portable path, because %s", primitive, paths.NOT_FOR_GPUS)
         return lower_reference(ctx, *operands, **params)
@@ -215,7 +215,7 @@ def half_bytes_of(
 def custom_call(
     ctx: compat.Context,
     target: str,
-    operands: Sequence[Any],
+    operands: Sequence[compat.Value],
     call_placement: CallPlacement,
     attributes: dict[str, Any],
     *,
@@ -295,7 +295,7 @@ def whole(
     exchange: Record,
     ctx: compat.Context,
     call_placement: CallPlacement,
-    *operands: jax.Array,
+    *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
     """Choose the calls of an exchange, and return the function that emits them."""
@@ -308,7 +308,7 @@ def start(
     exchange: Record,
     ctx: compat.Context,
     call_placement: CallPlacement,
-    *operands: jax.Array,
+    *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
     """Do what ``whole`` does, for the start of an exchange."""
@@ -335,7 +335,7 @@ def done(
     exchange: Record,
     ctx: compat.Context,
     call_placement: CallPlacement,
-    *operands: jax.Array,
+    *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
     """Do what ``whole`` does, for the done of an exchange.
@@ -385,7 +385,7 @@ def _kernel_calls(
     return found
 
 
-def _hold(*arrays: Any) -> Any:
+def _hold(*arrays: jax.Array) -> Any:
     in_order = [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays]
     return lax.optimization_barrier(in_order)
 
@@ -393,7 +393,9 @@ def _hold(*arrays: Any) -> Any:
 _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 
 
-def _held(ctx: compat.Context, arrays: Sequence[Any], avals: Sequence[compat.Aval]) -> list[Any]:
+def _held(
+    ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
+) -> list[Any]:
     """Return arrays after one barrier for all of them.
 
     The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a

@@ -91,7 +91,7 @@ def encode_and_decode(
     num_leaves: int,
     num_choice_arrays: int,
     options: Options,
-    **params: Any,
+    **params: object,
 ) -> list[jax.Array]:
     """Encode leaves, move values and scales as leaves by ``dispatch``, and decode rows."""
     payload, routing = split_routing(operands)
@@ -118,7 +118,11 @@ def encode_and_decode(
 
 
 def combine(
-    *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
+    *operands: jax.Array,
+    num_leaves: int,
+    num_choice_arrays: int,
+    options: Options,
+    **params: object,
 ) -> list[jax.Array]:
     """Combine leaves [C, ...] and choice arrays [C, ...] by a routing. Return sums [T, ...] and
     choice arrays [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays. The
@@ -135,7 +139,11 @@ def combine(
 
 
 def weighted_combine(
-    *operands: jax.Array, num_leaves: int, num_choice_arrays: int, options: Options, **params: Any
+    *operands: jax.Array,
+    num_leaves: int,
+    num_choice_arrays: int,
+    options: Options,
+    **params: object,
 ) -> list[jax.Array]:
     """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
     Return [T, *W, ...]. An addend [T, *W, ...] may follow."""
@@ -154,7 +162,7 @@ def weighted_dispatch(
     num_choice_arrays: int,
     num_weight_axes: int,
     emulated: bool,
-    **params: Any,
+    **params: object,
 ) -> list[jax.Array]:
     """Dispatch g [T, *W, ...] to G by ``dispatch``, and weigh rows_1..m [C, *W, ...] and
     weights_1..n [C, *W] with it.
@@ -210,7 +218,7 @@ def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Arr
     return [*zeros, *rows]
 
 
-def done(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.Array]:
     """Compute the done of an exchange: arrays in flight, payload if it is kept, routing ->
     results."""
     payload, routing = split_routing(operands)
@@ -347,8 +355,8 @@ def send_sums(
     pairs: Sequence[tuple[jax.Array, jax.Array | None]],
     routing: RoutingArrays,
     *,
-    acc_dtype: np.dtype[Any],
-    wire_dtype: Any,
+    acc_dtype: jnp.dtype,
+    wire_dtype: jnp.dtype | None,
 ) -> jax.Array:
     """Sum the rows [C, ...] of each slot, with weights [C, *W] or None. Return partial sums [R, T,
     ...].
@@ -413,7 +421,7 @@ def _sum_in_order(
 
 
 def _zeros_like_rows(
-    lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: np.dtype[Any]
+    lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: jnp.dtype
 ) -> Any:
     """Return zeros [*lead, ...] whose other axes are those of ``rows`` after the first
     ``num_lead``. They have the same sizes and, with Explicit mesh axes, the same sharding."""
@@ -428,7 +436,7 @@ def receive_sums(
     returned: jax.Array,
     routing: RoutingArrays,
     *addends: jax.Array,
-    acc_dtype: np.dtype[Any],
+    acc_dtype: jnp.dtype,
     dtype: DTypeLike,
 ) -> jax.Array:
     """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
@@ -480,7 +488,7 @@ def _move(
 
 
 def _partial_and_total_sums(
-    pairs: Any, addends: Sequence[jax.Array], wire_dtype: Any, **params: Any
+    pairs: Any, addends: Sequence[jax.Array], wire_dtype: jnp.dtype | None, **params: Any
 ) -> jax.Array:
     """Compute partial sums and total sums in the accumulation dtype, and add the addends. Partial
     sums are rounded once, to ``wire_dtype`` or to a token format."""
@@ -496,7 +504,7 @@ def _partial_and_total_sums(
             sums = send(pairs, routing, wire_dtype=acc_dtype)
             return jax.tree.map(_as_integers, fmt.encode(sums))
 
-        def receive_encoded(returned: Any, *others: Any) -> jax.Array:
+        def receive_encoded(returned: Any, *others: jax.Array) -> jax.Array:
             quantized = jax.tree.map(
                 lambda x, like: lax.bitcast_convert_type(x, like.dtype), returned, shapes
             )
@@ -564,11 +572,11 @@ def swap(blocks: jax.Array, group: Group) -> jax.Array:
     return swap_p.bind(blocks, axis_name=group.axis_name)
 
 
-def _all_to_all(blocks: jax.Array, *, axis_name: Any) -> jax.Array:
+def _all_to_all(blocks: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(blocks, axis_name, split_axis=0, concat_axis=0)
 
 
-def _on_cpu(blocks: jax.Array, *, axis_name: Any) -> jax.Array:
+def _on_cpu(blocks: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
     if len(blocks) * blocks.nbytes > MAX_GATHERED_BYTES:
         return _all_to_all(blocks, axis_name=axis_name)
     every = lax.all_gather(blocks, axis_name)

@@ -61,7 +61,12 @@ def bind_route(
 
 
 def bind_routed_dispatch(
-    ids: jax.Array, payload: Sequence[Any], *, group: Group, emulated: bool = False, **params: Any
+    ids: jax.Array,
+    payload: Sequence[Any],
+    *,
+    group: Group,
+    emulated: bool = False,
+    **params: object,
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
@@ -91,7 +96,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return route, dispatch
 
 
-def _route_and_dispatch(ids: jax.Array, *payload: Any, **params: Any) -> list[Any]:
+def _route_and_dispatch(ids: jax.Array, *payload: jax.Array, **params: object) -> list[Any]:
     """Bind a routed dispatch as two primitives. The routing has its checkpoint name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
@@ -113,7 +118,7 @@ def _route_abstract(
     return [compat.result_aval(ids, (*lead, *shape), int32) for shape in shapes.values()]
 
 
-def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+def _routed_abstract(ids: Any, *payload: compat.Aval, **params: object) -> list[Any]:
     route_params, dispatch_params = _split_params(params)
     plan = RoutePlan.of_results(_route_abstract(ids, **route_params))
     return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
@@ -151,7 +156,7 @@ def _with_known_ids(known: Sequence[bool], **_: object) -> Callable[..., list[An
 
 def _route_batch(
     axis_data: Any,
-    args: Sequence[Any],
+    args: Sequence[jax.Array],
     dims: Sequence[int | None],
     *,
     group: Group,
@@ -172,7 +177,7 @@ def _route_batch(
 
 
 def _routed_batch(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
+    axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Batch a routed dispatch.
 
@@ -284,7 +289,7 @@ def _routed_remat(
 
 
 def _lower_route(
-    ctx: Any, call_placement: CallPlacement, ids: Any, **params: Any
+    ctx: Any, call_placement: CallPlacement, ids: compat.Value, **params: Any
 ) -> Callable[[], list[Any]]:
     """Lower ``route_p`` to one call with two launches.
 
@@ -313,7 +318,11 @@ def _lower_route(
 
 
 def _lower_routed_dispatch(
-    ctx: compat.Context, call_placement: CallPlacement, ids: jax.Array, *payload: Any, **params: Any
+    ctx: compat.Context,
+    call_placement: CallPlacement,
+    ids: compat.Value,
+    *payload: compat.Value,
+    **params: object,
 ) -> Callable[[], list[Any]]:
     """Lower ``routed_dispatch_p`` to one launch."""
     attributes = dict(_attributes(params), format="") | dispatch_attributes(params)
@@ -335,7 +344,7 @@ def _call(
     ctx: Any,
     call_placement: CallPlacement,
     name: str,
-    operands: Sequence[Any],
+    operands: Sequence[compat.Value],
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
@@ -374,7 +383,7 @@ def route_chunks(num_tokens: int) -> tuple[int, int]:
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 
-def _own_rank(ctx: compat.Context, call_placement: CallPlacement, aval: Any) -> Any:
+def _own_rank(ctx: compat.Context, call_placement: CallPlacement, aval: compat.Aval) -> Any:
     """Return the rank of this device, or all ranks if they share a GPU."""
     group = call_placement.group
     rank = partial(reference.own_rank, group)

@@ -44,7 +44,7 @@ def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
 
 
 def abstract(
-    exchange: Record, *avals: Any, group: Group, emulated: bool, **params: Any
+    exchange: Record, *avals: Any, group: Group, emulated: bool, **params: object
 ) -> list[Any]:
     lead = (group.size,) if emulated else ()
     payload, routing = split_routing(avals)

@@ -26,7 +26,7 @@ from .weighted import WEIGHTED_COMBINE, combine_jvp
 tie_p = compat.Primitive("moe_a2a_tie")
 
 
-def tie(*arrays: Any) -> list[Any]:
+def tie(*arrays: jax.Array) -> list[Any]:
     """Return the arrays. None of them is available before all operands are."""
     return tie_p.bind(*arrays)
 
@@ -40,11 +40,11 @@ def add_halves(whole: Record) -> None:
             return [*operands, *layouts.results]
         return [*layouts.results, *operands]
 
-    def start_layouts(**params: Any) -> Layouts:
+    def start_layouts(**params: object) -> Layouts:
         layouts = whole.layouts(**params)
         return Layouts(layouts.operands, in_flight(layouts), [*layouts.sources, *layouts.sources])
 
-    def done_layouts(**params: Any) -> Layouts:
+    def done_layouts(**params: object) -> Layouts:
         layouts = whole.layouts(**params)
         in_flight_layouts = in_flight(layouts)
         num_in_flight = len(in_flight_layouts)
@@ -108,7 +108,7 @@ def _half_transpose(
 def _bind_kept(
     half: Record,
     operands: Sequence[Any],
-    payload: Sequence[Any],
+    payload: Sequence[jax.Array],
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:

@@ -139,7 +139,7 @@ def bind(
 
 
 def bind_start(
-    exchange: Record, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    exchange: Record, payload: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
 ) -> list[Any]:
     """Bind the start of an exchange over both levels."""
     num_leaves = params.pop("num_leaves")
@@ -180,7 +180,7 @@ def _levels(
 
 
 def _for_hosts(
-    payload: Sequence[Any], num_leaves: int, routing: TwoLevelRouting
+    payload: Sequence[jax.Array], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
     """Return the payload between hosts: leaves, and for each host of a token the entries of all its
     choices."""

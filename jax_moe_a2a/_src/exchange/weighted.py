@@ -75,7 +75,7 @@ def _dispatch_types(
 
 
 def _combine_calls(
-    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+    call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
     them. The payload may end with an addend."""
@@ -87,7 +87,7 @@ def _combine_calls(
 
 
 def _dispatch_calls(
-    call_placement: CallPlacement, payload: Sequence[Any], params: dict[str, Any]
+    call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the call of a weighted dispatch, which weighs rows as they arrive."""
     if call_placement.group.size == 1:
@@ -167,7 +167,7 @@ def combine_jvp(
 
 
 def _tangent_pairs(
-    payload: Sequence[Any], tangents: compat.Tangents, num_leaves: int
+    payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of rows and weights whose weighted combine is the tangent."""
     rows, weights = payload[:num_leaves], payload[num_leaves:]
@@ -198,7 +198,7 @@ def _weigh(
     rows: Sequence[Any],
     weights: Sequence[Any],
     wanted: Sequence[bool],
-    payload: Sequence[Any],
+    payload: Sequence[jax.Array],
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:

@@ -174,7 +174,7 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
 
 @functools.cache
 def _programs_of_spelling(
-    spelling: int, divides: bool, dtype: np.dtype[Any], around: Any
+    spelling: int, divides: bool, dtype: jnp.dtype, around: Any
 ) -> tuple[str, ...]:
     """Return the programs of a spelling in its own dtype, and computed in float32. If ``divides``,
     they are those of its gated form."""

@@ -124,7 +124,7 @@ class Gradient(NamedTuple):
 FULL = ("rows", "weights", "d_pre", "d_weights", "ct", "pre")
 
 
-def _bind(primitive: compat.Primitive, operands: Any, **params: Any) -> Any:
+def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
     leaves, tree = jax.tree.flatten(operands)
     return bind(primitive, *leaves, tree=tree, **params)
 
@@ -148,7 +148,7 @@ def bind_experts(
     return y, totals
 
 
-def _bind_dot_act(o: ExpertOperands, **params: Any) -> list[jax.Array]:
+def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
     return _bind(dot_act_p, Product(o.rows, o.w_in, o.b_in, o.weights, o.sizes), **params)
 
 
@@ -182,7 +182,7 @@ def bias_of_rows(
 
 
 def _pre(
-    rows: jax.Array, w: jax.Array, bias: Any, sizes: jax.Array, num_sms: int | None
+    rows: jax.Array, w: jax.Array, bias: jax.Array | None, sizes: jax.Array, num_sms: int | None
 ) -> jax.Array:
     pre = _dot(rows, w, sizes, num_sms)
     if bias is None:
@@ -385,7 +385,7 @@ def _dot_bias_jvp(
 def _tangent_transpose(
     cts: compat.Tangents,
     *operands: Any,
-    tree: Any,
+    tree: jax.tree_util.PyTreeDef,
     activation: FusedActivation,
     passes: bool,
     num_sms: int | None,
@@ -428,7 +428,7 @@ def _tangent_jvp(
     *,
     tree: jax.tree_util.PyTreeDef,
     passes: bool,
-    **params: Any,
+    **params: object,
 ) -> Any:
     """Compute the jvp: linear operands have the same primitive, the others the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
@@ -479,7 +479,7 @@ def _jvp_of(fn: Callable[..., Any], primals: compat.Primals, tangents: compat.Ta
 
 
 def _grad_transpose(
-    cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: Any
+    cts: compat.Tangents, *operands: Any, tree: jax.tree_util.PyTreeDef, **params: object
 ) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)

@@ -109,7 +109,7 @@ def register_targets() -> None:
 
 def choose_kernel(
     ctx: compat.Context,
-    operands: Sequence[Any],
+    operands: Sequence[compat.Value],
     params: dict[str, Any],
     kernel: Callable[..., Any],
     why: str = "",

@@ -68,7 +68,7 @@ def _columns(rows: jax.Array, activation: Any) -> int:
     return rows.shape[-1] // (1 if activation is None else activation.width(1))
 
 
-def _abstract(rows: Any, *_: Any, activation: Any, **__: Any) -> list[Any]:
+def _abstract(rows: Any, *_: object, activation: Any, **__: object) -> list[Any]:
     columns = _columns(rows, activation)
     values = rows_like(rows, columns, jnp.float8_e4m3fn)
     return [values, rows_like(rows, columns // BLOCK, jnp.float32)]
@@ -110,7 +110,7 @@ def _kernel(
     return [x.reshape(*lead, num_rows, x.shape[-1]) for x in found]
 
 
-def _why_no_kernel(rows: Any, sizes: Any, *_: Any, **__: Any) -> str:
+def _why_no_kernel(rows: Any, sizes: Any, *_: Any, **__: object) -> str:
     num_rows, num_groups, *_rest = lowered.sizes_of(rows, sizes, rows.shape)
     return why_no_act_encode(num_rows, num_groups, rows.shape[-1])
 

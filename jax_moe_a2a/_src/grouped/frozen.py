@@ -67,7 +67,7 @@ def dot_of_frozen(
     leaves, tree = jax.tree.flatten(arrays_of(w))
     params.update(tree=tree, quantizes=False, transposed=False)
 
-    def tangent_of(primals: Any, tangents: Any) -> jax.Array:
+    def tangent_of(primals: compat.Primals, tangents: compat.Tangents) -> jax.Array:
         _, *others = primals
         return bind(frozen_dot_p, tangents[0], *others, **params)
 
@@ -77,7 +77,7 @@ def dot_of_frozen(
 def _dot(
     rows: jax.Array,
     sizes: jax.Array,
-    *leaves: Any,
+    *leaves: jax.Array,
     tree: jax.tree_util.PyTreeDef,
     quantizes: bool,
     transposed: bool,
@@ -101,13 +101,19 @@ def _turned(w: QuantizedExperts) -> QuantizedExperts:
 
 
 def _abstract(
-    rows: Any, _: Any, *leaves: Any, tree: Any, transposed: bool, dtype: Any, **__: Any
+    rows: Any,
+    _: object,
+    *leaves: compat.Aval,
+    tree: jax.tree_util.PyTreeDef,
+    transposed: bool,
+    dtype: jnp.dtype,
+    **__: object,
 ) -> Any:
     n, k = tree.unflatten(leaves)[0].values.shape[-2:]
     return rows_like(rows, k if transposed else n, dtype)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: object) -> Any:
     out, (tangent, *others) = bind(frozen_dot_p, *primals, **params), tangents
     if not all(map(is_zero, others)):
         raise TypeError(NO_GRADIENT)
@@ -116,7 +122,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, bind(frozen_dot_p, tangent, *primals[1:], **dict(params, quantizes=False))
 
 
-def _transpose(ct: Any, rows: Any, *others: Any, transposed: bool, **params: Any) -> list[Any]:
+def _transpose(ct: Any, rows: Any, *others: Any, transposed: bool, **params: object) -> list[Any]:
     none = [None] * len(others)
     if is_zero(ct):
         return [ad.Zero(rows.aval), *none]

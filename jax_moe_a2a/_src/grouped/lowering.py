@@ -40,7 +40,7 @@ MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this nu
 MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
 
-def why_no_kernel(dtype: np.dtype[Any], num_rows: int, num_groups: int, k: int, n: int) -> str:
+def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why the kernel does not compute products of these sizes on the GPUs of this process;
     '' if it does. Weights of a group are [k, n]."""
     # The rows after the last group of each batch element may be one more group.
@@ -80,7 +80,7 @@ def _why_other_gpu() -> str:
     )
 
 
-def _why_no_mosaic(dtype: np.dtype[Any], num_rows: int, k: int, n: int) -> str:
+def _why_no_mosaic(dtype: jnp.dtype, num_rows: int, k: int, n: int) -> str:
     """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
     if why := _why_other_gpu():
         return why
@@ -104,14 +104,14 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
 
-def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
+def dot_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
     paths = _dot_kernel, reference.dot, mosaic_dot
     return _choose(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
-def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
+def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
     paths = _outer_kernel, reference.outer, mosaic_outer
@@ -120,7 +120,7 @@ def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Choice:
 
 
 def add_outer_cuda(
-    by_product: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
+    by_product: Callable[..., Any], ctx: Any, *operands: compat.Value, **params: object
 ) -> Choice:
     """Choose the path of ``add_outer_p``.
 
@@ -137,7 +137,7 @@ def add_outer_cuda(
 
 def _choose(
     ctx: Any,
-    operands: Sequence[Any],
+    operands: Sequence[compat.Value],
     params: dict[str, Any],
     sizes: tuple[int, int, int, int],
     kernel: Callable[..., Any],
@@ -163,7 +163,7 @@ def by_kernel(
     """Return a chooser by ``native.choose_kernel``. ``why_not`` returns the reason for the types of
     the operands and the parameters."""
 
-    def choose(ctx: compat.Context, *operands: jax.Array, **params: Any) -> Choice:
+    def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
         return native.choose_kernel(ctx, operands, params, kernel, why, composition, what)
 
@@ -176,7 +176,7 @@ def _dot_kernel(
     sizes: jax.Array,
     *spare: jax.Array,
     transposed: bool,
-    dtype: np.dtype[Any],
+    dtype: jnp.dtype,
     tail: str,
     num_sms: int | None,
 ) -> jax.Array:
@@ -197,7 +197,7 @@ def _outer_kernel(
     sizes: jax.Array,
     *,
     parts: tuple[tuple[int, ...], ...],
-    dtype: np.dtype[Any],
+    dtype: jnp.dtype,
     num_sms: int | None,
     **_: object,
 ) -> list[jax.Array]:
@@ -337,7 +337,7 @@ def _mosaic_tiles(num_rows: int) -> dict[str, int]:
 
 
 def mosaic_dot(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: np.dtype[Any]
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Return the products of rows [C, K] and their groups' weights, unspecified after the last
     group."""
@@ -346,9 +346,7 @@ def mosaic_dot(
     return out.astype(dtype)
 
 
-def mosaic_outer(
-    x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: np.dtype[Any]
-) -> jax.Array:
+def mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
     """Return the products of each group's rows, ``x.T @ y``."""
     tiles = dict(_mosaic_tiles(x.shape[0]), block_m=128)
     return mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)

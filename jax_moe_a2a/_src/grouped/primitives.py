@@ -48,7 +48,7 @@ bind_outers: Callable[..., list[jax.Array]] = partial(bind, grouped_outer_p)
 
 
 def bind_outer(
-    x: jax.Array, y: jax.Array, sizes: jax.Array, *, lead: tuple[int, ...], **params: Any
+    x: jax.Array, y: jax.Array, sizes: jax.Array, *, lead: tuple[int, ...], **params: object
 ) -> jax.Array:
     """Bind ``grouped_outer_p`` for one result with these leading axes."""
     return bind_outers(x, y, sizes, parts=((*lead, sizes.shape[-1]),), **params)[0]
@@ -62,7 +62,7 @@ def unspecified_dot(
     *parts: Any,
     transposed: bool = False,
     primitive: compat.Primitive = grouped_dot_p,
-    **params: Any,
+    **params: object,
 ) -> jax.Array:
     """Bind a product in the dtype of its rows, unspecified after the last group. ``w`` may be a
     tuple of home and spare weights, each of at least one matrix. ``params`` are more parameters of
@@ -133,7 +133,9 @@ def rows_like(rows: Any, columns: int, dtype: Any = None) -> Any:
     return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
 
 
-def dot_abstract(rows: Any, w: Any, *_: Any, transposed: bool, dtype: Any, **__: Any) -> Any:
+def dot_abstract(
+    rows: Any, w: compat.Aval, *_: object, transposed: bool, dtype: jnp.dtype, **__: object
+) -> Any:
     return rows_like(rows, w.shape[-2] if transposed else w.shape[-1], dtype)
 
 
@@ -157,7 +159,10 @@ def _outer_abstract(
 
 
 def bilinear_jvp(
-    primitive: compat.Primitive, primals: compat.Primals, tangents: compat.Tangents, **params: Any
+    primitive: compat.Primitive,
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    **params: object,
 ) -> Any:
     out = primitive.bind(*primals, **params)
     return out, bilinear_tangents(primitive, out, primals, tangents, **params)
@@ -168,7 +173,7 @@ def bilinear_tangents(
     out: Any,
     primals: compat.Primals,
     tangents: compat.Tangents,
-    **params: Any,
+    **params: object,
 ) -> Any:
     """Return the tangents of ``out``, which are computed by a bilinear primitive."""
     a, b, *others = primals
@@ -178,7 +183,7 @@ def bilinear_tangents(
     return jax.tree.map(lambda out, *terms: sum_of(out, terms), out, *terms)
 
 
-def _dot_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
     """Compute the jvp, which is linear in both arrays of weights together."""
     rows, _, sizes, *_ = primals
     d_rows, d_w, _, *d_spare = tangents
@@ -204,7 +209,7 @@ def sum_of(like: Any, terms: Sequence[Any]) -> Any:
 
 
 def _dot_transpose(
-    ct: Any, rows: Any, w: Any, sizes: Any, *spare: Any, transposed: bool, **params: Any
+    ct: Any, rows: Any, w: Any, sizes: Any, *spare: Any, transposed: bool, **params: object
 ) -> list[Any]:
     others = [None] * len(spare)
     if ad.is_undefined_primal(rows):
@@ -218,7 +223,9 @@ def _dot_transpose(
     return [None, d_w, None, *d_spare]
 
 
-def outers_like(ws: Sequence[Any], x: Any, y: Any, sizes: Any, ct: Any, **params: Any) -> list[Any]:
+def outers_like(
+    ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
+) -> list[Any]:
     """Return the cotangents of arrays of weights, and None for those that are known.
 
     Args:
@@ -236,7 +243,7 @@ def outers_like(ws: Sequence[Any], x: Any, y: Any, sizes: Any, ct: Any, **params
 
 
 def _outer_transpose(
-    cts: Any, x: Any, y: Any, sizes: Any, *, parts: tuple[tuple[int, ...], ...], **params: Any
+    cts: Any, x: Any, y: Any, sizes: Any, *, parts: tuple[tuple[int, ...], ...], **params: object
 ) -> list[Any]:
     del parts
     of_x = ad.is_undefined_primal(x)
@@ -254,7 +261,7 @@ def _outer_transpose(
 
 
 def _with_batch(
-    args: Any, dims: Sequence[int | None], is_full: Sequence[bool]
+    args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, so that it runs in one launch, and its
     size. Operands after those of ``is_full`` may be shared."""
@@ -273,9 +280,9 @@ def _batch(
     primitive: compat.Primitive,
     is_full: Any,
     passed: Any,
-    args: Any,
+    args: Sequence[jax.Array],
     dims: Sequence[int | None],
-    **params: Any,
+    **params: object,
 ) -> Any:
     """Batch a primitive as ``register`` says."""
     moved, _ = _with_batch(args, dims, is_full(**params) if callable(is_full) else is_full)
@@ -291,7 +298,7 @@ def _batch(
 
 
 def _outer_batch(
-    args: Any, dims: Sequence[int | None], *, parts: Any, **params: Any
+    args: Sequence[jax.Array], dims: Sequence[int | None], *, parts: Any, **params: object
 ) -> tuple[Any, list[int]]:
     args, size = _with_batch(args, dims, (True, True))
     outs = bind_outers(*args, parts=tuple((size, *part) for part in parts), **params)

@@ -201,12 +201,15 @@ def bind_dot_fp8(
 # Rules of the primitive
 
 
-def _abstract(values: Any, _: Any, w_values: Any, *__: Any, dtype: Any, **___: Any) -> Any:
+def _abstract(values: Any, _: object, w_values: Any, *__: Any, dtype: jnp.dtype, **___: Any) -> Any:
     return rows_like(values, w_values.shape[-2], dtype)
 
 
 def refusing_jvp(
-    primitive: compat.Primitive, primals: compat.Primals, tangents: compat.Tangents, **params: Any
+    primitive: compat.Primitive,
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    **params: object,
 ) -> Any:
     """Compute the jvp of a primitive without a gradient."""
     if not all(map(is_zero, tangents)):
@@ -273,7 +276,9 @@ def _kernel(
     return result.reshape(*values.shape[:-1], columns)
 
 
-def _why_no_kernel(rows: Any, _: Any, w: Any, __: Any, sizes: Any, *___: Any, **____: Any) -> str:
+def _why_no_kernel(
+    rows: Any, _: object, w: Any, __: Any, sizes: compat.Aval, *___: Any, **____: Any
+) -> str:
     n, k = w.shape[-2:]
     return lowered.why_no_fp8_kernel(*lowered.sizes_of(rows, sizes, (k, n)))
 

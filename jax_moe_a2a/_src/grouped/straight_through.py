@@ -66,7 +66,7 @@ def _dot(
     rows: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
-    *parts: Any,
+    *parts: jax.Array,
     quantizes: bool,
     transposed: bool,
     **params: Any,
@@ -94,7 +94,7 @@ def _transpose(
     *parts: Any,
     quantizes: bool,
     transposed: bool,
-    **params: Any,
+    **params: object,
 ) -> Any:
     del quantizes
     others = [None] * (1 + len(parts))
@@ -111,7 +111,7 @@ def _transpose(
     return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), *others]
 
 
-def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
+def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: object) -> Any:
     out = bind(straight_through_dot_p, *primals, **params)
     params.update(quantizes=False)
     return out, bilinear_tangents(straight_through_dot_p, out, primals, tangents, **params)

@@ -65,7 +65,7 @@ def _with_total(w: jax.Array, total: jax.Array) -> jax.Array:
 
 
 @_with_total.defjvp
-def _with_total_jvp(primals: Any, tangents: Any) -> Any:
+def _with_total_jvp(primals: compat.Primals, tangents: Any) -> Any:
     w, total = primals
     return _with_total(w, total), tangents[1].astype(w.dtype)
 
@@ -85,12 +85,14 @@ def summing_dot(
     return product, total
 
 
-def bind_passing(rows: Any, d: Any, sizes: Any, num_sms: int | None) -> list[jax.Array]:
+def bind_passing(
+    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, num_sms: int | None
+) -> list[jax.Array]:
     """Bind ``passing_dot_p``."""
     return bind(passing_dot_p, rows, d, sizes, num_sms=num_sms)
 
 
-def bind_add_outer(total: Any, x: Any, y: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+def bind_add_outer(total: Any, x: Any, y: Any, sizes: jax.Array, num_sms: int | None) -> jax.Array:
     """Bind ``add_outer_p``. ``total`` may be an ``ad.Zero``."""
     if isinstance(total, ad.Zero):
         aval: Any = total.aval
@@ -105,7 +107,7 @@ def _total_of(w: jax.Array) -> jax.Array:
     return jnp.zeros(w.shape, accumulation_dtype(w.dtype))
 
 
-def _total_of_jvp(primals: Any, tangents: Any) -> Any:
+def _total_of_jvp(primals: compat.Primals, tangents: Any) -> Any:
     total = total_of(*primals)
     (tangent,) = tangents
     if is_zero(tangent):
@@ -121,7 +123,7 @@ def _summing_dot(
     w: jax.Array,
     total: jax.Array,
     sizes: jax.Array,
-    *parts: Any,
+    *parts: jax.Array,
     in_fp8: bool,
     num_sms: int | None,
 ) -> list[Any]:
@@ -134,11 +136,15 @@ def _how(in_fp8: bool, *, quantizes: bool) -> dict[str, Any]:
     return dict(primitive=straight_through_dot_p, quantizes=quantizes) if in_fp8 else {}
 
 
-def _summing_dot_abstract(rows: Any, w: Any, total: Any, *_: Any, **__: Any) -> list[Any]:
+def _summing_dot_abstract(
+    rows: Any, w: compat.Aval, total: compat.Aval, *_: object, **__: object
+) -> list[Any]:
     return [rows_like(rows, w.shape[-1]), total]
 
 
-def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int | None) -> Any:
+def _summing_dot_jvp(
+    primals: compat.Primals, tangents: Any, *, in_fp8: bool, num_sms: int | None
+) -> Any:
     rows, w, _, sizes, *parts = primals
     d_rows, _, d_total, *_ = tangents
     outs = bind(summing_dot_p, *primals, in_fp8=in_fp8, num_sms=num_sms)
@@ -152,15 +158,17 @@ def _summing_dot_jvp(primals: Any, tangents: Any, *, in_fp8: bool, num_sms: int 
     return outs, [sum_of(outs[0], terms), d_total]
 
 
-def _passing_dot(rows: Any, d: Any, sizes: Any, *, num_sms: int | None) -> list[Any]:
+def _passing_dot(
+    rows: jax.Array, d: jax.Array | ad.Zero, sizes: jax.Array, *, num_sms: int | None
+) -> list[Any]:
     return [unspecified_dot(rows, d, sizes, num_sms), d]
 
 
-def _passing_dot_abstract(rows: Any, d: Any, *_: Any, **__: Any) -> list[Any]:
+def _passing_dot_abstract(rows: Any, d: Any, *_: object, **__: object) -> list[Any]:
     return [rows_like(rows, d.shape[-1]), d]
 
 
-def _passing_dot_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
+def _passing_dot_jvp(primals: compat.Primals, tangents: Any, *, num_sms: int | None) -> Any:
     (rows, d, sizes), (d_rows, d_d, _) = primals, tangents
     outs = bind_passing(rows, d, sizes, num_sms)
     terms = []
@@ -192,7 +200,7 @@ def _add_outer(
 
 
 def _add_outer_by_product(
-    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: Any
+    total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: object
 ) -> jax.Array:
     lead, dtype = total.shape[:-3], x.dtype
     outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)

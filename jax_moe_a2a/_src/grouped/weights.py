@@ -252,12 +252,12 @@ def _abstract(w: compat.Aval, *, k_axis: int, turned: bool, plain: bool) -> list
     return [compat.result_aval(w, squares, SCALE_DTYPE), *values]
 
 
-def _jvp(primals: compat.Primals, _: object, **params: Any) -> Any:
+def _jvp(primals: compat.Primals, _: object, **params: object) -> Any:
     outs = bind(encode_squares_p, *primals, **params)
     return outs, list(map(zero_tangent, outs))
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Sequence[jax.Array], dims: Any, **params: object) -> Any:
     outs = _encode_squares(jnp.moveaxis(args[0], dims[0], 0), **params)
     return outs, [0] * len(outs)
 
@@ -295,7 +295,7 @@ def _why_no_kernel(ctx: compat.Context, w: compat.Aval, k_axis: int) -> str:
     return lowered.why_no_call(*w.shape)
 
 
-def _cuda(ctx: Any, w: Any, **params: Any) -> Choice:
+def _cuda(ctx: Any, w: compat.Value, **params: Any) -> Choice:
     why = _why_no_kernel(ctx, ctx.avals_in[0], params["k_axis"])
     return native.choose_kernel(ctx, (w,), params, _kernel, why, _composition)
 

@@ -153,7 +153,7 @@ def _frozen(activate: Callable[..., jax.Array], fused: FusedActivation | None, t
       tail: of the products, as in ``grouped_dot``.
     """
 
-    def multiply(rows: Any, w: Any, sizes: jax.Array, _: Any) -> tuple[jax.Array, None]:
+    def multiply(rows: Any, w: Any, sizes: jax.Array, _: object) -> tuple[jax.Array, None]:
         return dot_of_frozen(rows, w, sizes, tail=tail), None
 
     def activate_and_quantize(product: jax.Array, rows: Rows, sizes: jax.Array) -> RowsInFp8:
@@ -181,7 +181,7 @@ not apply the activation."""
 register_fixed(unfused_p)
 
 
-def _choose_passes(ctx: compat.Context, x: jax.Array, *, why: str) -> Choice:
+def _choose_passes(ctx: compat.Context, x: compat.Value, *, why: str) -> Choice:
     return Choice("passes over the rows", why, lambda: [x])
 
 

@@ -35,7 +35,7 @@ def router_logits(x: jax.Array, router: jax.Array, router_bias: jax.Array | None
     return logits if router_bias is None else logits + router_bias.astype(logits.dtype)[None]
 
 
-def _sum_dtype(a: Any, b: Any) -> Any:
+def _sum_dtype(a: jax.Array, b: jax.Array) -> Any:
     """Return the dtype of sums of products."""
     return max(map(accumulation_dtype, (a.dtype, b.dtype)), key=lambda dtype: dtype.itemsize)
 
@@ -100,11 +100,11 @@ def _matmul(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.matmul(a, b, precision=precision, preferred_element_type=result).astype(dtype)
 
 
-def _abstract(a: Any, b: Any, *, dtype: jnp.dtype) -> Any:
+def _abstract(a: compat.Aval, b: compat.Aval, *, dtype: jnp.dtype) -> Any:
     return compat.result_aval(a, (*a.shape[:-1], b.shape[-1]), dtype)
 
 
-def _transpose(ct: Any, a: Any, b: Any, *, dtype: Any) -> list[Any]:
+def _transpose(ct: Any, a: Any, b: Any, *, dtype: jnp.dtype) -> list[Any]:
     del dtype
     of_a = ad.is_undefined_primal(a)
     wanted = a if of_a else b

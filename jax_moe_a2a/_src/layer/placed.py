@@ -160,6 +160,6 @@ def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
 
 
 @_with_gradients_of.defjvp
-def _with_gradients_of_jvp(primals: Any, tangents: Any) -> Any:
+def _with_gradients_of_jvp(primals: compat.Primals, tangents: Any) -> Any:
     rows, is_kept = primals
     return _with_gradients_of(*primals), jnp.where(is_kept[:, None], tangents[0], 0)
