@@ -31,7 +31,7 @@ def merge_axes(name: str, array: Any, ndim: int) -> str:
     return f". Merge the axes of batch and sequence: {name}.reshape(-1{rest})"
 
 
-def as_array(x: Any) -> Any:
+def as_array(x: object) -> Any:
     """Return a jax array unchanged, and anything else as a numpy array.
 
     ``jnp.asarray`` would wrap integers of 64 bits.
@@ -39,7 +39,7 @@ def as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def is_known(x: Any) -> bool:
+def is_known(x: object) -> bool:
     """Return True if this process can read the elements of an array while it traces."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
@@ -118,7 +118,7 @@ def check_tail(tail: Any) -> Tail:
     return "zero" if jax.debug_nans.value else tail
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Return ``value`` if it is a bool; otherwise raise an error with its name."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {value!r}")

@@ -53,12 +53,12 @@ NO_GRADIENT = (
 grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
 
 
-def is_quantized(rows: Any, w: Any) -> bool:
+def is_quantized(rows: object, w: object) -> bool:
     """Return True if rows or weights are quantized, so that their product is one in FP8."""
     return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
 
 
-def check_operands(rows: Any, w: Any) -> tuple[Quantized, QuantizedExperts]:
+def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
     """Return rows and weights as quantized arrays, or raise an error.
 
     Rows that are floats are quantized. Values and scales may be ``jax.ShapeDtypeStruct``.
@@ -102,7 +102,7 @@ def check_operands(rows: Any, w: Any) -> tuple[Quantized, QuantizedExperts]:
     return Quantized(values, scales), weights
 
 
-def check_experts(name: str, w: Any, *, may_be_pairs: bool = False) -> QuantizedExperts:
+def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> QuantizedExperts:
     """Return quantized weights, or raise an error.
 
     Args:

@@ -128,7 +128,7 @@ def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> ja
     return (values.astype(SCALE_DTYPE) * numbers).astype(dtype)
 
 
-def as_quantized(x: Any) -> Quantized | None:
+def as_quantized(x: object) -> Quantized | None:
     """Return a ``Quantized``, or an object with ``qvalue`` and ``scale``, as a ``Quantized``; None
     for anything else."""
     if isinstance(x, Quantized):

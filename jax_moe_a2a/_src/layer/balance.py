@@ -261,7 +261,7 @@ def _check_axes(axis_name: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_scores(value: Any) -> jax.Array:
+def _check_scores(value: object) -> jax.Array:
     """Return scores as an array, or raise an error. Numbers are checked if they are known."""
     scores = check_logits(value, "scores")
     if is_known(scores) and scores.size and (least := float(scores.min())) < 0:
@@ -272,7 +272,7 @@ def _check_scores(value: Any) -> jax.Array:
     return scores
 
 
-def _check_ids(value: Any, scores: jax.Array) -> jax.Array:
+def _check_ids(value: object, scores: jax.Array) -> jax.Array:
     """Return ids as an array with the leading axes of ``scores``, or raise an error."""
     ids = as_array(value)
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -332,7 +332,7 @@ def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
     return Rows(recv.rows, weights.astype(dtype), has_token)
 
 
-def check_tokens(value: Any) -> jax.Array:
+def check_tokens(value: object) -> jax.Array:
     """Return the tokens of a rank if they are one float array [T, H]; otherwise raise an error."""
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         raise TypeError(

@@ -568,7 +568,7 @@ def _no_devices(found: str, group: Any) -> ValueError:
     )
 
 
-def _check_tokens(value: Any) -> jax.Array:
+def _check_tokens(value: object) -> jax.Array:
     """Return tokens as an array [..., H], or raise an error."""
     x = as_array(value)
     is_shape = x.ndim > 0 and x.shape[-1] > 0
@@ -582,7 +582,7 @@ def _check_tokens(value: Any) -> jax.Array:
 def _check_experts(
     scope: _Scope,
     x: jax.Array,
-    experts: Any,
+    experts: object,
     placement: Placement | None,
     num_outputs: int | None,
 ) -> tuple[int, Experts]:
@@ -650,7 +650,7 @@ def _check_of_tokens(
     return found
 
 
-def _check_router_input(value: Any, x: jax.Array) -> jax.Array:
+def _check_router_input(value: object, x: jax.Array) -> jax.Array:
     """Return the array that the router reads, or raise an error."""
     array = as_array(value)
     check_floats("router_input", array, "Cast it")
@@ -662,7 +662,7 @@ def _check_router_input(value: Any, x: jax.Array) -> jax.Array:
     return jnp.asarray(array)
 
 
-def _check_outputs(outputs: Any, router: RouterLike) -> None:
+def _check_outputs(outputs: object, router: RouterLike) -> None:
     """Raise an error if ``outputs`` names something that the layer does not have."""
     if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
         raise ValueError(f"outputs must be a tuple of the names {OUTPUTS}; got {outputs!r}")

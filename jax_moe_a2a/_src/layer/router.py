@@ -191,7 +191,7 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
 
 
 def check_choices(
-    name: str, choices: Any, leading: tuple[int, ...], num_experts: int
+    name: str, choices: object, leading: tuple[int, ...], num_experts: int
 ) -> RouterChoices:
     """Return choices of tokens with these leading axes as JAX arrays, or raise an error."""
     if not isinstance(choices, RouterChoices):

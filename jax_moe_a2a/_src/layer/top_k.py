@@ -291,7 +291,7 @@ def one_hot(ids: jax.Array, num: int) -> jax.Array:
     return ids == lax.broadcasted_iota(ids.dtype, (1,) * (ids.ndim - 1) + (num,), ids.ndim - 1)
 
 
-def check_logits(value: Any, name: str = "logits") -> jax.Array:
+def check_logits(value: object, name: str = "logits") -> jax.Array:
     """Return floats [..., E] as an array of the accumulation dtype, or raise an error."""
     array = as_array(value)
     check_floats(name, array, "Cast it")
@@ -304,7 +304,7 @@ def check_logits(value: Any, name: str = "logits") -> jax.Array:
     return array.astype(accumulation_dtype(array.dtype))
 
 
-def check_mask(value: Any, logits: jax.Array) -> jax.Array:
+def check_mask(value: object, logits: jax.Array) -> jax.Array:
     """Return booleans with the leading axes of ``logits`` as an array, or raise an error."""
     mask = as_array(value)
     if mask.dtype != jnp.bool_:
@@ -320,7 +320,7 @@ def check_mask(value: Any, logits: jax.Array) -> jax.Array:
     return jnp.asarray(mask)
 
 
-def check_bias(name: str, value: Any, num_experts: int) -> jax.Array:
+def check_bias(name: str, value: object, num_experts: int) -> jax.Array:
     """Return floats [num_experts] as an array, or raise an error."""
     bias = as_array(value)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -333,7 +333,7 @@ def check_bias(name: str, value: Any, num_experts: int) -> jax.Array:
     return jnp.asarray(bias)
 
 
-def check_ids(name: str, value: Any, leading: tuple[int, ...], num_experts: int) -> jax.Array:
+def check_ids(name: str, value: object, leading: tuple[int, ...], num_experts: int) -> jax.Array:
     """Return integers [..., K] with these leading axes as int32, or raise an error."""
     ids = as_array(value)
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -284,14 +284,14 @@ def activation_of(experts: Experts) -> Activation:
     return gated(jax.nn.silu) if experts.activation is None else experts.activation
 
 
-def check_type(experts: Any, name: str) -> None:
+def check_type(experts: object, name: str) -> None:
     """Raise an error if an argument is not ``Experts``."""
     if not isinstance(experts, Experts):
         got = short(experts) if hasattr(experts, "shape") else type(experts).__name__
         raise TypeError(f"{name} must be ma.Experts(w_in, w_out); got {got}")
 
 
-def _check_quantized(name: str, w: Any, *, may_be_pairs: bool) -> QuantizedExperts:
+def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedExperts:
     """Return weights in FP8, or raise an error. Weights to train may have no values yet."""
     if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
         return QuantizedExperts(source=as_array(w.source))
@@ -323,7 +323,7 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
             )
 
 
-def _short(w: Any) -> str:
+def _short(w: object) -> str:
     """Return dtype and shape of weights for a message."""
     if isinstance(w, QuantizedExperts):
         return f"QuantizedExperts{list(w.shape)}"

@@ -156,7 +156,7 @@ class Placement:
 
 
 def check_placement(
-    placement: Any, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
+    placement: object, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
     """Return the argument ``placement`` if it is one without leading axes for these ranks and
     experts (None: any number). Its values are not checked. Messages say whether the caller also
