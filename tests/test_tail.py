@@ -356,5 +356,6 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # XLA may round otherwise in the other program, and a number then becomes the next FP8.
         assert np.isfinite(right).all() and np.abs(right).max() > 0
-        np.testing.assert_array_equal(one, right)
+        np.testing.assert_allclose(one, right, rtol=0, atol=0.01 * np.abs(right).max())
