@@ -30,7 +30,7 @@ from .act_encode import bind_act_encode
 from .primitives import bind, bind_dot, register, rows_like
 from .quantized import NO_GRADIENT, bind_dot_fp8
 from .reference import arrays_of
-from .weights import BLOCK, QuantizedExperts, decode_experts
+from .weights import BLOCK, QuantizedExperts, decode_experts, transposed_experts
 
 frozen_dot_p = compat.Primitive("moe_a2a_frozen_dot")
 
@@ -89,15 +89,9 @@ def _dot(
         # They are [L, N, K].
         return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
     if transposed:
-        weights = tuple(map(_turned, weights))
+        weights = tuple(map(transposed_experts, weights))
     encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
     return bind_dot_fp8(encoded, weights, sizes, **params)
-
-
-def _turned(w: QuantizedExperts) -> QuantizedExperts:
-    """Return the transposed weights."""
-    values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
-    return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
 
 
 def _abstract(

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.interpreters import ad
 
 from .. import compat
@@ -36,7 +35,7 @@ from .primitives import (
     unspecified_dot,
 )
 from .quantized import bind_dot_fp8
-from .weights import QuantizedExperts, encode_experts
+from .weights import QuantizedExperts, encode_experts, transposed_experts
 
 straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
@@ -78,10 +77,8 @@ def _dot(
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
-        values = quantized.transposed
-        if values is None:  # a program was differentiated after _dce
-            values = jnp.swapaxes(quantized.values, -1, -2)
-        quantized = QuantizedExperts(values, jnp.swapaxes(quantized.scales, -1, -2))
+        # A program that was differentiated after ``_dce`` has no ``transposed``.
+        quantized = transposed_experts(quantized)
     encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
     return bind_dot_fp8(encoded, quantized, sizes, **params)
 
@@ -123,8 +120,6 @@ def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
     num_read = num if reads_all else 5  # rows, w, sizes, values and scales
-    if not any(used):
-        return [False] * num, None
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 
 

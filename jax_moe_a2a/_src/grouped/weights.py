@@ -128,6 +128,12 @@ def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> ja
     return (values.astype(SCALE_DTYPE) * numbers).astype(dtype)
 
 
+def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:
+    """Return the weights transposed: those by which the gradient of rows is multiplied."""
+    values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
+    return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
+
+
 def as_quantized(x: object) -> Quantized | None:
     """Return a ``Quantized``, or an object with ``qvalue`` and ``scale``, as a ``Quantized``; None
     for anything else."""
@@ -264,8 +270,6 @@ def _batch(args: Sequence[jax.Array], dims: Any, **params: object) -> Any:
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     """Leave out values that are not used."""
-    if not any(used):
-        return [False], None
     names = [name for name in ("turned", "plain") if eqn.params[name]]
     keeps = dict(zip(names, used[1:], strict=True))
     outvars = [var for var, keep in zip(eqn.outvars, (True, *used[1:]), strict=True) if keep]

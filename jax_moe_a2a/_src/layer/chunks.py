@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Tokens(NamedTuple):
-    """What a layer reads for each token of a rank: arrays [T, ...], None, or a number."""
+    """The arrays [T, ...] of the tokens of a rank. None or a number may stand for an array."""
 
     x: Any
     topk_ids: Any
@@ -40,11 +40,11 @@ class LayerWeights(NamedTuple):
     """The weights of a rank, in the form of ``flat``."""
 
     experts: Experts
-    """Those of its experts, or of all its slots."""
+    """Weights of its experts, or of all its slots."""
     fetched: Experts | None = None
-    """Those of spare slots, if they are already here."""
+    """Weights of spare slots, if they are already here."""
     shared: Experts | None = None
-    """Those of a shared expert that is not in the exchange."""
+    """Weights of a shared expert that is not in the exchange."""
 
 
 class Totals(NamedTuple):

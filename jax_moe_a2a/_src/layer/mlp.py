@@ -42,7 +42,7 @@ from .weights import Activation, Experts, activation_of, check_weights, flat
 
 
 class LayerOptions(NamedTuple):
-    """What a layer has besides arrays of tokens, weights, and arguments of the exchange."""
+    """The options of a layer, besides those of its exchange."""
 
     activation: Activation
     placement: Placement | None
@@ -223,13 +223,10 @@ def mlp_and_routing(
     in_fp8 = isinstance(given.w_in, QuantizedExperts)
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
-    fmt = (
-        format_in_fp8(exchange.token_format, is_frozen=is_frozen)
-        if in_fp8
-        else exchange.token_format
-    )
-    exchange = dataclasses.replace(exchange, token_format=fmt)
-    route_arguments = route_arguments._replace(exchange=exchange)
+    if in_fp8:
+        fmt = format_in_fp8(exchange.token_format, is_frozen=is_frozen)
+        exchange = dataclasses.replace(exchange, token_format=fmt)
+        route_arguments = route_arguments._replace(exchange=exchange)
     if placement is not None:
         topk_ids, route_arguments = to_slots(topk_ids, route_arguments, placement)
         if given.is_trained_in_fp8 and given.w_in.values is not None:
@@ -269,14 +266,14 @@ def mlp_and_routing(
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool) -> TokenFormat:
     """Return the format in which tokens travel to products in FP8, or raise an error."""
-    if is_frozen and not isinstance(fmt, BlockwiseFp8 | None):
+    if not is_frozen:
+        return BlockwiseFp8().travelling if fmt is None else fmt
+    if not isinstance(fmt, BlockwiseFp8 | None):
         raise ValueError(
             "token_format must be BlockwiseFp8() or None with frozen weights in FP8, because "
             f"products read the rows in it; got {fmt!r}"
         )
-    if is_frozen:
-        return BlockwiseFp8()
-    return BlockwiseFp8().travelling if fmt is None else fmt
+    return BlockwiseFp8()
 
 
 def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -> None:

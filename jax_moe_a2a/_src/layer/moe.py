@@ -189,7 +189,7 @@ def moe(
     router = map_arrays(router, padded, lambda array: place(array, P()))
     router_specs = map_arrays(router, lambda _: tokens.spec, lambda _: P())
 
-    options = LayerOptions(activation_of(experts), placement)
+    activation = activation_of(experts)
     of_shared = None if shared is None else activation_of(shared)
     given = tuple(None if e is None else e.replace(activation=None) for e in (experts, shared))
     leads = (scope.group.axes,), ()
@@ -235,7 +235,7 @@ def moe(
             Tokens(flat_x, choices.ids, choices.weights, kept),
             weights,
             RouteArguments(scope.group, num_experts, exchange),
-            options._replace(placement=placement),
+            LayerOptions(activation, placement),
             of_shared,
         )
         partial = scope.group.axes if tokens.replicated else ()

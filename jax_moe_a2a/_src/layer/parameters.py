@@ -95,7 +95,7 @@ def _only(names: tuple[str, ...]) -> Names:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """What the parameters of a layer are: the argument of ``init_moe`` and of the Flax modules."""
+    """The sizes and dtypes of a layer, for ``init_moe`` and the Flax modules."""
 
     hidden: int
     """H, features of a token."""

@@ -121,16 +121,15 @@ def apply_to_both(
     return of_both(rows, home, sizes, placement)
 
 
-def fetch_all(home: Any, placement: Placement, group: Group, first: int) -> Any:
-    """Return the weights of spare slots for a pytree of weights of home experts, of which the first
-    ``first`` are shared. Transposed values do not travel, because the backward pass can transpose
+def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> Experts:
+    """Return the weights of spare slots from those of home experts, of which the first ``first``
+    are shared. Transposed values do not travel, because the backward pass can transpose
     the values where they are."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
 
-    home = jax.tree.map(without_transposed, home, is_leaf=lambda w: isinstance(w, QuantizedExperts))
-    given, treedef = jax.tree.flatten(home)
+    given, treedef = jax.tree.flatten(home.map_weights(without_transposed))
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 

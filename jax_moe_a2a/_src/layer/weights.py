@@ -93,7 +93,7 @@ class Experts:
 
     @property
     def is_trained_in_fp8(self) -> bool:
-        """Whether products are in FP8, and weights have gradients."""
+        """Return True if products are in FP8, and weights have gradients."""
         return isinstance(self.w_in, QuantizedExperts) and self.w_in.source is not None
 
 
