@@ -2,8 +2,9 @@
 // gradient of that matrix.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
-// rounded once; zeros for groups with a negative weight. Rows that belong to no group are neither
-// read nor written. An empty sum is zero.
+// rounded once; zeros for groups with a negative weight. With Epilogue::kAdd, d has increased by
+// these products, in float32, and no element of d is touched for a group without rows. Rows that
+// belong to no group are neither read nor written. An empty sum is zero.
 //
 // Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
 // memory.
@@ -195,7 +196,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
 // What an epilogue loads before the products.
 template <typename T, typename F>
-using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing,
+using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore || F::kAdds, Nothing,
                                   std::conditional_t<F::kDerives, Derivative<T, F>, RowWeights<F>>>;
 
 // Multiplies and stores this warp group's half of all tiles.
@@ -206,8 +207,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const int warp = threadIdx.x / kWarpThreads;
   const int first_m = warp / 4 * kWarpGroupM;
   BoxWriter<F> writer(shared.results[warp]);
-  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
-  std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
+  constexpr bool kStoresLate = F::kAdds || (F::kEpilogue == Epilogue::kStore && !F::kIsTurned);
+  std::conditional_t<kStoresLate, Late<F>, Nothing> late;
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
@@ -289,7 +290,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       }
       // After the release, because a store may wait until memory has taken the ones before.
       if constexpr (kStoresLate) {
-        if (step < rounded.kParts) rounded.store(p.d, writer, step);
+        if (step < late.kParts) late.store(p.d, writer, step);
       }
       previous = stage.place;
       stage.advance();
@@ -334,8 +335,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if (warp_m >= tile.end_m) {
       continue;
     } else if constexpr (kStoresLate) {
-      for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
-      rounded.template take<T>(tile, plane, warp_m, d[0]);
+      for (int part = whole; part < late.kParts; ++part) late.store(p.d, writer, part);
+      late.template take<T>(p.d, writer, tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {
@@ -343,7 +344,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
   }
   if constexpr (kStoresLate) {
-    for (int part = 0; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
+    for (int part = 0; part < late.kParts; ++part) late.store(p.d, writer, part);
   }
   if (lane_index() == 0) wait_until_stored();
 }
