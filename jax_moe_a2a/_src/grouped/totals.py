@@ -45,14 +45,22 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. Its tangent is also that of a ``given`` total."""
+    """Return the total of weights of any shape. A ``given`` total adds its tangent to theirs."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
-    total, *operands = compat.align_varying([zeros, w, *([] if given is None else [given])], ())
+    return _total_of(*compat.align_varying([zeros, w], ()))
 
-    def tangent_of(_: object, tangents: Any) -> jax.Array:
-        return sum_of(total, [tangent.astype(total.dtype) for tangent in tangents])
 
-    return with_tangent(total, tangent_of, *operands)
+@jax.custom_jvp
+def _total_of(total: jax.Array, w: jax.Array) -> jax.Array:
+    del w
+    return total
+
+
+@partial(_total_of.defjvp, symbolic_zeros=True)
+def _total_of_jvp(primals: Any, tangents: Any) -> Any:
+    total = _total_of(*primals)
+    moving = (d.astype(total.dtype) for d in tangents if not isinstance(d, SymbolicZero))
+    return total, sum_of(total, list(moving))
 
 
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from ..grouped.totals import total_of, with_total
 from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
-from .weights import Experts
+from .weights import Experts, Totals
 
 Result = TypeVar("Result")
 
@@ -47,13 +47,6 @@ class LayerWeights(NamedTuple):
     """Weights of a shared expert that is not in the exchange."""
 
 
-class Totals(NamedTuple):
-    """The totals of weights (``grouped/totals.py``) that products have, or None."""
-
-    w_in: jax.Array | None = None
-    w_out: jax.Array | None = None
-
-
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
     """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
     scales = None if fmt is None else fmt.token_scales
@@ -69,8 +62,9 @@ def in_chunks(
     num_chunks: int,
     tokens: Tokens,
     weights: LayerWeights,
-) -> Result:
-    """Return the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
+    totals: Totals,
+) -> tuple[Totals, Result]:
+    """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
       layer: returns a pytree of arrays for a chunk, and the totals that its products returned. It
@@ -79,6 +73,7 @@ def in_chunks(
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
+      totals: of the experts, or without arrays.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.
@@ -102,7 +97,8 @@ def in_chunks(
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
     first = _map_floats(total_of, weights)
-    totals = Totals(*map(_floats, (first.experts.w_in, first.experts.w_out)))
+    if not jax.tree.leaves(totals):
+        totals = totals.of(first.experts.map_weights(_floats))
     # Gradients take the way of the totals.
     fixed = _map_floats(lax.stop_gradient, weights)
 
@@ -117,7 +113,7 @@ def in_chunks(
         found, _ = jax.eval_shape(step, totals, first_chunk)
         totals = jax.tree.map(_varying_like, totals, found)
     # The loop already keeps XLA from merging both computations of a chunk.
-    return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]
+    return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
 def _floats(w: Any) -> Any:
