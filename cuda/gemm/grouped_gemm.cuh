@@ -321,6 +321,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
 
     const Plane plane(F::kHasRaggedD, work);
+    if constexpr (kStoresLate) {  // also if this tile has no results of this warp
+      for (int part = whole; part < late.kParts; ++part) late.store(p.d, writer, part);
+    }
     if constexpr (F::kDerives) {
       const auto take = [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
@@ -335,7 +338,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if (warp_m >= tile.end_m) {
       continue;
     } else if constexpr (kStoresLate) {
-      for (int part = whole; part < late.kParts; ++part) late.store(p.d, writer, part);
       late.template take<T>(p.d, writer, tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
