@@ -60,7 +60,9 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     found, result = quickly(add)(totals, params, *args)
     value, gradients = quickly(jax.value_and_grad(loss, has_aux=has_aux))(params, *args)
     expected = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, gradients)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected
+    )
     first = lambda x: x[0] if has_aux else x
     np.testing.assert_allclose(first(result), first(value), 1e-5)
     return num_added(add, totals, params, *args)

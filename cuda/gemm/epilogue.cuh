@@ -34,29 +34,10 @@ class BoxWriter {
 
   __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][kStoreBytes]) : buffers_(buffers) {}
 
-  // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned; or adds 16 rows of m by
-  // 32 of n, whose words are float32 numbers in the order of d.
+  // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
-    const int lane = lane_index();
-    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
-    __syncwarp();
-    char* buffer = buffers_[next_];
-    next_ = (next_ + 1) % kStoreBuffers;
-    if constexpr (F::kAdds) {
-      copy_floats(buffer, words);
-    } else {
-      copy_matrices(buffer, words);
-    }
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane == 0) {
-      if constexpr (F::kAdds) {
-        add_box(&map, box, buffer);
-      } else {
-        store_box(&map, box, buffer);
-      }
-      end_store_group();
-    }
+    copy_matrices(take_buffer(), words);
+    send([&](const char* buffer) { store_box(&map, box, buffer); });
   }
 
   // Rounds d[first], d[first + 1], ... and stores them.
@@ -69,22 +50,52 @@ class BoxWriter {
     write(map, box, words);
   }
 
+  // Adds d[first], d[first + 1], ..., which are 16 rows of m by 32 of n.
+  template <int kSize>
+  __device__ void add(const CUtensorMap& map, const Box& box, const float (&d)[kSize], int first) {
+    copy_floats(take_buffer(), d, first);
+    send([&](const char* buffer) { add_box(&map, box, buffer); });
+  }
+
  private:
-  // Copies 16 x 32 float32 numbers to rows of 128 bytes, swizzled. In each step, the lanes of odd
-  // rows copy other columns than those of even rows, because their banks would else be the same.
-  static __device__ void copy_floats(char* buffer, const uint32_t (&words)[kWords]) {
+  __device__ char* take_buffer() {
+    if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
+    __syncwarp();
+    return buffers_[next_];
+  }
+
+  // Lets one lane send what all lanes have copied to the buffer.
+  template <typename Send>
+  __device__ void send(Send&& send) {
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane_index() == 0) {
+      send(buffers_[next_]);
+      end_store_group();
+    }
+    next_ = (next_ + 1) % kStoreBuffers;
+  }
+
+  // Copies to rows of 128 bytes, as the map swizzles. Lanes of odd rows copy other columns than
+  // those of even rows at the same time, which would be in the same banks.
+  template <int kSize>
+  static __device__ void copy_floats(char* buffer, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;
     const bool is_odd = row % 2 != 0;
     char* of_row = buffer + row * 128 + lane % 2 * 8;
-    const int first = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);  // of the row's parts of 16 bytes
+    const int swizzle = lane % 4 / 2 ^ row ^ (is_odd ? 4 : 0);
+    float x[kBoxElements / 4];
+    // Copies in the program's order: the compiler would else let no products overlap.
+#pragma unroll
+    for (int i = 0; i < kBoxElements / 4; ++i)
+      asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int even = 4 * i + 2 * half, odd = 4 * (i ^ 2) + 2 * half;
-        const uint2 pair = {is_odd ? words[odd] : words[even],
-                            is_odd ? words[odd + 1] : words[even + 1]};
-        *reinterpret_cast<uint2*>(of_row + half * 8 * 128 + ((2 * i) ^ first) * 16) = pair;
+        *reinterpret_cast<float2*>(of_row + half * 8 * 128 + (2 * i ^ swizzle) * 16) = {
+            is_odd ? x[odd] : x[even], is_odd ? x[odd + 1] : x[even + 1]};
       }
     }
   }
@@ -181,42 +192,33 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The results of a warp's last tile, 16 rows of m by all n, which it stores while the products of
-// its next tile run. So only the rounding keeps the next products waiting. Float32 results are too
-// many for the registers, so the first half of them is added before the next products.
+// Adds 16 rows of m by all n to float32 numbers.
+template <typename F, int kSize>
+__device__ inline void add_products(const GemmParams& p, BoxWriter<F>& writer, const Tile<F>& tile,
+                                    const Plane& plane, int32_t m, const float (&d)[kSize]) {
+#pragma unroll
+  for (int n = 0; n < F::kTileN; n += F::kStoreColumns) {
+    if (tile.n + n < tile.end_n) writer.add(p.d, plane.box(tile.n + n, m), d, n / 2);
+  }
+}
+
+// The rounded results of a warp's last tile, 16 rows of m by all n, which it stores while the
+// products of its next tile run. So only the rounding keeps the next products waiting.
 template <typename F>
-class Late {
+class Rounded {
  public:
-  static constexpr int kBoxes = F::kTileN / F::kStoreColumns;
-  static constexpr int kFirst = F::kAdds ? kBoxes / 2 : 0;  // the first box that is late
-  static constexpr int kLate = kBoxes - kFirst;
-  static constexpr int kWords = BoxWriter<F>::kWords;  // of a box
+  static constexpr int kBoxes = F::kTileN / kBoxElements;
   static constexpr int kParts = 2;  // a part is stored with each of the first steps
 
   template <typename T, int kSize>
-  __device__ void take(const CUtensorMap& map, BoxWriter<F>& writer, const Tile<F>& tile,
-                       const Plane& plane, int32_t m, const float (&d)[kSize]) {
+  __device__ void take(const Tile<F>& tile, const Plane& plane, int32_t m,
+                       const float (&d)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      words_[i / (kBoxElements / 4)][i % (kBoxElements / 4)] = pack<T>(d[2 * i], d[2 * i + 1]);
+    }
     box_ = plane.box(tile.n, m);
     columns_ = tile.end_n - tile.n;
-#pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      uint32_t words[kWords];
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        const int word = i * kWords + j;
-        if constexpr (F::kAdds) {
-          asm volatile("mov.b32 %0, %1;" : "=r"(words[j]) : "f"(d[word]));
-        } else {
-          words[j] = pack<T>(d[2 * word], d[2 * word + 1]);
-        }
-      }
-      if (i < kFirst) {
-        write(map, writer, i, words);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kWords; ++j) words_[i % kLate][j] = words[j];
-      }
-    }
   }
 
   // Stores part `part` if there is one; call it for all parts in turn before the next take().
@@ -234,18 +236,13 @@ class Late {
   template <int kPart>
   __device__ void store_boxes(const CUtensorMap& map, BoxWriter<F>& writer) {
 #pragma unroll
-    for (int i = kPart * kLate / kParts; i < (kPart + 1) * kLate / kParts; ++i) {
-      write(map, writer, kFirst + i, words_[i]);
+    for (int i = kPart * kBoxes / kParts; i < (kPart + 1) * kBoxes / kParts; ++i) {
+      if (i * kBoxElements >= columns_) break;
+      writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
     }
   }
 
-  __device__ void write(const CUtensorMap& map, BoxWriter<F>& writer, int i,
-                        const uint32_t (&words)[kWords]) const {
-    const int32_t n = i * F::kStoreColumns;
-    if (n < columns_) writer.write(map, {box_.c0 + n, box_.c1, box_.c2, box_.c3}, words);
-  }
-
-  uint32_t words_[kLate][kWords];
+  uint32_t words_[kBoxes][kBoxElements / 4];
   Box box_;
   int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store
 };

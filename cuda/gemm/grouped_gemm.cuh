@@ -207,8 +207,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const int warp = threadIdx.x / kWarpThreads;
   const int first_m = warp / 4 * kWarpGroupM;
   BoxWriter<F> writer(shared.results[warp]);
-  constexpr bool kStoresLate = F::kAdds || (F::kEpilogue == Epilogue::kStore && !F::kIsTurned);
-  std::conditional_t<kStoresLate, Late<F>, Nothing> late;
+  constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
+  std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
@@ -290,7 +290,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       }
       // After the release, because a store may wait until memory has taken the ones before.
       if constexpr (kStoresLate) {
-        if (step < late.kParts) late.store(p.d, writer, step);
+        if (step < rounded.kParts) rounded.store(p.d, writer, step);
       }
       previous = stage.place;
       stage.advance();
@@ -321,9 +321,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
 
     const Plane plane(F::kHasRaggedD, work);
-    if constexpr (kStoresLate) {  // also if this tile has no results of this warp
-      for (int part = whole; part < late.kParts; ++part) late.store(p.d, writer, part);
-    }
     if constexpr (F::kDerives) {
       const auto take = [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
@@ -338,7 +335,10 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if (warp_m >= tile.end_m) {
       continue;
     } else if constexpr (kStoresLate) {
-      late.template take<T>(p.d, writer, tile, plane, warp_m, d[0]);
+      for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
+      rounded.template take<T>(tile, plane, warp_m, d[0]);
+    } else if constexpr (F::kAdds) {
+      add_products<F>(p, writer, tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {
@@ -346,7 +346,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
   }
   if constexpr (kStoresLate) {
-    for (int part = 0; part < late.kParts; ++part) late.store(p.d, writer, part);
+    for (int part = 0; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
   }
   if (lane_index() == 0) wait_until_stored();
 }

@@ -117,20 +117,10 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     return _choose(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
 
-def add_outer_cuda(
-    by_product: Callable[..., Any], ctx: Any, *operands: compat.Value, **params: object
-) -> Choice:
-    """Choose the path of ``add_outer_p``.
-
-    Args:
-      by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
-        does not apply, or if the batch shares the total.
-    """
-    total, x, _, sizes = ctx.avals_in
+def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
+    """Return why no kernel computes ``add_outer_p`` of these types, or ''."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
-    if total.shape[:-3] != lead_of(x):
-        why = why or "the batch shares the total"
-    return native.choose_kernel(ctx, operands, params, _add_outer_kernel, why, by_product)
+    return why or ("" if total.shape[:-3] == lead_of(x) else "the batch shares the total")
 
 
 def _choose(
@@ -218,7 +208,7 @@ def _outer_kernel(
     return found
 
 
-def _add_outer_kernel(
+def add_outer(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
 ) -> jax.Array:
     """Add the products where the total is."""

@@ -8,7 +8,7 @@ weights to the total that it receives, and passes the total on. So one array in 
 sum at all times, and no gradient of a single use outlives its addition.
 
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
-- ``add_outer_p``, its transpose: ``total + outer(r, ct)``, linear in the total, and in r and ct.
+- ``add_outer_p``, its transpose: ``total + outer(r, ct)``.
   On GPUs, the kernel that multiplies also adds, in float32, in the memory of the total.
 
 Operands are as in ``primitives.py``. A total has the leading axes of its weights.
@@ -170,34 +170,25 @@ def _add_outer(
 def _add_outer_by_product(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: object
 ) -> jax.Array:
+    """Round the products before the sum, like other paths, which have no float32 results."""
     lead, dtype = total.shape[:-3], x.dtype
     outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
     return total + outer.astype(total.dtype)
 
 
 def _add_outer_jvp(primals: Any, tangents: Any, *, num_sms: int | None) -> Any:
-    total, x, y, sizes = primals
-    tangent, d_x, d_y, _ = tangents
-    for pair in ((d_x, y), (x, d_y)):
-        if not any(map(is_zero, pair)):
-            tangent = bind_add_outer(tangent, *pair, sizes, num_sms)
-    return bind_add_outer(total, x, y, sizes, num_sms), tangent
+    (total, x, y, sizes), (d_total, d_x, d_y, _) = primals, tangents
+    params = dict(lead=total.shape[:-3], dtype=total.dtype, tail="unspecified", num_sms=num_sms)
+    pairs = [pair for pair in ((d_x, y), (x, d_y)) if not any(map(is_zero, pair))]
+    terms = [bind_outer(*pair, sizes, **params) for pair in pairs]
+    terms += [] if is_zero(d_total) else [d_total]
+    out = bind_add_outer(total, x, y, sizes, num_sms)
+    return out, sum_of(out, terms)
 
 
-def _add_outer_transpose(
-    ct: Any, total: Any, x: Any, y: Any, sizes: Any, *, num_sms: int | None
-) -> list[Any]:
-    found: list[Any] = [None] * 4
-    if ad.is_undefined_primal(total):
-        found[0] = ct
-    for i, (wanted, other) in enumerate(((x, y), (y, x))):
-        if ad.is_undefined_primal(wanted):
-            found[1 + i] = ad.Zero(wanted.aval)
-            if not is_zero(ct):
-                of_other = other.astype(wanted.aval.dtype)
-                found[1 + i] = unspecified_dot(of_other, ct, sizes, num_sms, transposed=i == 0)
-    return found
-
+choose_add_outer = lowered.by_kernel(
+    lowered.why_no_add_outer, lowered.add_outer, _add_outer_by_product
+)
 
 # Registration
 
@@ -214,8 +205,7 @@ register(
     add_outer_p,
     abstract=lambda total, *_, **__: total,
     jvp=_add_outer_jvp,
-    transpose=_add_outer_transpose,
     is_full=(True, True, True),
     composition=_add_outer,
-    cuda=partial(lowered.add_outer_cuda, _add_outer_by_product),
+    cuda=choose_add_outer,
 )
