@@ -90,7 +90,7 @@ def _summing_dot(rows: Any, w: Any, total: Any, sizes: Any) -> tuple[jax.Array, 
 
 @partial(_summing_dot.defjvp, symbolic_zeros=True)
 def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
-    (rows, w, total, sizes), (d_rows, _, d_total, _) = primals, tangents
+    (rows, w, _, sizes), (d_rows, _, d_total, _) = primals, tangents
     outs, terms = _summing_dot(*primals), []
     if not isinstance(d_rows, SymbolicZero):
         terms.append(_dot(d_rows, w, sizes, quantizes=False))

@@ -36,8 +36,8 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
       has_aux: True if ``loss`` returns a pair.
 
     Returns:
-      A function of ``totals``, ``params`` and the other arguments. ``totals`` is like ``params``, in
-      float32. The auxiliary result has None in place of totals.
+      A function of ``totals``, ``params`` and the other arguments. ``totals`` is like ``params``,
+      in float32. The auxiliary result has None in place of totals.
 
     Example:
       ```python
