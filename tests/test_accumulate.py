@@ -1,6 +1,7 @@
 """`ma.accumulate_grads`: totals are the sums of all gradients, whatever transforms a loss has, and
 the products of experts add to them."""
 
+import dataclasses
 import functools
 
 import harness
@@ -207,11 +208,24 @@ def test_totals_of_layers_in_a_scan(mesh):
 @pytest.mark.several_devices("a mesh of two axes")
 @pytest.mark.parametrize("mesh", [1], indirect=True)
 def test_totals_of_experts_that_are_trained_in_fp8(mesh):
-    def loss(params, x):
-        return once(mesh, dict(params, experts=params["experts"].in_fp8()), x)
-
     params = params_of(hidden=128, width=128)
-    assert assert_sums(loss, params, tokens(8, hidden=128), tolerance=1e-3) == (2, 0)
+    quantized = ma.quantize_experts(params["experts"], transposed=True)
+
+    def loss(params, x, before):
+        experts = params["experts"]
+        if before:
+            with_source = lambda name: dataclasses.replace(
+                getattr(quantized, name), source=getattr(experts, name)
+            )
+            fields = dict(w_in=with_source("w_in"), w_out=with_source("w_out"))
+            experts = experts.replace(**fields, totals=experts.totals)
+        else:
+            experts = experts.in_fp8()
+        return once(mesh, dict(params, experts=experts), x)
+
+    for before in (False, True):
+        fn = functools.partial(loss, before=before)
+        assert assert_sums(fn, params, tokens(8, hidden=128), tolerance=1e-3) == (2, 0)
 
 
 @pytest.mark.several_devices("a mesh of two axes")

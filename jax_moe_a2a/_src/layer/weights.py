@@ -191,8 +191,8 @@ def flat(experts: Experts) -> Experts:
 def totals_of(experts: Experts) -> Totals:
     """Return the totals to which products of ``flat(experts)`` add. It has none if they were cast
     like their weights."""
-    dtype, given = accumulation_dtype(experts.w_out.dtype), experts.totals
-    if given is None or given.w_in.dtype != dtype:
+    given = experts.totals
+    if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()
     return given.like(given.of(flat(experts)))
 
