@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -47,7 +48,14 @@ passing_dot_p.multiple_results = True
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
     """Return the total of weights of any shape. A ``given`` total adds its tangent to theirs."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
-    return _total_of(*compat.align_varying([zeros, w], ()))
+    total, w = compat.align_varying([zeros, w], ())
+    return _total_of(_batched_like(total, w), w)
+
+
+def _batched_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Return ``x``, with the batch axes of ``other``, which its tangent has. XLA removes the
+    select."""
+    return lax.select(jnp.zeros(x.shape, bool), lax.stop_gradient(other).astype(x.dtype), x)
 
 
 @jax.custom_jvp
@@ -66,7 +74,9 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
     """Return weights unchanged, whose tangent is that of their total."""
     w, total = compat.align_varying([w, total], ())
-    return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)
+    return with_tangent(
+        _batched_like(w, total), lambda _, tangents: tangents[0].astype(w.dtype), total
+    )
 
 
 def summing_dot(

@@ -7,6 +7,7 @@ to them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from ..ad import carries_tangent
 from ..checks import as_array, short
 from ..formats.formats import TokenFormat
 from ..grouped.totals import total_of, with_total
@@ -98,8 +98,7 @@ def in_chunks(
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
     first = _map_floats(total_of, weights)
     if not jax.tree.leaves(totals):
-        source_of = lambda w: w.source if isinstance(w, QuantizedExperts) else w
-        totals = totals.of(first.experts.map_weights(source_of))
+        totals = totals.of(first.experts.map_weights(_floats))
     # Gradients take the way of the totals.
     fixed = _map_floats(lax.stop_gradient, weights)
 
@@ -115,7 +114,19 @@ def in_chunks(
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
+def _floats(w: Any) -> Any:
+    """Return the array of weights that has their gradients, or None."""
+    return w.source if isinstance(w, QuantizedExperts) else w
+
+
 def _map_floats(function: Callable[..., jax.Array], weights: Any, *others: Any) -> Any:
-    """Apply a function to each array of weights that may have a gradient."""
-    apply = lambda w, *more: function(w, *more) if carries_tangent(w.dtype) else w
-    return jax.tree.map(apply, weights, *others)
+    """Apply a function to each array of weights that has a gradient."""
+
+    def apply(w: Any, *more: Any) -> Any:
+        if _floats(w) is None:
+            return w
+        found = function(*map(_floats, (w, *more)))
+        return dataclasses.replace(w, source=found) if isinstance(w, QuantizedExperts) else found
+
+    is_leaf = lambda w: isinstance(w, QuantizedExperts)
+    return jax.tree.map(apply, weights, *others, is_leaf=is_leaf)
