@@ -12,10 +12,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ad import with_tangent
 from ..checks import PyTree, Tail, check_floats, short
-from ..formats.formats import NvFp4, TokenFormat, paired, with_global_scales
+from ..formats.formats import NvFp4, TokenFormat, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
+from . import reference
 from .bind import bind
 from .dispatch_combine import DISPATCH
 from .payload_checks import (
@@ -32,9 +33,9 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    If the primitive applies the token format, bind it with ``payload`` and ``params``. If XLA
-    applies the format before and after the primitive, use ``encoded_payload`` and
-    ``encoded_params``.
+    If the primitive applies the token format, bind it with ``payload`` and ``params``, and pass the
+    results to ``recv``. If XLA applies the format before and after the primitive, use ``encoded``
+    and ``recv_of_encoded``.
     """
 
     source: CheckedIds | AnyRouting
@@ -77,91 +78,55 @@ class DispatchArguments(NamedTuple):
         return [jnp.broadcast_to(scale, self.leaves[0].shape[:1])]
 
     @property
-    def _travelling_scales(self) -> list[jax.Array]:
-        """Return the bits of the global scale of each token, uint32 [T], which travel with its row;
-        [] if the format has none. They are integers because they have no derivative."""
-        scales = (
-            None if self.options.token_format is None else self.options.token_format.token_scales
-        )
-        return [] if scales is None else [lax.bitcast_convert_type(scales, jnp.uint32)]
-
-    @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return these bits as a choice array [T, K], as the kernels deliver them to quantized
-        rows; [] if the kernels decode rows."""
-        if self.options.decode:
+        """Return the bits of the global scale of each token as a choice array, uint32 [T, K], as
+        the kernels deliver them to quantized rows; [] if the format has none, or rows are decoded.
+        """
+        fmt, source = self.options.token_format, self.source
+        if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
-        source = self.source
         top_k = source.ids.shape[1] if isinstance(source, CheckedIds) else source.top_k
         num_choices = top_k + self.route_options.shared_expert
-        return [
-            jnp.broadcast_to(bits[:, None], (bits.size, num_choices))
-            for bits in self._travelling_scales
-        ]
+        bits = lax.bitcast_convert_type(fmt.token_scales, jnp.uint32)
+        return [jnp.broadcast_to(bits[:, None], (bits.size, num_choices))]
 
     @property
-    def encoded_payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that does not quantize, without the routing."""
-        fmt = self.options.token_format
-        leaves = self.leaves
-        if fmt is not None:
-            leaves = [part for leaf in leaves for part in fmt.travelling.encode(leaf)]
-        return [*leaves, *self._travelling_scales, *self.choice_arrays]
-
-    @property
-    def encoded_params(self) -> dict[str, Any]:
-        """Return the parameters of a dispatch that does not quantize."""
+    def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
+        """Return the operands, without the routing, and the parameters of a dispatch that does not
+        quantize."""
         if self.options.token_format is None:
-            return self.params
-        # The wire dtype is for the gradient, and values and scales have no gradient.
-        options = self.options.unencoded._replace(wire_dtype=None)
-        num_leaves = 2 * len(self.leaves) + len(self._travelling_scales)
-        return dict(
-            num_leaves=num_leaves, num_choice_arrays=len(self.choice_arrays), options=options
-        )
+            return self.payload, self.params
+        return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that quantizes."""
-        num_scales = len(self._scales_of_choices)
-        num_rows = len(moved) - len(self.choice_arrays) - num_scales
-        rows, weights = moved[:num_rows], moved[num_rows : len(moved) - num_scales]
-        return self._recv(routing, rows, moved[len(moved) - num_scales :], weights)
-
-    def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return the ``Recv`` of the results of a dispatch that does not quantize."""
-        if self.options.token_format is None:
-            return self.recv(routing, moved)
-        num_parts = 2 * len(self.leaves)
-        num_leaves = num_parts + len(self._travelling_scales)
-        parts, bits, weights = (
-            moved[:num_parts],
-            moved[num_parts:num_leaves],
-            moved[num_leaves:],
-        )
-        if self.options.decode:
-            parts = _decoded(parts, self.leaves, routing, self.options, _as_scales(bits))
-        return self._recv(routing, parts, bits, weights)
-
-    def _recv(
-        self,
-        routing: AnyRouting,
-        rows: Sequence[Any],
-        bits: Sequence[jax.Array],
-        weights: Sequence[jax.Array],
-    ) -> Recv:
-        """Return the ``Recv`` of rows, or of their parts, with the bits of the global scales and
-        the weights of the rows: one array or none each."""
-        scales = None
-        if self.options.token_format is not None and not self.options.decode:
-            rows = [self.options.token_format.laid_out(pair) for pair in paired(rows)]
-            scales = _as_scales(bits)
+        scales_of_choices, fmt = self._scales_of_choices, self.options.token_format
+        end = len(moved) - len(scales_of_choices)
+        first = end - len(self.choice_arrays)
+        rows, weights, bits = moved[:first], moved[first:end], moved[end:]
+        if fmt is not None and not self.options.decode:
+            rows = [fmt.laid_out(pair) for pair in paired(rows)]
+        scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
         rows = jax.tree.unflatten(self.treedef, rows)
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
+    def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
+        """Return the ``Recv`` of the results of a dispatch that does not quantize."""
+        if self.options.decode:
+            num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
+            found = reference.decoded(moved, dtypes, self.params["options"])
+            rows, rest = found[:num_leaves], found[num_leaves:]
+            options = self.options.unencoded
+            params = dict(num_leaves=num_leaves, num_choice_arrays=0, options=options)
 
-def _as_scales(bits: Sequence[jax.Array]) -> jax.Array | None:
-    """Return the float32 with these bits, or None if there are none."""
-    return lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
+            # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the
+            # format. The rows are D Q(x), but their derivative is defined as the derivative of
+            # D x: d rows = D dx. The transpose is ct(x) = D^T ct(rows), a combine.
+            def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
+                return bind(DISPATCH, tangents[0], primals[1], **params)
+
+            moved = [*with_tangent(rows, tangent_of, self.leaves, routing), *rest]
+        return self.recv(routing, moved)
 
 
 def check_dispatch(
@@ -201,36 +166,6 @@ def check_dispatch(
     if has_shared_weights:
         choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]
     return DispatchArguments(source, leaves, treedef, choice_arrays, options)
-
-
-# Rows of a dispatch whose primitive does not decode: of a split one, or of one over two levels
-
-
-def _decoded(
-    parts: Sequence[jax.Array],
-    x: Sequence[jax.Array],
-    routing: AnyRouting,
-    options: Options,
-    global_scales: jax.Array | None,
-) -> list[jax.Array]:
-    """Return the rows [C, ...] of each array of ``x``, with straight-through derivatives.
-
-    The dispatched values and scales alternate in ``parts``. The global scale of each row is in
-    ``global_scales`` [C], or is the format's. The wire dtype of the options is for the gradient.
-    """
-    pairs = zip(paired(parts), x, strict=True)
-    assert options.token_format is not None
-    fmt = with_global_scales(options.token_format.travelling, global_scales)
-    rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
-
-    # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format.
-    # The rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx.
-    # The transpose is ct(x) = D^T ct(rows), a combine.
-    def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
-        return bind(DISPATCH, tangents[0], primals[1], **params)
-
-    return with_tangent(rows, tangent_of, list(x), routing)
 
 
 class CombineArguments(NamedTuple):

@@ -57,15 +57,9 @@ def _combine_layouts(
 
 
 def _dispatch_types(
-    results: list[Any],
-    payload: Sequence[jax.Array],
-    *,
-    num_leaves: int,
-    options: Options,
-    **_: object,
+    results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
     """Return the result types. If rows are not decoded, each leaf has values and scales."""
-    del payload
     if options.token_format is None or options.decode:
         return results
     rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]

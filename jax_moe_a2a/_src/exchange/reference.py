@@ -8,6 +8,7 @@ all ranks on one device, and the swap is a transposition.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import accumulation_dtype
-from ..formats.formats import TokenFormat, paired, with_global_scales
+from ..formats.formats import NvFp4, TokenFormat, paired
 from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
@@ -95,26 +96,52 @@ def encode_and_decode(
 ) -> list[jax.Array]:
     """Encode leaves, move values and scales as leaves by ``dispatch``, and decode rows."""
     payload, routing = split_routing(operands)
+    parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
+    moved = dispatch(*parts, *routing, **of_parts, **params)
+    return decoded(moved, [x.dtype for x in payload[:num_leaves]], options)
+
+
+def encoded(
+    payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Return payload and parameters of the dispatch without a format that moves the values and
+    scales of leaves. If rows are decoded, global scales travel with them."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
-
-    def format_of(scales: Sequence[jax.Array]) -> TokenFormat:
-        assert options.token_format is not None
-        return with_global_scales(options.token_format, scales[0] if scales else None)
-
-    parts = [part for x in leaves for part in format_of(token_scales).encode(x)]
-    num_parts = len(parts)
+    fmt = _format_of(options, token_scales)
+    parts = [part for x in leaves for part in fmt.encode(x)]
     if options.decode:
-        parts += token_scales
-    params.update(
-        num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options.unencoded
-    )
-    moved = dispatch(*parts, *choice_arrays, *routing, **params)
+        # As integers, which have no derivative.
+        parts += [lax.bitcast_convert_type(x, jnp.uint32) for x in token_scales]
+    # The wire dtype is for the gradient, and values and scales have no gradient.
+    options = options.unencoded._replace(wire_dtype=None)
+    params = dict(num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options)
+    return [*parts, *choice_arrays], params
+
+
+def decoded(
+    moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
+) -> list[jax.Array]:
+    """Return the results of a dispatch with a format of leaves with these dtypes, given those of
+    the dispatch of ``encoded``."""
     if not options.decode:
-        return moved
-    fmt, pairs = format_of(moved[num_parts : len(parts)]), paired(moved[:num_parts])
-    rows = [fmt.decode(pair, x.dtype) for pair, x in zip(pairs, leaves, strict=True)]
-    return [*rows, *moved[len(parts) :]]
+        return list(moved)
+    first = 2 * len(dtypes)
+    end = first + options.has_token_scales
+    scales = [lax.bitcast_convert_type(x, jnp.float32) for x in moved[first:end]]
+    fmt = _format_of(options, scales)
+    pairs = zip(paired(moved[:first]), dtypes, strict=True)
+    return [*(fmt.decode(pair, dtype) for pair, dtype in pairs), *moved[end:]]
+
+
+def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:
+    """Return the format, with these global scales of tokens or rows: one array, or none."""
+    fmt = options.token_format
+    if scales:
+        assert isinstance(fmt, NvFp4)
+        return dataclasses.replace(fmt, global_scale=scales[0])
+    assert fmt is not None
+    return fmt
 
 
 def combine(

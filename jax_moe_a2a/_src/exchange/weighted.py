@@ -45,7 +45,6 @@ def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: object) -
 
 def _dispatch_types(
     results: list[Any],
-    payload: Sequence[Any],
     *,
     lead: tuple[int, ...],
     num_leaves: int,
@@ -53,8 +52,7 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: object,
 ) -> list[Any]:
-    """Return the types of the results: scaled rows, then dot products. Check the shapes of rows and
-    weights."""
+    """Return the types of the results: scaled rows, then dot products."""
     if not results:
         return results
     moved = results[0]
@@ -65,12 +63,6 @@ def _dispatch_types(
         accumulation_dtype(moved.dtype),
         moved.sharding.spec[len(lead) + 1 : num_axes],
     )
-    expected = [moved.shape] * num_leaves + [dotted.shape] * num_choice_arrays
-    for aval, shape in zip(payload[1:], expected, strict=True):
-        if aval.shape != shape:
-            raise TypeError(
-                f"{WEIGHTED_DISPATCH.primitive} needs an operand {shape}; got {aval.str_short()}"
-            )
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 

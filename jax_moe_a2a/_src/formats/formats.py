@@ -468,14 +468,6 @@ def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def with_global_scales(fmt: TokenFormat, global_scales: jax.Array | None) -> TokenFormat:
-    """Return ``fmt``, with these global scales of tokens or rows if given."""
-    if global_scales is None:
-        return fmt
-    assert isinstance(fmt, NvFp4)
-    return dataclasses.replace(fmt, global_scale=global_scales)
-
-
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the magnitude (bits of a float32) and the sign (0 or 1) of ``x``, uint32.
 

@@ -2,7 +2,7 @@
 
 Each process publishes a notice through JAX's coordination service. The notice has the socket at
 which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
-``runtime.py`` says when a process publishes its notice. Every function here publishes it before it
+``group.py`` says when a process publishes its notice. Every function here publishes it before it
 waits for another process.
 """
 

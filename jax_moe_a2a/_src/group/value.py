@@ -1,8 +1,7 @@
 """Define the value of a group: its mesh, axes and options, and what follows from them alone.
 
-Nothing here uses JAX's backends, the kernels or another process. ``runtime.py`` has the functions
-that act on a group. ``Group`` in ``group.py`` is the public class; its methods call these
-functions.
+Nothing here uses JAX's backends, the kernels or another process. ``Group`` in ``group.py``, the
+public class, has the methods that do.
 """
 
 from __future__ import annotations

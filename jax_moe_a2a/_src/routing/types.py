@@ -164,40 +164,28 @@ class Routing(RoutedRows):
 
 
 def check_arrays(
-    argument: str,
-    arrays: RoutingArrays,
-    num_ranks: int,
-    capacity: int,
-    *,
-    lead: tuple[int, ...] = (),
-    level: str = "",
+    argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads.
+    """Check dtype and shape of the arrays that an exchange reads. Messages name an array with the
+    prefix ``level``.
 
     The check protects memory: the kernels derive sizes from some arrays, and read all arrays with
     these sizes.
-
-    Args:
-      arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
-        ``lead``.
-      lead: axes before the axes of one rank.
-      level: the prefix of the arrays' names, for the message.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
     choices = named[f"{level}choice_rank"]
-    if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
-        expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
+    if len(choices.shape) != 2:
         raise TypeError(
-            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}. Pass the "
-            "routing of one rank unchanged"
+            f"{what}: {level}choice_rank must be int32[num_tokens,top_k]; got {short(choices)}. "
+            "Pass the routing of one rank unchanged"
         )
-    num_tokens, top_k = choices.shape[len(lead) :]
+    num_tokens, top_k = choices.shape
     shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
     check_int32(
         what,
         named,
-        {f"{level}{name}": (*lead, *shapes[name]) for name in RoutingArrays._fields},
+        {f"{level}{name}": shapes[name] for name in RoutingArrays._fields},
         f"{level}choice_rank {short(choices)}, {num_ranks} ranks and capacity={capacity}",
     )
 
