@@ -10,22 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ad import with_tangent
-from ..checks import PyTree, Tail, check_floats, short
-from ..formats.formats import NvFp4, TokenFormat, paired
+from ..ad import carries_tangent, with_tangent
+from ..checks import (
+    PyTree,
+    Tail,
+    check_bool,
+    check_floats,
+    check_static,
+    check_tail,
+    merge_axes,
+    short,
+)
+from ..formats.formats import NvFp4, TokenFormat, WireDtype, as_wire_dtype, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from . import reference
 from .bind import bind
 from .dispatch_combine import DISPATCH
-from .payload_checks import (
-    check_leaves,
-    check_options,
-    check_weights,
-    check_wire_dtype,
-    with_shared_weights,
-)
 from .record import Options
 from .recv import Recv, recv_of
 
@@ -79,9 +81,8 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return the bits of the global scale of each token as a choice array, uint32 [T, K], as
-        the kernels deliver them to quantized rows; [] if the format has none, or rows are decoded.
-        """
+        """Return the bits of the tokens' global scales as a choice array, uint32 [T, K], as the
+        kernels deliver them to quantized rows; [] without such scales, or if rows are decoded."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -92,8 +93,7 @@ class DispatchArguments(NamedTuple):
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
-        """Return the operands, without the routing, and the parameters of a dispatch that does not
-        quantize."""
+        """Return payload and parameters of a dispatch that does not quantize."""
         if self.options.token_format is None:
             return self.payload, self.params
         return reference.encoded(self.payload, **self.params)
@@ -150,8 +150,9 @@ def check_dispatch(
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
     exchange = route_arguments.exchange
-    options = Options(exchange.wire_dtype, exchange.token_format, decode, tail)
-    options = check_options(options, leaves, route_options.has_levels)
+    check_format(exchange.token_format, check_bool("decode", decode), leaves)
+    wire = check_wire_dtype(exchange.wire_dtype, "x", leaves, has_levels=route_options.has_levels)
+    options = Options(wire, exchange.token_format, decode, check_tail(tail))
     choice_arrays = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -244,8 +245,7 @@ def _check_addends(
     rows: Sequence[jax.Array],
     treedef: jax.tree_util.PyTreeDef,
 ) -> list[jax.Array]:
-    """Return the arrays of ``add``, which are like the sums of ``rows``, or raise the errors of
-    ``combine``."""
+    """Return the arrays of ``add``, which are like the sums of ``rows``."""
     leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
     if routing.replicated:
         raise ValueError(
@@ -264,3 +264,114 @@ def _check_addends(
                 f"{short(leaf)}. Reshape or cast it"
             )
     return leaves
+
+
+# Checks of the payload
+
+
+def check_leaves(
+    name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
+) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The message about
+    another leading axis ends with ``remedy``."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
+
+
+def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.Array:
+    try:
+        leaf = jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
+    check_static(name, leaf)
+    if leaf.ndim < 1 or leaf.shape[0] != size:
+        if leaf.ndim > 2 and leaf.shape[0] * leaf.shape[1] == size:
+            remedy = merge_axes(name, leaf, leaf.ndim - 1)
+        raise ValueError(
+            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}{remedy}"
+        )
+    return leaf
+
+
+def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
+    """Return weights as float32, or float64 if given as float64."""
+    array = jnp.asarray(weights)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
+            f"{merge_axes(name, array, len(shape))}"
+        )
+    return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
+
+
+def with_shared_weights(topk_weights: jax.Array, shared_weights: ArrayLike | None) -> jax.Array:
+    """Return checked router weights [T, K] as [T, K + 1], with the shared expert's weights last."""
+    num_tokens = len(topk_weights)
+    weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
+    if weights.ndim == 0:
+        weights = jnp.broadcast_to(weights, num_tokens)
+    weights = check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
+    dtype = topk_weights.dtype  # also the dtype of a Python number
+    if weights.dtype.itemsize > dtype.itemsize and not weights.weak_type:
+        dtype = weights.dtype
+    return jnp.concatenate([topk_weights.astype(dtype), weights.astype(dtype)[:, None]], axis=1)
+
+
+def check_wire_dtype(
+    wire_dtype: DTypeLike | TokenFormat | None,
+    name: str,
+    leaves: Sequence[jax.Array],
+    *,
+    has_levels: bool,
+) -> WireDtype:
+    """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
+    With levels, it must not be wider than the dtype of a leaf, to which the sum of a host is
+    rounded."""
+    dtype = as_wire_dtype(wire_dtype)
+    if isinstance(dtype, TokenFormat):
+        for leaf in leaves:
+            if carries_tangent(leaf.dtype):
+                _check_quantizable(dtype.travelling, "wire_dtype", name, leaf)
+        return dtype.travelling
+    if dtype is None or not has_levels:
+        return dtype
+    for leaf in leaves:
+        is_summed = jnp.issubdtype(leaf.dtype, jnp.floating) and carries_tangent(leaf.dtype)
+        if is_summed and dtype.itemsize > leaf.dtype.itemsize:
+            raise ValueError(
+                f"wire_dtype must not be wider than the dtype of {name} if the group has two "
+                f"levels; got {dtype} for {short(leaf)}. Use wire_dtype=None, or cast {name} to "
+                f"{dtype}"
+            )
+    return dtype
+
+
+def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
+    """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
+    if fmt is None:
+        if decode:
+            raise ValueError(
+                "decode must be False without a token_format; got True. Pass "
+                "exchange=ma.Exchange(token_format=...)"
+            )
+        return
+    for leaf in leaves:
+        _check_quantizable(fmt, "token_format", "x", leaf)
+    if fmt.token_scales is not None and fmt.token_scales.ndim > 1:
+        raise ValueError(
+            "global_scale must be a float, or a float32 array [] or [num_tokens], in dispatch; got "
+            f"{short(fmt.token_scales)}. Pass one scale for each token"
+        )
+
+
+def _check_quantizable(fmt: TokenFormat, option: str, name: str, leaf: jax.Array) -> None:
+    if leaf.ndim < 2:
+        raise ValueError(
+            f"{name} must hold arrays [..., hidden] of two axes or more with a token format as "
+            f"{option}; got {short(leaf)}"
+        )
+    fmt.check_numbers(leaf, name)

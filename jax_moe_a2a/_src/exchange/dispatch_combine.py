@@ -1,15 +1,12 @@
 """Define dispatch and combine.
 
-A dispatch with a format quantizes its leaves, and may have the global scales of the tokens as one
-more operand. It is linear except for the rounding, and has the derivatives of a dispatch without a
-format.
+A dispatch with a format is linear except for the rounding, and has the derivatives of a dispatch
+without a format. The global scales of the tokens may be its last operand.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group. The transpose is a combine, which does not read these rows and has no ``tail``. The
-transpose of a combine writes zeros to these rows, because the function that computed the rows may
-read all of their cotangent. With ``tail="unspecified"``, a combine declares that this function
-reads no cotangent after the last group. Its transpose then is a dispatch with
-``tail="unspecified"``.
+last group, which its transpose, a combine, does not read. The transpose of a combine writes zeros
+to these rows, because the function that computed the rows may read their cotangent. With
+``tail="unspecified"``, a combine declares that the function does not, and has such a transpose.
 """
 
 from __future__ import annotations
@@ -109,8 +106,7 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
 def dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
-    quantizes the leaves if there is a format."""
+    """Return the call of a dispatch, whole or split, which moves all arrays as bytes."""
     options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
     if options.token_format is None:
@@ -124,7 +120,7 @@ def combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
-    the first call also moves the choice arrays. The payload may end with addends of the leaves."""
+    the first call also moves the choice arrays."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
     has_addends = params["options"].num_addends > 0
@@ -200,8 +196,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a dispatch or combine that moves only the kept leaves and choice
-    arrays."""
+    """Return the parameters of an exchange of only the kept leaves and choice arrays."""
     first = params["num_leaves"]  # of the choice arrays
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded
@@ -312,8 +307,8 @@ def _transpose(
 def used_payload(
     used_results: Sequence[bool], params: dict[str, Any]
 ) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands of a dispatch or combine are used, and which results are kept.
-    All results of a used operand are kept."""
+    """Return which payload operands are used, and which results are kept: all results of a used
+    operand."""
     layouts = _dispatch_layouts(**params)
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):
@@ -349,11 +344,10 @@ def _divide_known(
     **_: object,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that binds one exchange of the known leaves and choice arrays and one of
-    the unknown ones.
+    the unknown ones, or None if that is not possible.
 
-    Return None if the routing is unknown, if all or none of the leaves and choice arrays are known,
-    or if there are addends. Without the division, all rows would be unknown, and a product of two
-    rows would not be linear in the unknown arrays.
+    Without the division, all rows would be unknown, and a product of two rows would not be linear
+    in the unknown arrays.
     """
     num_moved = num_leaves + num_choice_arrays
     payload_known, routing_known = split_routing(known)

@@ -1,8 +1,6 @@
 """Lower primitives to custom calls of the CUDA kernels, or to the portable path.
 
-A device finds its rank from the mesh axes of the program, and the ``route`` kernel checks this rank
-against the rank of the workspace. If ranks share a GPU, one call runs all of them, and its arrays
-have a leading axis of ranks. The lowering rules see the arrays of one rank.
+If ranks share a GPU, one call runs all of them, and its arrays have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why it takes the portable path. Raise a ValueError if
-    the group requires the kernels, and the devices of the program are not known."""
+    """Return where the kernels run a call, or why it takes the portable path."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -103,10 +100,9 @@ def register(
     """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
 
     Args:
-      reference: computes the results with jnp and lax from the operands and parameters.
-      kernels: chooses custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns a
-        function that emits them and returns the results. It raises ``Refused`` if the kernels do
-        not support the call. It reads the types of ``ctx`` only.
+      reference: computes the results from the operands and parameters.
+      kernels: ``kernels(ctx, call_placement, *operands, **params)`` returns a function that emits
+        custom calls and returns the results, or raises ``Refused``. It reads only types of ``ctx``.
       unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
         replacement binds other exchanges, which may run the kernels.
     """
@@ -201,8 +197,7 @@ def half_bytes_of(
     avals_in: Sequence[compat.Aval],
     avals_out: Sequence[compat.Aval],
 ) -> int:
-    """Return the bytes of a ring half that a call needs. Raise ``Refused`` if the kernels do not
-    support it."""
+    """Return the bytes of a ring half that a call needs, or raise ``Refused``."""
     operands, results = (map(call_placement.of_rank, avals) for avals in (avals_in, avals_out))
     why, half_bytes = native.why_not(
         target, attributes, operands, results, call_placement.topology, bool(call_placement.lead)
@@ -224,8 +219,7 @@ def custom_call(
     is_split: bool = False,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
-    """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
-    and the bytes of a ring half to reserve."""
+    """Emit the call of a handler, with the attributes that all handlers have."""
     native.register_targets()
     group, topology = call_placement.group, call_placement.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
@@ -280,8 +274,7 @@ class KernelCall(NamedTuple):
 
 
 def _inputs(operands: Sequence[Any]) -> list[Any]:
-    """Return the payload of an exchange, then the routing arrays that the kernels read, from the
-    operands of its primitive or from their types."""
+    """Return the payload and the routing arrays that the kernels read, or their types."""
     payload, routing = split_routing(operands)
     return [*payload, *(getattr(routing, name) for name in READ_BY_KERNELS)]
 
@@ -338,11 +331,8 @@ def done(
     *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
-    """Do what ``whole`` does, for the done of an exchange.
-
-    The done has the operands of its start, so that XLA keeps them in place. Its other operands are
-    the arrays in flight, which become its results.
-    """
+    """Do what ``whole`` does, for the done of an exchange. Its calls have the operands of the
+    start, so that XLA keeps them in place, and the arrays in flight, which become the results."""
     num_results = len(exchange.layouts(**params).results)
 
     def divide(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -374,8 +364,7 @@ def _kernel_calls(
     avals_out: Sequence[compat.Aval],
     params: dict[str, Any],
 ) -> list[tuple[KernelCall, int]]:
-    """Return the calls of an exchange, each with the bytes of a ring half that it needs. Raise
-    ``Refused`` if the kernels do not support a call."""
+    """Return the calls of an exchange with their bytes of a ring half, or raise ``Refused``."""
     payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
     found = []
     for call in exchange.kernel_calls(call_placement, payload, params):
@@ -396,13 +385,12 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays after one barrier for all of them.
+    """Return arrays in the calls' layout, after one barrier, so that XLA copies none in flight: the
+    done must read the memory of the start.
 
-    The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
-    call with slices of its operands, and with the update of a larger array by a result. XLA would
-    also copy a constant for each call that reads it, but the done must read the memory of the
-    start. Where XLA chooses another layout, such as for a batch axis that was moved, it would copy
-    an array for the start and again for the done: so the arrays already have the calls' layout.
+    Otherwise, XLA's dynamic_slice_fusion would fuse a call with slices of its operands, and with
+    the update of a larger array by a result. XLA would also copy a constant for each call that
+    reads it, and an array in another layout, for the start and again for the done.
     """
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
 

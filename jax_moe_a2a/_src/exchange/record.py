@@ -39,8 +39,7 @@ class Options(NamedTuple):
     """The options of an exchange that do not concern its routing, as the caller passed them,
     checked, or as the static parameter of its primitive. A combine has no format.
 
-    Options derived from others keep all fields that the derivation does not name. So a new option
-    reaches each exchange of a split, quantized, transposed or two-level one."""
+    Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""

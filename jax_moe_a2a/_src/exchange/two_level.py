@@ -1,10 +1,9 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
-A token crosses to a host once, even if it goes to several ranks of the host. It first travels
-between ranks of equal local index (level ``hosts``). The rank where it lands then sends it to the
-ranks of its host (level ``ranks``). A combine sums within the host before the sums cross back. Both
-levels are ordinary exchanges, so derivatives, batching, the kernels and the portable path need no
-further code.
+A token first travels between ranks of equal local index (level ``hosts``), and crosses to a host
+once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
+within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
+batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. So the route within a host,
@@ -73,8 +72,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of each token, [T, H, min(K, H)], given the host of each choice,
-    [T, H, K]."""
+    """Return the distinct hosts of tokens, [T, H, min(K, H)], from those of choices [T, H, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
@@ -182,15 +180,12 @@ def _levels(
 def _for_hosts(
     payload: Sequence[jax.Array], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return the payload between hosts: leaves, and for each host of a token the entries of all its
-    choices."""
-    return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
-
-
-def _for_each_host(choice_arrays: jax.Array, routing: TwoLevelRouting) -> jax.Array:
-    """Return [T, min(K, H), K] from a choice array [T, K], because each host receives the entries
-    of all choices of a token. Unlike the gradient of leaves, their gradient is not rounded to
-    ``wire_dtype``."""
-    num_tokens, top_k = choice_arrays.shape
-    most_hosts = routing.hosts.choice_rank.shape[1]
-    return jnp.broadcast_to(choice_arrays[:, None], (num_tokens, most_hosts, top_k))
+    """Return the payload between hosts: leaves, and [T, min(K, H), K] for a choice array [T, K],
+    because each host receives the entries of all choices of a token. Unlike the gradient of leaves,
+    the gradient of choice arrays is not rounded to ``wire_dtype``."""
+    num_tokens, most_hosts = routing.hosts.choice_rank.shape
+    arrays = (
+        jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))
+        for x in payload[num_leaves:]
+    )
+    return [*payload[:num_leaves], *arrays]
