@@ -22,11 +22,8 @@ def accumulation_dtype(dtype: DTypeLike) -> Any:
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated.
-
-    Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
-    add their cotangents without overflow.
-    """
+    """Return True if a payload of this dtype is differentiated: not integers, and not floats of 8
+    bits or fewer, because JAX could not add their cotangents without overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -118,10 +115,8 @@ fixed_p = compat.Primitive("fixed")
 
 
 def fixed(x: jax.Array) -> jax.Array:
-    """Return ``x``, which derivatives treat as a constant.
-
-    ``lax.stop_gradient`` does the same, but ``jax.linear_transpose`` refuses it.
-    """
+    """Return ``x``, which derivatives treat as a constant. ``jax.linear_transpose`` accepts it,
+    unlike ``lax.stop_gradient``."""
     return fixed_p.bind(x)
 
 

@@ -4,10 +4,8 @@ A build from source installs the extension into this package. Wheels with kernel
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
 them.
 
-A program that is started in a clone of the repository imports the clone's sources, although the
-extension is in the installed package. So a folder of sources also uses the extension of another
-installation. Kernels and Python agree on layouts and on the protocol, so an extension must have
-been built from the sources next to which it runs.
+A program that is started in a clone of the repository imports the clone's sources, and uses the
+extension of the installed package if that was built from the same sources.
 """
 
 from __future__ import annotations
@@ -36,12 +34,8 @@ NAME = f"{IMPORTED_AS}._native"
 
 
 def load() -> ModuleType | None:
-    """Return the extension, or None. Without the extension, every call takes the portable path.
-
-    Raises:
-      ImportError: if an extension is installed that was built from other sources, or a wheel whose
-        version differs from this package's, or if the extension cannot be loaded.
-    """
+    """Return the extension, or None without one. Raise an ImportError if it was built from other
+    sources, is a wheel of another version, or cannot be loaded."""
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = _find() or _find_wheel()
@@ -127,8 +121,8 @@ def _check_version(wheel: str) -> None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Refuse another installation's extension, and warn about this package's own, if the extension
-    was not built from this clone's sources."""
+    """Refuse another installation's extension, and warn about this package's own, if it was not
+    built from this clone's sources."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():
@@ -160,8 +154,7 @@ def sources_digest() -> str:
 
 
 def how_to_build() -> str:
-    """Return the command that builds and installs this package with kernels. No release is on an
-    index yet, so the command needs a clone."""
+    """Return the command that builds and installs this package with kernels, from a clone."""
     clone = FOLDER.parent if is_clone() else _installed_from()
     command = "MOE_A2A_CUDA=ON pip install"
     return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
