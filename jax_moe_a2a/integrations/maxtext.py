@@ -305,10 +305,7 @@ def _sparse_matmul(
     forced_routed_experts: jax.Array | None = None,
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return the layer's outputs, its balance loss and its update of the router's bias.
-
-    This is ``RoutedMoE.sparse_matmul``.
-    """
+    """Return the outputs, balance loss and bias update of ``RoutedMoE.sparse_matmul``."""
     _check_config(layer)  # a class that was derived before enable has its own __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
@@ -447,10 +444,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean of the loss over all tokens, or None if the layer does not compute it here.
-
-    MaxText has a loss for each chunk of the tokens.
-    """
+    """Return the mean loss of all tokens' chunks, or None if the layer does not compute it here."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -462,8 +456,7 @@ def _balance_loss(
 def _bias_updates(
     version: _Version, layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return what loss-free balancing adds to the bias of the router, from the counts of all
-    tokens, or None if the layer has no such bias."""
+    """Return what loss-free balancing adds to the router's bias, or None without such a bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

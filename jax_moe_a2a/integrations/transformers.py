@@ -201,18 +201,6 @@ def moe_config(config: Config) -> ma.MoEConfig:
 
     Raises:
       ValueError: if the model or its activation is unknown, or the configuration lacks a field.
-
-    Example:
-      ```python
-      from jax_moe_a2a.integrations import transformers as hf
-
-      config = dict(model_type="mixtral", hidden_size=2, intermediate_size=3, hidden_act="silu")
-      print(hf.moe_config(config | dict(num_local_experts=4, num_experts_per_tok=2)).choose)
-      ```
-
-      ```text
-      TopK(k=2, score='softmax', num_groups=None, top_groups=None, renormalize=True, scale=1.0)
-      ```
     """
     model = _model_of(config)
     width = _field(config, model.width)

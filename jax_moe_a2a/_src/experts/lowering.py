@@ -71,7 +71,7 @@ def dot_bias(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int |
 def _product(
     operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel that has an activation in the epilogue of a ``Product``. Return a result with
+    """Call the kernel with an activation in the epilogue of a ``Product``. Return its result of
     this number of columns and, with ``keep``, the product itself."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)

@@ -37,22 +37,6 @@ class Experts:
     Either weights of both products are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
     float32, and H and I are multiples of 128.
-
-    Example:
-      ```python
-      import jax
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      experts = ma.Experts(jnp.zeros((8, 16, 2, 32)), jnp.zeros((8, 32, 16)))
-      for path, leaf in jax.tree_util.tree_leaves_with_path(experts):
-          print(jax.tree_util.keystr(path), leaf.shape)
-      ```
-
-      ```text
-      .w_in (8, 16, 2, 32)
-      .w_out (8, 32, 16)
-      ```
     """
 
     w_in: Any

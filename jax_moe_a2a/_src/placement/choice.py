@@ -146,15 +146,15 @@ def _replicas(
 
 
 def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
-    """Return the index of the slot at a place of the expert's line, int32 like ``place``. The slots
-    of each expert end at ``ends``, int32 [E, M]; a place after the last one is in the last one."""
+    """Return the index of the slot at a place of the expert's line. ``ends`` [E, M] is the end of
+    each slot's places. Places beyond the last end belong to the last slot."""
     index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
     return jnp.minimum(index, num_slots[expert] - 1)
 
 
 def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
-    """Return ``x * share / ALL`` for int32 x >= 0 and 0 <= share <= ALL, rounded down. Products of
-    the halves of ``x`` fit in 32 bits."""
+    """Return ``x * share / ALL`` for int32 x >= 0, rounded down, by products that fit in 32
+    bits."""
     low = lax.shift_right_logical((x & (ALL - 1)) * share, np.int32(SHARE_BITS))
     return lax.shift_right_logical(x, np.int32(SHARE_BITS)) * share + low
 

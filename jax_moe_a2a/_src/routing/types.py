@@ -88,8 +88,7 @@ class RoutedRows(RouteOptions):
     """[T, K]: the ids that this rank routed, without a shared expert. No exchange reads them."""
 
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
-        """Check dtype and shape of the arrays that every routing has, for T and K of its other
-        arrays, without a shared expert. Messages name the ``argument``."""
+        """Check the arrays that every routing has, for K without a shared expert."""
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
             row_token=(self.capacity,),
@@ -166,11 +165,9 @@ class Routing(RoutedRows):
 def check_arrays(
     argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads. Messages name an array with the
-    prefix ``level``.
+    """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
 
-    The check protects memory: the kernels derive sizes from some arrays, and read all arrays with
-    these sizes.
+    The check protects memory: kernels read all arrays with the sizes of some.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
@@ -193,8 +190,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 with its shape; ``reason`` explains the
-    shapes."""
+    """Raise a TypeError unless every array is int32 with its shape, because of ``reason``."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
