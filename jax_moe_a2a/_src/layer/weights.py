@@ -123,8 +123,7 @@ def quantize_experts(
 
 
 def flat(experts: Experts) -> Experts:
-    """Return experts without an activation, and with gate and up side by side on one axis: the form
-    in which products read them."""
+    """Return experts without an activation, and with gate and up side by side on one axis."""
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
@@ -156,8 +155,7 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return the placements of experts, whose first axes, of which a shared expert has none, are
-    divided over ``lead``."""
+    """Return the placements of experts, whose axis E, if they have it, is divided over ``lead``."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),
@@ -190,14 +188,8 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays, or raise an error.
-
-    Args:
-      experts: the argument of this name.
-      x: tokens [..., H].
-      lead: the sizes of the first axes: E, or nothing for a shared expert. None means one axis of
-        any size.
-    """
+    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` has the size
+    E, or nothing for a shared expert; None means any E."""
     check_type(experts, name)
     hidden = x.shape[-1]
     in_fp8 = any(isinstance(getattr(experts, field), QuantizedExperts) for field in WEIGHTS)
