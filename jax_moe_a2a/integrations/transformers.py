@@ -83,28 +83,6 @@ def from_state_dict(
         array have different dtypes.
       ValueError: if the model is unknown, a name is missing or unexpected, or a tensor does not
         have the shape that the configuration implies.
-
-    Example:
-      A block of Qwen3-MoE that has one expert of width 3 for tokens with two features:
-
-      ```python
-      import numpy as np
-      from jax_moe_a2a.integrations import transformers as hf
-
-      config = dict(model_type="qwen3_moe", hidden_size=2, moe_intermediate_size=3, num_experts=1)
-      config |= dict(num_experts_per_tok=1, norm_topk_prob=True, hidden_act="silu")
-      state_dict = {
-          "mlp.gate.weight": np.zeros((1, 2)),
-          "mlp.experts.gate_up_proj": np.arange(12).reshape(1, 6, 2) / 1,
-          "mlp.experts.down_proj": np.zeros((1, 2, 3)),
-      }
-      gate, up = hf.from_state_dict(state_dict, config, "mlp")["experts"].w_in[0, 0]
-      print(gate, up)
-      ```
-
-      ```text
-      [0. 2. 4.] [ 6.  8. 10.]
-      ```
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}

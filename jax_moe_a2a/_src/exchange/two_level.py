@@ -13,7 +13,7 @@ which drops rows in the order of choices, relayed tokens and ranks, drops those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -119,44 +119,29 @@ def bind(
     routing: TwoLevelRouting,
     *,
     num_leaves: int,
+    phase: Literal["", "start", "done"] = "",
     **params: Any,
 ) -> list[Any]:
-    """Bind a whole exchange over both levels. The second level of a combine adds the addends."""
+    """Bind an exchange, or a phase of a split one, over both levels.
+
+    A split exchange splits only the level between hosts. The level within the host is whole: in a
+    dispatch it is part of the done, in a combine it is part of the start. The level between hosts
+    adds the addends.
+    """
     between, within = _levels(routing, params)
+    at_hosts = exchange if exchange.is_outward else COMBINE
+    at_hosts = getattr(at_hosts, phase) if phase else at_hosts
     if exchange.is_outward:
-        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
-        return within(exchange, relayed, num_leaves)
+        if phase != "done":
+            payload = _for_hosts(payload, num_leaves, routing)
+        relayed = between(at_hosts, payload, num_leaves)
+        return relayed if phase == "start" else within(exchange, relayed, num_leaves)
+    if phase == "done":
+        return between(at_hosts, payload, len(payload) // 2)
     options = params["options"]
     first = len(payload) - options.num_addends
     sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
-    return between(COMBINE, [*sums, *payload[first:]], len(sums))
-
-
-# A split exchange splits only the level between hosts. The level within the host is whole: in a
-# dispatch it is part of the done, in a combine it is part of the start.
-
-
-def bind_start(
-    exchange: Record, payload: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    """Bind the start of an exchange over both levels."""
-    num_leaves = params.pop("num_leaves")
-    between, within = _levels(routing, params)
-    if exchange.is_outward:
-        return between(exchange.start, _for_hosts(payload, num_leaves, routing), num_leaves)
-    sums = within(exchange, payload, num_leaves)
-    return between(COMBINE.start, sums, len(sums))
-
-
-def bind_done(
-    exchange: Record, in_flight: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    """Bind the done of an exchange over both levels."""
-    num_leaves = params.pop("num_leaves")
-    between, within = _levels(routing, params)
-    if exchange.is_outward:
-        return within(exchange, between(exchange.done, in_flight, num_leaves), num_leaves)
-    return between(COMBINE.done, in_flight, len(in_flight) // 2)
+    return between(at_hosts, [*sums, *payload[first:]], len(sums))
 
 
 def _levels(

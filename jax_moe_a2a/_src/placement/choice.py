@@ -55,25 +55,6 @@ def choose_slots(
 
     Returns:
       int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
-
-    Example:
-      Expert 0 has replicas on both ranks, and each receives half of its rows. Rank 1 has three of
-      the four rows. It keeps two of them:
-
-      ```python
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
-      counts = jnp.array([[1, 0, 0, 0], [3, 0, 0, 0]])
-      ids = jnp.array([[0], [0], [0], [-1]])
-      slots = ma.choose_slots(ids, placement, rank=1, num_ranks=2, counts=counts)
-      print(slots.ravel())
-      ```
-
-      ```text
-      [ 5  5  0 -1]
-      ```
     """
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))

@@ -57,20 +57,6 @@ def plan_placement(
       axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
       call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
       ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
-
-    Example:
-      Expert 0 has 60 of 80 rows. Rank 1 has 10 rows, and takes 30 of them:
-
-      ```python
-      import jax_moe_a2a as ma
-
-      placement = ma.plan_placement([60, 10, 10, 0], num_ranks=2, spare=1)
-      print(placement.slot_experts, placement.share_ends[0] / 2**15)
-      ```
-
-      ```text
-      [ 0  1 -1  2  3  0] [0.5 1.  1. ]
-      ```
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):

@@ -82,20 +82,6 @@ class Placement:
           The placement, of NumPy arrays. All slots of an expert have equal shares of its rows. The
           shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
           has the home form in all layers.
-
-        Example:
-          Two ranks with two experts and a spare slot each. Expert 0 is in the spare slots of both:
-
-          ```python
-          import jax_moe_a2a as ma
-
-          placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
-          print(placement.expert_slots.tolist(), placement.num_replicas.tolist())
-          ```
-
-          ```text
-          [[0, 5], [1, -1], [3, -1], [4, -1]] [2, 1, 1, 1]
-          ```
         """
         num_experts = check_int("num_experts", num_experts, least=1)
         num_ranks = check_int("num_ranks", num_ranks, least=1)
