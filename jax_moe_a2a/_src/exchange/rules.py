@@ -19,7 +19,7 @@ from .record import Layout, Record, split_routing
 
 def register_exchange(exchange: Record) -> None:
     """Register the lowering, the abstract values and the batching of an exchange."""
-    by_kernels = partial(lowering.whole, exchange)
+    by_kernels = partial(lowering.lower_by_kernels, exchange, "")
     lowering.register(exchange.primitive, exchange.reference, by_kernels, exchange.unfused)
     register_shapes(exchange)
 

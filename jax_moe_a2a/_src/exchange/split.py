@@ -55,9 +55,9 @@ def add_halves(whole: Record) -> None:
         ]
         return Layouts([*in_flight_layouts, *kept_layouts], layouts.results, sources)
 
-    for phase, layouts, compute, by_kernels in (
-        ("start", start_layouts, reference.start, lowering.start),
-        ("done", done_layouts, reference.done, lowering.done),
+    for phase, layouts, compute in (
+        ("start", start_layouts, reference.start),
+        ("done", done_layouts, reference.done),
     ):
         half = Record(
             f"{whole.name}_{phase}",
@@ -67,7 +67,8 @@ def add_halves(whole: Record) -> None:
             kernel_calls=whole.kernel_calls,
         )
         setattr(whole, phase, half)
-        lowering.register(half.primitive, half.reference, partial(by_kernels, whole))
+        by_kernels = partial(lowering.lower_by_kernels, whole, phase)
+        lowering.register(half.primitive, half.reference, by_kernels)
         rules.register_shapes(half)
 
 
