@@ -57,9 +57,8 @@ def from_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters of one block of Mixtral, Qwen3-MoE, DeepSeek-V3 or GPT-OSS.
 
-    A block has one tensor for all experts, as in transformers 5, or one for each expert, as in
-    transformers 4 and in published files. The function accepts both. Values and dtypes are
-    unchanged, and the result shares no memory with the state dict.
+    A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
+    transformers 4 and in published files. Values and dtypes are unchanged, and copied.
 
     Args:
       state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more. Names

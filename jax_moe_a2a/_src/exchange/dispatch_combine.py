@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, zero_tangent
-from ..formats.formats import NvFp4, Quantized, TokenFormat
+from ..formats.formats import NvFp4, TokenFormat
 from ..group import native
 from ..plan.plan import RoutingArrays
 from . import reference, rules
@@ -60,20 +60,15 @@ def _dispatch_types(
     if options.token_format is None or options.decode:
         return results
     rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]
-    return [part for row in rows for part in _quantized(row, options.token_format)] + others
+    fmt = options.token_format
+    parts = (fmt.values_per_item, fmt.value_dtype), (fmt.group_size, fmt.scale_dtype)
 
+    def part(row: Any, size: int, dtype: DTypeLike) -> Any:
+        *lead, hidden = row.shape
+        shape = (*lead, hidden // size)
+        return compat.result_aval(row, shape, jnp.dtype(dtype), row.sharding.spec)
 
-def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
-    """Return the types of values and scales of rows [..., H]. They are sharded like the rows."""
-    *lead, hidden = rows.shape
-
-    def part(items: int, dtype: DTypeLike) -> Any:
-        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
-
-    return Quantized(
-        part(hidden // fmt.values_per_item, fmt.value_dtype),
-        part(hidden // fmt.group_size, fmt.scale_dtype),
-    )
+    return [part(row, *of_part) for row in rows for of_part in parts] + others
 
 
 # Kernel calls
@@ -149,20 +144,13 @@ def combine_call(
     """Return a call whose partial sums of ``dtype`` rows travel in ``wire``: a dtype, a token
     format, or None for ``dtype``. If ``dtype`` is None, there are no sums."""
     fmt = wire if isinstance(wire, TokenFormat) else None
-    num_sms = None
+    num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
         num_sms = call_placement.group.sms_of("combine") or FORMAT_NUM_SMS
-    attributes = dict(counts, wire=_wire_name(wire, dtype), global_scale=global_scale(fmt))
+    if dtype is not None:
+        name = type(fmt).__name__ if fmt else native.type_name(dtype if wire is None else wire)
+    attributes = dict(counts, wire=name, global_scale=global_scale(fmt))
     return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
-
-
-def _wire_name(wire: Any, dtype: DTypeLike | None) -> str:
-    """Return the kernels' name of ``wire``; '' if there are no sums."""
-    if dtype is None:
-        return ""
-    if isinstance(wire, TokenFormat):
-        return type(wire).__name__
-    return native.type_name(dtype if wire is None else wire)
 
 
 # The primitives

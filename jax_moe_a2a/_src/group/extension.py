@@ -14,9 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import sys
-import urllib.parse
 import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -105,19 +103,16 @@ def _find_wheel() -> ModuleSpec | None:
     """Return the extension of the installed wheel with kernels, or None."""
     for wheel in WHEELS:
         module = wheel.replace("-", "_")
-        if importlib.util.find_spec(module):
-            _check_version(wheel)
-            return importlib.util.find_spec(f"{module}._native")
+        if not importlib.util.find_spec(module):
+            continue
+        if (found := version_of(wheel)) != VERSION:
+            raise ImportError(
+                f"{PACKAGE} {VERSION} in {FOLDER} needs {wheel} of the same version; found "
+                f"{found or 'no version'}: install both from the same folder of wheels, or "
+                f"pip uninstall {wheel}"
+            )
+        return importlib.util.find_spec(f"{module}._native")
     return None
-
-
-def _check_version(wheel: str) -> None:
-    if (found := version_of(wheel)) != VERSION:
-        raise ImportError(
-            f"{PACKAGE} {VERSION} in {FOLDER} needs {wheel} of the same version; found "
-            f"{found or 'no version'}: install both from the same folder of wheels, or "
-            f"pip uninstall {wheel}"
-        )
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
@@ -155,18 +150,6 @@ def sources_digest() -> str:
 
 def how_to_build() -> str:
     """Return the command that builds and installs this package with kernels, from a clone."""
-    clone = FOLDER.parent if is_clone() else _installed_from()
     command = "MOE_A2A_CUDA=ON pip install"
-    return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
-
-
-def _installed_from() -> Path | None:
-    """Return the clone from which pip installed this package, if it is still there."""
-    try:
-        text = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    url = urllib.parse.urlparse(json.loads(text or "{}").get("url", ""))
-    folder = Path(urllib.parse.unquote(url.path))
-    is_there = url.scheme == "file" and (folder / "cuda" / "ext.cc").exists()
-    return folder if is_there else None
+    clone = f"{command} {FOLDER.parent}"
+    return clone if is_clone() else f"in a clone of the repository, {command} ."

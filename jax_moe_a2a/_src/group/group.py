@@ -38,11 +38,9 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process must announce itself to the others. A
-    process does so when it first lowers a program with an exchange of the group, or first uses
-    ``path`` or ``reserve``. Both may wait until the other processes have
-    announced themselves, so use them in all processes. See "When processes announce themselves" in
-    ``docs/processes.md``.
+    If a group has GPUs of several processes, each process announces itself to the others when it
+    first lowers a program with an exchange of the group, or first uses ``path`` or ``reserve``.
+    These may wait for the other processes, so use them in all of them (``docs/processes.md``).
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -128,15 +126,10 @@ class Group(GroupValue):
     def _why_portable(self) -> str:
         """Return why the kernels do not run on the group's devices, or ''.
 
-        With two levels, each reason begins with its level: ``"within hosts: "``, ``"between hosts:
-        "`` or ``"within and between hosts: "``. If the devices belong to several processes, it
-        waits until all of them have announced themselves. Only ``explain`` does not wait.
-
-        If the ranks are on several hosts, and a group over two mesh axes could run the kernels
-        within each host, the reason ends with the lines that make this group, and is also a Python
-        warning.
-
-        Raise the errors of ``path``, and ``Unknown`` if ``explain`` would have to wait.
+        With two levels, each reason begins with its level. If the devices belong to several
+        processes, it waits until all of them have announced themselves; ``explain``, which does not
+        wait, gets the error ``Unknown``. If a group over two mesh axes could run the kernels within
+        each host, the reason ends with the lines that make it, and is also a Python warning.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)
@@ -328,11 +321,10 @@ class _Place(NamedTuple):
 def announce(group: Group) -> None:
     """Publish the notice of this process, once in a job. Never wait for another process.
 
-    Only groups over GPUs of several processes need an announcement. Every function here that may
-    wait for another process calls ``announce`` first, and so does the lowering of every program
-    (``placed_by``). So no two processes wait for each other's announcement, in whatever order they
-    lower their programs. A process without kernels announces itself too, because the other
-    processes wait for its announcement.
+    Every function here that may wait for another process calls ``announce`` first, and so does the
+    lowering of every program (``placed_by``). So no two processes wait for each other's
+    announcement, in whatever order they lower their programs. A process without kernels announces
+    itself too, because the other processes wait for it.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return

@@ -33,12 +33,10 @@ def choose_slots(
 
     Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
-    should receive from all ranks. Its other rows fill what the other slots should still receive. So
-    the preference for the own slot does not change what the slots receive together.
+    should receive from all ranks. Its other rows fill what the other slots should still receive.
 
-    With ``counts``, the rows of each slot differ from its share only by rounding. Without
-    ``counts``, each rank assumes that all ranks have as many rows of the expert as this rank, and
-    spreads its other rows evenly.
+    With ``counts``, the rows of each slot differ from its share only by rounding. Otherwise, each
+    rank assumes that all ranks have as many rows of the expert, and spreads its other rows evenly.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
     which may be in different slots.

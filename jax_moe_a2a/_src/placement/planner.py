@@ -33,8 +33,7 @@ def plan_placement(
 
     The plan fills the emptiest rank that has an empty spare slot: a replica of the largest expert
     of the fullest rank takes the rows that the rank lacks. It repeats this until all ranks have the
-    mean load, or no spare slot helps. A rank fills its last spare slot even if its source falls
-    below the mean, because that source has spare slots of its own.
+    mean load, or no spare slot helps.
 
     Without the home form, experts first move: each expert, from the largest to the smallest, moves
     to the emptiest rank that has room. With ``spare=0``, this is the whole plan.

@@ -31,8 +31,7 @@ class Placement:
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
     A placement is a pytree of int32 arrays, so another placement of the same shapes does not
-    compile a program again. The number of ranks and the form are static: a program that is traced
-    with a placement for other ranks, or of another form, raises an error. All arrays may have the
+    compile a program again. The number of ranks and the form are static. All arrays may have the
     same leading axes, for example for layers.
 
     In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in

@@ -117,9 +117,8 @@ class Routing(RoutedRows):
     token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
     it has one *row* for each of its choices.
 
-    Pass a routing on unchanged. ``dispatch`` and ``combine`` check the dtypes and shapes of its
-    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``. If you
-    change a routing instead, ``dispatch`` does not write zeros to rows that no slot names.
+    Pass a routing on unchanged: ``dispatch`` and ``combine`` check the dtypes and shapes of its
+    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
     A shared expert is the first local expert and the last choice of each token: L counts it, and K
     is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
