@@ -1,13 +1,15 @@
-"""Dead code: an exchange whose results the program does not use is not made."""
+"""Dead code: arrays that the program does not use are not exchanged."""
 
 import functools
 
 import cases
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
+from jax import lax
 from jax.interpreters import partial_eval
 from small_layer import LAYOUT, route_args
 
@@ -16,7 +18,9 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, not run
 
 RANKS = harness.SEVERAL
+TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
 ROWS = (LAYOUT.capacity, LAYOUT.hidden)
+CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
 
 
 @functools.cache
@@ -49,6 +53,35 @@ def of_recv(uses):
 
 
 @pytest.mark.parametrize(
+    "uses, leaves, choice_arrays",
+    [
+        (lambda recv: recv.rows["a"], [TOKENS], []),
+        (lambda recv: recv.rows["position"], [(LAYOUT.tokens,)], []),
+        (lambda recv: recv.weights, [], [CHOICES]),
+        (lambda recv: (recv.rows["a"], recv.weights), [TOKENS], [CHOICES]),
+        (lambda recv: (recv.rows["a"], recv.rows["b"]), [TOKENS, (LAYOUT.tokens, 2)], []),
+    ],
+    ids=("one_leaf", "integers", "weights", "leaf_and_weights", "two_leaves"),
+)
+def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, choice_arrays):
+    jaxpr = without_dead_code(of_recv(uses), *inputs())
+    assert harness.count_primitives(jaxpr) == {"routed_dispatch": 1}
+    (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert small_layer.payload(eqn) == (leaves, choice_arrays)
+
+
+def test_unused_leaves_and_weights_drop_out_of_a_dispatch_by_a_given_routing():
+    def fn(payload, topk_weights, ids):
+        routing = ma.route(ids, **route_args(harness.group_of(RANKS)))
+        return ma.dispatch(payload, routing, topk_weights).rows["b"]
+
+    jaxpr = without_dead_code(fn, *inputs())
+    assert harness.count_primitives(jaxpr) == {"route": 1, "dispatch": 1}
+    (eqn,) = small_layer.equations(jaxpr, "dispatch")
+    assert small_layer.payload(eqn) == ([(LAYOUT.tokens, 2)], [])
+
+
+@pytest.mark.parametrize(
     "uses, expected",
     [
         (lambda recv: recv.group_sizes, {"route": 1}),
@@ -67,8 +100,11 @@ def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route
     [(0, [], [ROWS[:1]]), (1, [ROWS], []), ((0, 1), [ROWS], [ROWS[:1]])],
     ids=("rows", "weights", "both"),
 )
-def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled):
-    """The gradient of only the rows needs no dots, and that of only the weights no products."""
+@pytest.mark.parametrize("eliminated", (False, True), ids=("asked_for", "eliminated"))
+def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled, eliminated):
+    """The gradient of only the rows needs no dots, and that of only the weights no products. The
+    other gradient is not requested, or is unused.
+    """
 
     def fn(y, weights, ids):
         routing = ma.route(ids, **route_args(harness.group_of(RANKS)))
@@ -76,7 +112,10 @@ def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scal
         def loss(y, weights):
             return small_layer.loss(ma.combine(y, routing, weights=weights))
 
-        return jax.grad(loss, of)(y, weights)
+        if not eliminated:
+            return jax.grad(loss, of)(y, weights)
+        both = jax.grad(loss, (0, 1))(y, weights)
+        return both if of == (0, 1) else both[of]
 
     _, _, ids = inputs()
     y = np.ones((RANKS, *ROWS), np.float32)
@@ -102,16 +141,33 @@ def combines(recv, used):
 @pytest.mark.parametrize(
     "used, combine, weighted",
     [
-        (("first", "second", "plain", "weighted"), 2, 1),
-        (("second",), 1, 0),
-        (("plain", "weighted"), 1, 1),
-        (("weighted",), 0, 1),
-        ((), 0, 0),
+        (("first", "second", "plain", "weighted"), [[ROWS, ROWS], [ROWS]], 1),
+        (("second",), [[ROWS]], 0),
+        (("plain", "weighted"), [[ROWS]], 1),
+        (("weighted",), [], 1),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
 )
-def test_unused_exchanges_go(used, combine, weighted):
+def test_unused_combines_and_unused_leaves_of_them_go(used, combine, weighted):
     jaxpr = without_dead_code(of_recv(lambda recv: combines(recv, used)), *inputs())
-    assert len(small_layer.equations(jaxpr, "combine")) == combine
+    moved = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(jaxpr, "combine")]
+    assert moved == combine
     assert len(small_layer.equations(jaxpr, "weighted_combine")) == weighted
-    assert len(small_layer.equations(jaxpr, "routed_dispatch")) == bool(used)
+    (dispatch,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES] if weighted else [])
+
+
+def test_a_scan_exchanges_only_what_is_used_of_its_steps():
+    """The weights and one leaf are not used by any step."""
+
+    def fn(payload, topk_weights, ids):
+        def step(total, shift):
+            recv = of_recv(lambda recv: recv)(payload, topk_weights, jnp.roll(ids, shift, axis=0))
+            return total + recv.rows["a"], recv.rows["b"]
+
+        total, _ = lax.scan(step, jnp.zeros_like(payload["a"], shape=ROWS), jnp.arange(3))
+        return total
+
+    jaxpr = without_dead_code(fn, *inputs())
+    (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert small_layer.payload(eqn) == ([TOKENS], [])

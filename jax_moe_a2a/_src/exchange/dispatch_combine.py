@@ -289,7 +289,37 @@ def _transpose(
     return cotangents_of(payload, keep, moved) + of_addends + [None] * len(routing)
 
 
-# Partial evaluation
+# Dead code and partial evaluation
+
+
+def used_payload(
+    used_results: Sequence[bool], params: dict[str, Any]
+) -> tuple[list[bool], list[bool]]:
+    """Return which payload operands are used, and which results are kept: all results of a used
+    operand."""
+    layouts = _dispatch_layouts(**params)
+    used = [False] * len(layouts.operands)
+    for (source,), is_used in zip(layouts.sources, used_results, strict=True):
+        used[source] = used[source] or is_used
+    kept_results = [used[source] for (source,) in layouts.sources]
+    num_arrays = params["num_leaves"] + params["num_choice_arrays"]
+    for scales in range(num_arrays, len(used)):  # of tokens
+        used[scales] = any(used[: params["num_leaves"]])
+    return used + used[: params["options"].num_addends], kept_results
+
+
+def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove unused leaves and choice arrays."""
+    if all(used_results):
+        return [True] * len(eqn.invars), eqn
+    payload, routing = split_routing(eqn.invars)
+    used, kept_results = used_payload(used_results, eqn.params)
+    eqn = eqn.replace(
+        invars=[*select(used, payload), *routing],
+        outvars=select(kept_results, eqn.outvars),
+        params=keep_arrays(used, eqn.params),
+    )
+    return [*used, *(True for _ in routing)], eqn
 
 
 def _divide_known(
@@ -334,4 +364,5 @@ for _exchange in (DISPATCH, COMBINE):
     rules.register_exchange(_exchange)
     ad.primitive_jvps[_exchange.primitive] = partial(_jvp, _exchange)
     ad.primitive_transposes[_exchange.primitive] = partial(_transpose, _exchange)
+    compat.register_dce_rule(_exchange.primitive, _dce)
     compat.register_partial_eval_rule(_exchange.primitive, partial(_divide_known, _exchange))

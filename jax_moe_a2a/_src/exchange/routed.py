@@ -16,13 +16,19 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
-from ..ad import register_constant, zero_tangent
+from ..ad import register_constant, select, zero_tangent
 from ..group import native
 from ..group.group import Group
 from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
 from . import reference, rules
-from .dispatch_combine import DISPATCH, dispatch_attributes, moved_tangents
+from .dispatch_combine import (
+    DISPATCH,
+    dispatch_attributes,
+    keep_arrays,
+    moved_tangents,
+    used_payload,
+)
 from .lowering import CallPlacement, custom_call, half_bytes_of, num_sms_of, register
 from .record import crossed_axes
 from .rules import is_own_axis, move_or_broadcast
@@ -198,10 +204,17 @@ def _routed_batch(
 
 
 def _routed_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Keep only the route if nothing that was dispatched is used."""
-    is_dispatched = any(used_results[NUM_RESULTS:])
-    used_inputs = [True, *(is_dispatched for _ in eqn.invars[1:])]
-    return used_inputs, eqn if is_dispatched else _route_of(eqn)
+    """Remove unused leaves. If no leaf or choice array is used, only the route is left."""
+    used, kept_results = used_payload(used_results[NUM_RESULTS:], eqn.params)
+    used_inputs = [True, *used]
+    if not any(used):
+        return used_inputs, _route_of(eqn)
+    plan, moved = _split_plan(eqn.outvars)
+    return used_inputs, eqn.replace(
+        invars=select(used_inputs, eqn.invars),
+        outvars=[*plan.results, *select(kept_results, moved)],
+        params=keep_arrays(used, eqn.params),
+    )
 
 
 # Rematerialization. A policy may save the routing, the rows, both or neither.

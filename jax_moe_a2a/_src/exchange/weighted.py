@@ -256,7 +256,7 @@ def _dispatch_transpose(
     return [None, *cotangents_of(payload, keep, moved)] + [None] * len(routing)
 
 
-# Batching
+# Batching and dead code
 
 
 def _dispatch_batch(
@@ -280,6 +280,19 @@ def _dispatch_batch(
     return out, [0] * len(out)
 
 
+def _dispatch_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
+    """Remove rows and weights of unused results."""
+    num_choice_arrays = eqn.params["num_choice_arrays"]
+    of_choice_arrays, of_leaves = used_results[:num_choice_arrays], used_results[num_choice_arrays:]
+    _, routing = split_routing(eqn.invars)
+    used_inputs = [True, *of_leaves, *of_choice_arrays, *(True for _ in routing)]
+    return used_inputs, eqn.replace(
+        invars=select(used_inputs, eqn.invars),
+        outvars=select(used_results, eqn.outvars),
+        params=dict(eqn.params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choice_arrays)),
+    )
+
+
 rules.register_exchange(WEIGHTED_COMBINE)
 ad.primitive_jvps[WEIGHTED_COMBINE.primitive] = partial(combine_jvp, WEIGHTED_COMBINE)
 ad.primitive_transposes[WEIGHTED_COMBINE.primitive] = _combine_transpose
@@ -288,3 +301,4 @@ rules.register_exchange(WEIGHTED_DISPATCH)
 batching.fancy_primitive_batchers[WEIGHTED_DISPATCH.primitive] = _dispatch_batch
 ad.primitive_jvps[WEIGHTED_DISPATCH.primitive] = _dispatch_jvp
 ad.primitive_transposes[WEIGHTED_DISPATCH.primitive] = _dispatch_transpose
+compat.register_dce_rule(WEIGHTED_DISPATCH.primitive, _dispatch_dce)
