@@ -144,10 +144,7 @@ def call_product(
         raise malformed(target, why)
     kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
-    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
-    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
-    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
-    # from a shared barrier. Two equal calls would then not be merged.
+    # So that XLA does not compute the product twice, as in ``custom_call`` of exchange/lowering.py.
     return [lax.optimization_barrier(x) for x in found]
 
 
