@@ -361,8 +361,7 @@ def _path(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace, with two levels that within a host, with the memory outside of XLA's
-    pool."""
+    """Compare the workspace, or that within a host, with the memory outside of XLA's pool."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels

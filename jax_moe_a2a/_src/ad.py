@@ -15,8 +15,7 @@ from . import compat
 
 
 def accumulation_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
-    complex."""
+    """Return the dtype of sums: float32, or ``dtype`` itself if it is wider or complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
@@ -38,8 +37,7 @@ def is_zero(tangent: Any) -> bool:
 
 
 def aval_of(x: Any) -> Any:
-    """Return the type of an array, an undefined primal or a symbolic zero. The symbolic zero of an
-    integer has dtype float0."""
+    """Return the type of an array, undefined primal or symbolic zero (float0 for an integer)."""
     return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
 
 

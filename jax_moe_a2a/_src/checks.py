@@ -15,8 +15,7 @@ Tail: TypeAlias = Literal["zero", "unspecified"]  # content of a result after th
 
 
 def short(x: Any) -> str:
-    """Return dtype and shape for a message, for example ``float32[4,8]``; or a type's name, for an
-    object that is no array."""
+    """Return dtype and shape, such as ``float32[4,8]``; for another object, its type."""
     if x.dtype == object and not x.shape:
         return type(x.item()).__name__
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"

@@ -169,8 +169,7 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)`` for equations of which some
-    result is used."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``; some output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         eqn = args[-1]  # newer versions insert the live inputs

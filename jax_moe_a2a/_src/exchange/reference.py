@@ -248,8 +248,7 @@ def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.A
 
 
 def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Return zeros with the shape at the tokens of an array at the rows. The first ``num_axes``
-    axes are those of [T, K]."""
+    """Return zeros like ``x``, with the first ``num_axes`` axes of [T, K] in place of C."""
     core = routing.choice_rank.shape[lead : lead + num_axes]
     return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
 

@@ -175,8 +175,7 @@ def _route_batch(
 def _routed_batch(
     axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch a routed dispatch: over the group's own axis with ``emulated``, over any other axis as
-    ``route_p`` and ``DISPATCH``."""
+    """Batch the primitive over the group's own axis, and a route and a dispatch otherwise."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
         size = axis_data.size

@@ -78,8 +78,7 @@ def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
 
 
 def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
-    """Return True if ``vmap`` is over the group's own axis. Raise an error if the group has several
-    axes."""
+    """Return True if ``vmap`` is over the group's own axis, which must be its only one."""
     if axis_data.name not in group.axes:
         return False
     if emulated or len(group.axes) > 1:

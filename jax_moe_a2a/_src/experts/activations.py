@@ -174,8 +174,7 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
 def _programs_of_spelling(
     spelling: int, divides: bool, dtype: jnp.dtype, around: Any
 ) -> tuple[str, ...]:
-    """Return the programs of a spelling, or of its gated form if ``divides``, in its own dtype and
-    in float32."""
+    """Return the programs of a spelling, gated if ``divides``, in its dtype and in float32."""
     del around  # part of the key, because programs depend on it
     _, act = _SPELLINGS[spelling]
     acc = accumulation_dtype(dtype)

@@ -28,8 +28,7 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
 
 
 def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the leaves of operands, and of their ``tree``, that calls ``function``
-    with the operands."""
+    """Return the function of operands as one of their leaves and their ``tree``."""
 
     @functools.wraps(function)
     def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:

@@ -260,8 +260,7 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Return values like ``x``, and the scale of each block of numbers along ``axes``, which
-        have size one."""
+        """Return values like ``x``, and scales of blocks along ``axes``, which have size one."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 

@@ -366,8 +366,7 @@ def _topology_of(group: Group) -> native.Topology:
 
 
 def _places(group: Group) -> list[_Place]:
-    """Return the places where a workspace of this group may be open, without the groups of its
-    levels and of replicated tokens."""
+    """Return the places where a workspace may be open, without those of other levels."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []
@@ -381,7 +380,6 @@ def _places(group: Group) -> list[_Place]:
 
 
 def _all_places(group: Group) -> list[_Place]:
-    """Return the distinct places where a workspace of this group may be open, for all levels and
-    for replicated tokens."""
+    """Return the distinct places of all levels and of replicated tokens."""
     groups = (*group.levels, group.single_rank)
     return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))

@@ -166,8 +166,7 @@ def limit(name: str) -> int:
 
 
 def tuning(name: str) -> int:
-    """Return a measured number by its name in ``kLoweringTuning`` of ``cuda/tuning.h``; 0 without
-    the extension."""
+    """Return a number of ``kLoweringTuning`` in ``cuda/tuning.h``; 0 without the extension."""
     return _native.tuning[name] if _native is not None else 0
 
 
@@ -281,8 +280,7 @@ def failure(topology: Topology) -> str:
 
 @compat.per_job
 def introduce_devices() -> None:
-    """Register the GPUs of all processes with the extension, before it receives a topology with
-    them."""
+    """Register the GPUs of all processes with the extension, before it gets a topology."""
     for device in jax.devices("gpu"):
         is_here = device.process_index == jax.process_index()
         ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE

@@ -57,9 +57,8 @@ def to_slots(
                 f"got one of {topk_ids.num_experts} experts. Call route with the ids of "
                 f"choose_slots and num_experts={placement.num_slots}"
             )
-        placed = given._replace(num_experts=placement.num_slots)
-        if given.num_experts in (None, placement.num_experts):
-            given = placed if given.num_experts is not None else given
+        if given.num_experts == placement.num_experts:
+            given = given._replace(num_experts=placement.num_slots)
         return topk_ids, given
     if given.group is None:
         return topk_ids, given  # whose check raises the error

@@ -227,8 +227,7 @@ class TopK:
             )
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return logarithms of scores up to a number for each token, scores, and scores that are
-        divided by their sum."""
+        """Return log scores up to a number for each token, scores, and normalized scores."""
         is_softmax = self.score == "softmax"
         # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
         log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)

@@ -170,13 +170,9 @@ def specs_of(
             return None if given is None else specs[name]
         first, k, *others = specs[name]
         turned, own = P(first, *others, k), specs[name]
-        every = zip(("values", "scales", "transposed", "source"), (turned, turned, own, own))
-        return QuantizedExperts(
-            **{
-                field: None if getattr(given, field) is None else of_field
-                for field, of_field in every
-            }
-        )
+        every = dict(values=turned, scales=turned, transposed=own, source=own)
+        held = {field: p for field, p in every.items() if getattr(given, field) is not None}
+        return QuantizedExperts(**held)
 
     return experts.replace(**{name: spec(name) for name in specs})
 

@@ -132,8 +132,7 @@ def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: ja
 
 
 def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
-    """Return ``x * share / ALL`` for int32 x >= 0, rounded down, by products that fit in 32
-    bits."""
+    """Return ``x * share / ALL`` for int32 x >= 0, rounded down, without overflow."""
     low = lax.shift_right_logical((x & (ALL - 1)) * share, np.int32(SHARE_BITS))
     return lax.shift_right_logical(x, np.int32(SHARE_BITS)) * share + low
 

@@ -148,8 +148,7 @@ def without_capacity(exchange: Exchange) -> Exchange:
 
 
 def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
-    """Return the argument ``exchange`` of a function, or the default in place of None. Only a layer
-    can run in chunks."""
+    """Return the argument ``exchange``, or the default for None. Only layers have chunks."""
     if exchange is None:
         return Exchange()
     if not isinstance(exchange, Exchange):
