@@ -103,7 +103,8 @@ class DispatchArguments(NamedTuple):
         scales_of_choices, fmt = self._scales_of_choices, self.options.token_format
         end = len(moved) - len(scales_of_choices)
         first = end - len(self.choice_arrays)
-        rows, weights, bits = moved[:first], moved[first:end], moved[end:]
+        rows: Sequence[Any] = moved[:first]
+        weights, bits = moved[first:end], moved[end:]
         if fmt is not None and not self.options.decode:
             rows = [fmt.laid_out(pair) for pair in paired(rows)]
         scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
