@@ -254,7 +254,7 @@ def _nvcc_for(supported: int) -> str | None:
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    """Return the finding for a missing requirement: a failure if ``wanted``, else a note."""
+    """Return the finding for a missing requirement: a failure if ``wanted``, otherwise a note."""
     return _failed(name, said, advice) if wanted else Finding(name, said, ok=None)
 
 

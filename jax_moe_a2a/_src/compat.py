@@ -114,7 +114,7 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; or None, also inside
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; None without one, and inside
     ``jax.shard_map`` over another mesh, which then has the devices."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
@@ -169,7 +169,7 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``; some output is used."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``. Some output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         eqn = args[-1]  # newer versions insert the live inputs
@@ -275,7 +275,7 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def coordination_barrier(name: str, timeout: float) -> str:
-    """Wait up to ``timeout`` seconds for all processes. Return '', or which have not come."""
+    """Wait up to ``timeout`` seconds for all processes. Return why the wait failed, or ''."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:

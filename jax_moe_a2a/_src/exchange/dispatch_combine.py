@@ -295,7 +295,8 @@ def _transpose(
 def used_payload(
     used_results: Sequence[bool], params: dict[str, Any]
 ) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands are used, and which results are kept: all of these."""
+    """Return which payload operands are used, and which results are kept: all results of a used
+    operand."""
     layouts = _dispatch_layouts(**params)
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):

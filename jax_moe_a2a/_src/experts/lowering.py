@@ -28,7 +28,7 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
 
 
 def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of operands as one of their leaves and their ``tree``."""
+    """Turn a function of operands into a function of their leaves and their ``tree``."""
 
     @functools.wraps(function)
     def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:

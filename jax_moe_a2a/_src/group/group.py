@@ -127,9 +127,10 @@ class Group(GroupValue):
         """Return why the kernels do not run on the group's devices, or ''.
 
         With two levels, each reason begins with its level. If the devices belong to several
-        processes, it waits until all of them have announced themselves; ``explain``, which does not
-        wait, gets the error ``Unknown``. If a group over two mesh axes could run the kernels within
-        each host, the reason ends with the lines that make it, and is also a Python warning.
+        processes, the property waits until all of them have announced themselves, except for
+        ``explain``, to which it raises ``Unknown``. If a group over two mesh axes could run the
+        kernels within each host, the reason ends with the lines that make this group, and is also
+        a Python warning.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)

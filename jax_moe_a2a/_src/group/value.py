@@ -160,7 +160,7 @@ class GroupValue:
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
         """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
-        and a group of two levels without devices over it; or None if the axis is on one host."""
+        and a group of two levels without devices over it; or None if that is not possible."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
