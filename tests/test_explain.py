@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import explain as explaining
 from jax_moe_a2a._src import paths
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import group as group_module
+from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.several_devices("its groups have meshes"),
@@ -181,8 +182,8 @@ def test_implementation_cuda_on_cpu_is_an_error_in_the_table(monkeypatch):
 
 @needs_kernels
 def test_a_path_that_processes_decide_together_is_unknown(monkeypatch):
-    monkeypatch.setattr(runtime, "_why_no_workspace", lambda group: "")
-    monkeypatch.setattr(runtime, "spans_processes", lambda group: True)
+    monkeypatch.setattr(group_module, "_why_no_workspace", lambda group: "")
+    monkeypatch.setattr(group_module, "spans_processes", lambda group: True)
     group = ma.Group(harness.mesh_of(RANKS), AXIS)
     with paths.explaining(None), pytest.raises(paths.Unknown, match="decide together"):
         _ = group.path

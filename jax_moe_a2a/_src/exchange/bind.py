@@ -66,9 +66,9 @@ def bind_start(
     """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
     that binds the done, and maps the arrays in flight to the results of the exchange."""
     if isinstance(routing, TwoLevelRouting):
-        in_flight = two_level.bind_start(exchange, payload, routing, **params)
-        done = partial(two_level.bind_done, exchange, routing=routing, **params)
-        return in_flight, scopes.exchange(done)
+        done_of_levels = partial(two_level.bind, exchange, routing=routing, phase="done", **params)
+        in_flight = two_level.bind(exchange, payload, routing, phase="start", **params)
+        return in_flight, scopes.exchange(done_of_levels)
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:

@@ -42,10 +42,9 @@ class TopK:
 
     Tests compare these routers, except for their random noise, and their gradients with those of
     transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
-    the chosen experts only. That is equal to the renormalized softmax over all experts, and is how
-    this class computes it. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, so as not to
-    divide by 0. This class subtracts logarithms instead. Its weights differ by 1e-6 at most if a
-    chosen score is above 1e-14.
+    the chosen experts only, which is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to
+    the sum of the chosen scores. This class subtracts logarithms instead, so weights differ by 1e-6
+    at most if a chosen score is above 1e-14.
 
     Args:
       k: K, the number of experts of each token, 1 to 32 and at most E.
@@ -195,8 +194,7 @@ class TopK:
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits, 0 in masked tokens, and the mask with an axis of experts; or raise an
-        error."""
+        """Return logits, 0 in masked tokens, and the mask with an axis of experts, or raise."""
         logits = check_logits(logits)
         num_experts = logits.shape[-1]
         if self.k > num_experts:
@@ -229,8 +227,7 @@ class TopK:
             )
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the logarithms of scores up to a number for each token, scores, and scores that
-        are divided by their sum."""
+        """Return log scores up to a number for each token, scores, and normalized scores."""
         is_softmax = self.score == "softmax"
         # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
         log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
@@ -244,8 +241,7 @@ class TopK:
         ids: jax.Array,
         counts: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the weights of choices. Those for which ``counts`` is False have no share of a
-        sum; None means that all choices count."""
+        """Return the weights of choices, of which only those that count have a share of a sum."""
         if not (self.k > 1 if self.renormalize is None else self.renormalize):
             return _at(scores, ids) * self.scale
         chosen = _at(log_scores, ids)
@@ -255,8 +251,8 @@ class TopK:
 
 
 def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys of the last axis and their indices, both from high to low. Of equal
-    keys, the one with the lower index comes first."""
+    """Return the highest keys and their indices, from high to low. Of equal keys, the one with the
+    lower index comes first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
     values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
     # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
@@ -276,11 +272,8 @@ def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.
 
 
 def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]``: [..., E] and [..., K] to [..., K].
-
-    The transpose of a sum is a sum. The transpose of a gather would be a scatter, and with Explicit
-    axes a gather needs a sharding.
-    """
+    """Return ``values[..., ids]`` [..., K], as a sum. The transpose of a gather would be a scatter,
+    and with Explicit axes a gather needs a sharding."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 
