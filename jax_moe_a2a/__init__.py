@@ -33,6 +33,7 @@ from ._src.formats.formats import TokenFormat as TokenFormat
 from ._src.group.group import Group as Group
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
+from ._src.layer.accumulate import accumulate_grads as accumulate_grads
 from ._src.layer.axes import Axes as Axes
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
 from ._src.layer.balance import router_z_loss as router_z_loss

@@ -25,7 +25,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import paths
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
-from jax_moe_a2a._src.grouped import primitives, reference
+from jax_moe_a2a._src.grouped import primitives, reference, totals
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),
@@ -36,19 +36,21 @@ pytestmark = [
 PRIMITIVES = {
     primitives.grouped_dot_p: lowered.dot_cuda,
     primitives.grouped_outer_p: lowered.outer_cuda,
+    totals.add_outer_p: totals.choose_add_outer,
 }
 
 
 # Paths
 
 
-def read_table(target, results, arrays, num_sms, product):
+def read_table(target, results, arrays, num_sms, aliases=None, *, product):
     """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
     (out,) = results
 
     def run(*operands):
-        a, b, table = map(np.asarray, operands)
+        a, b, table, *total = map(np.asarray, operands)
         d = np.full(out.shape, np.nan, out.dtype)
+        added = total and total[0].copy()
         is_gradient = product == lowered.WEIGHT_GRADIENT
         for start, size, weight in table.T.tolist():
             assert start >= 0 and size >= 0 and start + size <= a.shape[0]
@@ -58,14 +60,16 @@ def read_table(target, results, arrays, num_sms, product):
                 assert 0 <= weight < out.shape[0]
                 assert np.isnan(d[weight].astype(np.float64)).all(), "written twice"
                 d[weight] = x.T @ b[rows].astype(np.float64)
+                if total and size:
+                    added[weight] += d[weight]
             elif weight < 0:
                 d[rows] = 0
             else:
                 w = b[weight].astype(np.float64)
                 d[rows] = x @ (w.T if product == lowered.TRANSPOSED else w)
-        return d
+        return added if total else d
 
-    assert target == lowered.TARGET
+    assert target == lowered.TARGET and aliases == ({3: 0} if len(arrays) == 4 else None)
     return [jax.pure_callback(run, out, *arrays)]
 
 
@@ -253,6 +257,30 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
     close(d_w, right[2], dtype)
     close(cut(of_rows), cut(right[3]), dtype)
     close(cut(of_both), cut(right[4]), dtype, terms=3)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16") if harness.ON_GPU else ("bfloat16",))
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
+    """The kernel rounds no gradient, and the totals of groups without rows keep all bits."""
+    num_rows, k, n, sizes = CASES[case]
+    if path in BY_OTHERS and case not in ("mosaic", "empty_ends"):
+        pytest.skip("JAX's kernels do not run such products")
+    rows, _, ct, *_ = arrays(num_rows, k, n, sizes, dtype)
+    total = 100 * normal(7, (len(sizes), k, n), "float32")
+    is_empty = np.array(sizes, int) == 0
+    if path in ("kernel", "table"):
+        total[is_empty] = np.nan
+    add = functools.partial(totals.bind_add_outer, num_sms=None)
+    found = np.asarray(
+        jax.jit(add, donate_argnums=0)(jnp.asarray(total), rows, ct, np.int32(sizes))
+    )
+    np.testing.assert_array_equal(found[is_empty], total[is_empty])
+    if not is_empty.all():
+        right = (total + outer64(rows, ct, sizes))[~is_empty]
+        of_sums = "float32" if path in ("kernel", "table") else dtype
+        tolerance = 2 * float(ml_dtypes.finfo(of_sums).eps) * np.abs(right).max(initial=0)
+        np.testing.assert_allclose(found[~is_empty], right, rtol=0, atol=tolerance)
 
 
 def product_and_gradients(rows, w, ct, sizes, num_sms=None):

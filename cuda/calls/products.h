@@ -2,23 +2,25 @@
 // as in calls/call.h, but has no state: its handler describes it at each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
-// int32 [1]. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands
-// rows, weights, table, biases [L, P] or [0], router weights, float32 [C]; results activations [C,
-// I], pre-activations [C, P] or [0], counter. moe_a2a_act_dot_grad, the gradient of activations [C,
-// I] times weights [L, I, N]: operands gradient [C, N], weights, table, pre-activations [C, P],
-// router weights; results gradient of the pre-activations [C, P], weighted activations [C, I],
-// partial dots, float32 [ceil(I / kDotColumns), C], counter. moe_a2a_fp8_gemm: operands rows [C, K]
-// and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128] and of weights [L,
-// ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and the counter. The
-// kernel reads the scales of rows where they are: a lane loads the scales of its own rows, so their
-// order costs nothing. moe_a2a_act_encode, the pass between two products in FP8: operands product
-// [B, C, P], bfloat16 or float32; the table of B times L groups; router weights, float32 [B, C], or
-// [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I /
-// 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of weights: operand
-// weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the same values [L, K,
-// N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32. moe_a2a_fill_slots, which
-// fills spare slots of ranks with experts (placement/fill_slots.h): operands experts and rows,
-// int32 [B, R, L]; results the expert and the rows of each slot, int32 [B, R, L + S].
+// int32 [1]. A fourth operand of kWeightGradient is the total, float32, to which the products are
+// added; d is the same memory. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L,
+// K, P]: operands rows, weights, table, biases [L, P] or [0], router weights, float32 [C]; results
+// activations [C, I], pre-activations [C, P] or [0], counter. moe_a2a_act_dot_grad, the gradient of
+// activations [C, I] times weights [L, I, N]: operands gradient [C, N], weights, table,
+// pre-activations [C, P], router weights; results gradient of the pre-activations [C, P], weighted
+// activations [C, I], partial dots, float32 [ceil(I / kDotColumns), C], counter. moe_a2a_fp8_gemm:
+// operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128]
+// and of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and
+// the counter. The kernel reads the scales of rows where they are: a lane loads the scales of its
+// own rows, so their order costs nothing. moe_a2a_act_encode, the pass between two products in FP8:
+// operands product [B, C, P], bfloat16 or float32; the table of B times L groups; router weights,
+// float32 [B, C], or [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and
+// scales [B, C, I / 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of
+// weights: operand weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the
+// same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
+// moe_a2a_fill_slots, which fills spare slots of ranks with experts (placement/fill_slots.h):
+// operands experts and rows, int32 [B, R, L]; results the expert and the rows of each slot, int32
+// [B, R, L + S].
 //
 // Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
 // [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
@@ -105,7 +107,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
       {CheckShape(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
-       CheckShape(weights, "weights", rows.type, {gemm->num_weights, gemm->k, gemm->n}),
+       CheckShape(weights, "weights", gemm->adds ? kFloat32 : rows.type,
+                  {gemm->num_weights, gemm->k, gemm->n}),
        DescribeGroups(table, counter, gemm)});
 }
 
@@ -162,12 +165,18 @@ struct GroupedGemmCall {
     }
     gemm->product = static_cast<GroupedProduct>(product);
     const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
-    MOE_A2A_TRY(CheckCounts(args, 3, is_gradient ? 3 : 4, results, 2));
+    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
     const Array &a = args[0], &b = args[1], &d = results[0];
+    gemm->adds = is_gradient && args.size() == 4;
     MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
     gemm->a = a.data;
     gemm->b = b.data;
     gemm->d = d.data;
+    if (gemm->adds) {
+      MOE_A2A_TRY(
+          CheckShape(args[3], "the total", kFloat32, {gemm->num_weights, gemm->k, gemm->n}));
+      if (args[3].data != d.data) return "the total and the result must be the same memory";
+    }
     if (is_gradient) return CheckShape(b, "b", a.type, {gemm->num_rows, gemm->n});
     const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
     return FirstOf(

@@ -36,32 +36,8 @@ class BoxWriter {
 
   // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
-    const int lane = lane_index();
-    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
-    __syncwarp();
-    char* buffer = buffers_[next_];
-    next_ = (next_ + 1) % kStoreBuffers;
-    // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first
-    // 8 of n, then for the other 8.
-    const int matrix = lane / 8, row = lane % 8;
-#pragma unroll
-    for (int n = 0; n < 4 * kWords; n += 16) {
-      char* address;
-      if constexpr (F::kIsTurned) {
-        address = buffer + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16;
-      } else {
-        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map swizzles
-        address = buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16;
-      }
-      const uint32_t* of = words + n / 4;
-      store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
-    }
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane == 0) {
-      store_box(&map, box, buffer);
-      end_store_group();
-    }
+    copy_matrices(take_buffer(), words);
+    send([&](const char* buffer) { store_box(&map, box, buffer); });
   }
 
   // Rounds d[first], d[first + 1], ... and stores them.
@@ -74,7 +50,74 @@ class BoxWriter {
     write(map, box, words);
   }
 
+  // Adds d[first], d[first + 1], ..., which are 16 rows of m by 32 of n.
+  template <int kSize>
+  __device__ void add(const CUtensorMap& map, const Box& box, const float (&d)[kSize], int first) {
+    copy_floats(take_buffer(), d, first);
+    send([&](const char* buffer) { add_box(&map, box, buffer); });
+  }
+
  private:
+  __device__ char* take_buffer() {
+    if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
+    __syncwarp();
+    return buffers_[next_];
+  }
+
+  // Lets one lane send what all lanes have copied to the buffer.
+  template <typename Send>
+  __device__ void send(Send&& send) {
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane_index() == 0) {
+      send(buffers_[next_]);
+      end_store_group();
+    }
+    next_ = (next_ + 1) % kStoreBuffers;
+  }
+
+  // Copies to rows of 128 bytes, as the map swizzles. Lanes of odd rows copy other columns than
+  // those of even rows at the same time, which would be in the same banks.
+  template <int kSize>
+  static __device__ void copy_floats(char* buffer, const float (&d)[kSize], int first) {
+    const int lane = lane_index(), row = lane / 4;
+    const bool is_odd = row % 2 != 0;
+    char* of_row = buffer + row * 128 + lane % 2 * 8;
+    const int swizzle = lane % 4 / 2 ^ row ^ (is_odd ? 4 : 0);
+    float x[kBoxElements / 4];
+    // Copies in the program's order: the compiler would else let no products overlap.
+#pragma unroll
+    for (int i = 0; i < kBoxElements / 4; ++i)
+      asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int even = 4 * i + 2 * half, odd = 4 * (i ^ 2) + 2 * half;
+        *reinterpret_cast<float2*>(of_row + half * 8 * 128 + (2 * i ^ swizzle) * 16) = {
+            is_odd ? x[odd] : x[even], is_odd ? x[odd + 1] : x[even + 1]};
+      }
+    }
+  }
+
+  static __device__ void copy_matrices(char* buffer, const uint32_t (&words)[kWords]) {
+    // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first
+    // 8 of n, then for the other 8.
+    const int lane = lane_index(), matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int n = 0; n < 4 * kWords; n += 16) {
+      char* address;
+      if constexpr (F::kIsTurned) {
+        address = buffer + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16;
+      } else {
+        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map swizzles
+        address = buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16;
+      }
+      const uint32_t* of = words + n / 4;
+      store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
+    }
+  }
+
   char (&buffers_)[kStoreBuffers][kStoreBytes];
   int next_ = 0;
 };
@@ -146,6 +189,16 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   for (int i = 0; i < kProducts; ++i) {
     if (m + 64 * i >= tile.end_m) break;
     writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
+  }
+}
+
+// Adds 16 rows of m by all n to float32 numbers.
+template <typename F, int kSize>
+__device__ inline void add_products(const GemmParams& p, BoxWriter<F>& writer, const Tile<F>& tile,
+                                    const Plane& plane, int32_t m, const float (&d)[kSize]) {
+#pragma unroll
+  for (int n = 0; n < F::kTileN; n += F::kStoreColumns) {
+    if (tile.n + n < tile.end_n) writer.add(p.d, plane.box(tile.n + n, m), d, n / 2);
   }
 }
 

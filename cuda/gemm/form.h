@@ -46,6 +46,7 @@ enum class Epilogue : int32_t {
   kActivateGated,  // multiplies the activated gate columns by the up columns
   kDerive,         // turns the gradient of activations into the gradient of their arguments
   kDeriveGated,    // the same for gated activations
+  kAdd,            // adds each result, without rounding, to the float32 number that is there
 };
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
@@ -64,6 +65,7 @@ struct Form {
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
+  static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
   // Stages of a tile that come after the operands.
   static constexpr int kPreStages = kDerives ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
@@ -83,9 +85,10 @@ struct Form {
   // Results are [rows, columns]. If rows lie along n, a tile is transposed when it is stored.
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A box of results, which a warp stores at once.
-  static constexpr int kStoreColumns = kIsTurned ? 16 : kBoxElements;
+  static constexpr int kStoreColumns = kIsTurned ? 16 : kAdds ? kBoxElements / 2 : kBoxElements;
   static constexpr int kStoreRows = kIsTurned ? kTileN : 16;
-  static_assert(kStoreColumns * kStoreRows * 2 <= kStoreBytes);
+  static_assert(kStoreColumns * kStoreRows * (kAdds ? 4 : 2) <= kStoreBytes);
+  static_assert(!kAdds || kRows == Axis::kK);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA == 2 && kBoxesB % 2 == 0));
   static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
   static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);

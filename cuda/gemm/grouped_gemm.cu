@@ -20,7 +20,7 @@ void each_kernel(Body&& body) {
       });
     });
   };
-  constexpr Constants<Epilogue::kStore> kPlain;
+  constexpr Constants<Epilogue::kStore, Epilogue::kAdd> kGradient;
   constexpr Constants<Epilogue::kStore, Epilogue::kActivate, Epilogue::kActivateGated> kForward;
   constexpr Constants<Epilogue::kStore, Epilogue::kDerive, Epilogue::kDeriveGated> kTransposed;
   of(GroupedProduct::kForward, kForward,
@@ -29,12 +29,12 @@ void each_kernel(Body&& body) {
      [](auto e) { return Type<gemm::ForwardFew<decltype(e)::value>>{}; });
   of(GroupedProduct::kTransposed, kTransposed,
      [](auto e) { return Type<gemm::Transposed<decltype(e)::value>>{}; });
-  of(GroupedProduct::kWeightGradient, kPlain,
+  of(GroupedProduct::kWeightGradient, kGradient,
      [](auto e) { return Type<gemm::WeightGradient<decltype(e)::value>>{}; });
 }
 
 Epilogue EpilogueOf(const GroupedGemm& gemm) {
-  if (gemm.activated == nullptr) return Epilogue::kStore;
+  if (gemm.activated == nullptr) return gemm.adds ? Epilogue::kAdd : Epilogue::kStore;
   const bool is_gated = gemm.activated->is_gated;
   if (gemm.product == GroupedProduct::kTransposed) {
     return is_gated ? Epilogue::kDeriveGated : Epilogue::kDerive;

@@ -2,8 +2,9 @@
 // gradient of that matrix.
 //
 // Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
-// rounded once; zeros for groups with a negative weight. Rows that belong to no group are neither
-// read nor written. An empty sum is zero.
+// rounded once; zeros for groups with a negative weight. With Epilogue::kAdd, d has increased by
+// these products, in float32, and no element of d is touched for a group without rows. Rows that
+// belong to no group are neither read nor written. An empty sum is zero.
 //
 // Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
 // memory.
@@ -195,7 +196,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
 // What an epilogue loads before the products.
 template <typename T, typename F>
-using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing,
+using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore || F::kAdds, Nothing,
                                   std::conditional_t<F::kDerives, Derivative<T, F>, RowWeights<F>>>;
 
 // Multiplies and stores this warp group's half of all tiles.
@@ -336,6 +337,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if constexpr (kStoresLate) {
       for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
       rounded.template take<T>(tile, plane, warp_m, d[0]);
+    } else if constexpr (F::kAdds) {
+      add_products<F>(p, writer, tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {

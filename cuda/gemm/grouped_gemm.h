@@ -50,8 +50,9 @@ struct GroupedGemm {
   // the matrix is negative, the results are zeros; kWeightGradient has none. Device memory.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
-  int32_t* counter;  // device memory; the launch sets it to zero
-  int num_sms;       // the most blocks to launch
+  int32_t* counter;   // device memory; the launch sets it to zero
+  int num_sms;        // the most blocks to launch
+  bool adds = false;  // kWeightGradient: d is float32, and increases by the products
   const ActivatedProduct* activated = nullptr;
   // More matrices [num_spare, K, N], whose indices follow those of b, or null; not for
   // kWeightGradient.

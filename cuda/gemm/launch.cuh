@@ -44,6 +44,7 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
       break;
     case GroupedProduct::kWeightGradient:
       a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d, gemm.num_weights);
+      if (F::kAdds) d.element_bytes = sizeof(float);
       p->m = k, p->n = n, p->k = 0;
       break;
   }

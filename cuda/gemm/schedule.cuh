@@ -86,7 +86,7 @@ class Walk {
       start_ = p_.starts[group];
       size_ = p_.sizes[group];
       weight_ = p_.weights[group];
-      if (F::kRows != Axis::kK || weight_ >= 0) {
+      if (F::kRows != Axis::kK || (weight_ >= 0 && (!F::kAdds || size_ > 0))) {
         const int m = tiles_m(size_), n = tiles_n(size_);
         count_ = F::kBlocks == 1 ? m * n : m / 2 * n + m % 2 * ((n + 1) / 2);
       }

@@ -134,16 +134,16 @@ def layers(mesh):
 
 
 def micro_batches(mesh):
-    """Return the sums of the gradients over micro-batches."""
+    """Return the float32 sums of the gradients over micro-batches."""
     num_batches = 4
 
     def total(params, batches):
         def loss(params, x):
-            return jnp.sum(moe(params, x, statistics=False).astype(jnp.float32) ** 2)
+            y, stats = ma.moe(x, **params, axes=AXIS)
+            return jnp.sum(y.astype(jnp.float32) ** 2), stats.totals
 
-        def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
-
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+        add = ma.accumulate_grads(loss, has_aux=True)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), params)
+        return jax.lax.scan(lambda totals, x: (add(totals, params, x)[0], None), zeros, batches)[0]
 
     return Program(total, (parameters(mesh), tokens(mesh, num_batches)), mesh, capacity(mesh))

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import compat
 from ..group import native
@@ -32,8 +31,6 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
-# Gradients of weights that are computed before they are added to a total.
-ADDED_BYTES = 2**28
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
@@ -119,20 +116,10 @@ def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     return _choose(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
 
-def add_outer_cuda(
-    by_product: Callable[..., Any], ctx: Any, *operands: compat.Value, **params: object
-) -> Choice:
-    """Choose the path of ``add_outer_p``.
-
-    Args:
-      by_product: adds the result of ``grouped_outer_p`` to the total. It is lowered if the kernel
-        does not apply, or if the batch shares the total.
-    """
-    total, x, _, sizes = ctx.avals_in
+def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
+    """Return why no kernel computes ``add_outer_p`` of these types, or ''."""
     why = why_no_kernel(x.dtype, *sizes_of(x, sizes, total.shape))
-    if total.shape[:-3] != lead_of(x):
-        why = why or "the batch shares the total"
-    return native.choose_kernel(ctx, operands, params, _add_outer_kernel, why, by_product)
+    return why or ("" if total.shape[:-3] == lead_of(x) else "the batch shares the total")
 
 
 def _choose(
@@ -220,26 +207,17 @@ def _outer_kernel(
     return found
 
 
-def _add_outer_kernel(
+def add_outer(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
 ) -> jax.Array:
-    """Compute the gradients of some experts after those of others, because each of them needs
-    memory until it is added to the total."""
+    """Add the products where the total is."""
     batch = lead_of(x)
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
-    x2, y2, sums = flat(x, 2), flat(y, 2), flat(total, 3)
-    bytes_of_group = math.prod(sums.shape[1:]) * x.dtype.itemsize
-    step = max(1, ADDED_BYTES // bytes_of_group)
-    for first in range(0, groups.shape[1], step):
-        part = groups[:, first : first + step] - np.array([[0], [0], [first]], np.int32)
-        num = part.shape[1]
-        shape = jax.ShapeDtypeStruct((num, *sums.shape[1:]), x.dtype)
-        (own,) = call(TARGET, [shape], (x2, y2, part), num_sms, product=WEIGHT_GRADIENT)
-        own = own.astype(sums.dtype)
-        own += lax.dynamic_slice_in_dim(sums, first, num)
-        sums = lax.dynamic_update_slice_in_dim(sums, own, first, axis=0)
-        sums, x2, y2 = lax.optimization_barrier((sums, x2, y2))
-    return sums.reshape(total.shape)
+    flat_total = flat(total, 3)
+    out = jax.ShapeDtypeStruct(flat_total.shape, total.dtype)
+    operands = flat(x, 2), flat(y, 2), groups, flat_total
+    (found,) = call(TARGET, [out], operands, num_sms, {3: 0}, product=WEIGHT_GRADIENT)
+    return found.reshape(total.shape)
 
 
 def flat(x: jax.Array, num_axes: int) -> jax.Array:

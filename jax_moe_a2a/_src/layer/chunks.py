@@ -7,7 +7,6 @@ to them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,13 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
+from ..ad import carries_tangent
 from ..checks import as_array, short
 from ..formats.formats import TokenFormat
 from ..grouped.totals import total_of, with_total
 from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
-from .weights import Experts
+from .weights import Experts, Totals
 
 Result = TypeVar("Result")
 
@@ -47,13 +47,6 @@ class LayerWeights(NamedTuple):
     """Weights of a shared expert that is not in the exchange."""
 
 
-class Totals(NamedTuple):
-    """The totals of weights (``grouped/totals.py``) that products have, or None."""
-
-    w_in: jax.Array | None = None
-    w_out: jax.Array | None = None
-
-
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
     """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
     scales = None if fmt is None else fmt.token_scales
@@ -69,8 +62,9 @@ def in_chunks(
     num_chunks: int,
     tokens: Tokens,
     weights: LayerWeights,
-) -> Result:
-    """Return the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
+    totals: Totals,
+) -> tuple[Totals, Result]:
+    """Return totals, and the layer's results for all chunks, a pytree of arrays [num_chunks, ...].
 
     Args:
       layer: returns a pytree of arrays for a chunk, and the totals that its products returned. It
@@ -79,6 +73,7 @@ def in_chunks(
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
+      totals: of the experts, or without arrays.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.
@@ -102,7 +97,9 @@ def in_chunks(
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
     first = _map_floats(total_of, weights)
-    totals = Totals(*map(_floats, (first.experts.w_in, first.experts.w_out)))
+    if not jax.tree.leaves(totals):
+        source_of = lambda w: w.source if isinstance(w, QuantizedExperts) else w
+        totals = totals.of(first.experts.map_weights(source_of))
     # Gradients take the way of the totals.
     fixed = _map_floats(lax.stop_gradient, weights)
 
@@ -111,33 +108,14 @@ def in_chunks(
         result, found = layer(tokens._replace(**chunk), own, totals)
         return found, result
 
-    if jax.tree.leaves(totals):
-        # After a chunk, totals also vary over the mesh axes of the tokens.
-        first_chunk = {name: x[0] for name, x in divided.items()}
-        found, _ = jax.eval_shape(step, totals, first_chunk)
-        totals = jax.tree.map(_varying_like, totals, found)
+    # After a chunk, totals also vary over the mesh axes of the tokens.
+    axes = frozenset().union(*map(compat.varying_axes, divided.values()))
+    totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
     # The loop already keeps XLA from merging both computations of a chunk.
-    return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)[1]
-
-
-def _floats(w: Any) -> Any:
-    """Return the array of weights that has their gradients, or None."""
-    return w.source if isinstance(w, QuantizedExperts) else w
+    return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 
 def _map_floats(function: Callable[..., jax.Array], weights: Any, *others: Any) -> Any:
-    """Apply a function to each array of weights that has a gradient."""
-
-    def apply(w: Any, *more: Any) -> Any:
-        if _floats(w) is None:
-            return w
-        found = function(*map(_floats, (w, *more)))
-        return dataclasses.replace(w, source=found) if isinstance(w, QuantizedExperts) else found
-
-    is_leaf = lambda w: isinstance(w, QuantizedExperts)
-    return jax.tree.map(apply, weights, *others, is_leaf=is_leaf)
-
-
-def _varying_like(total: jax.Array, found: Any) -> jax.Array:
-    (aligned,) = compat.align_varying([total], compat.varying_axes(found))
-    return aligned
+    """Apply a function to each array of weights that may have a gradient."""
+    apply = lambda w, *more: function(w, *more) if carries_tangent(w.dtype) else w
+    return jax.tree.map(apply, weights, *others)

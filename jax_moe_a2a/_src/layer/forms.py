@@ -11,6 +11,7 @@ A form maps rows, weights, the sizes of their groups and totals of the weights t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -34,9 +35,8 @@ from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import QuantizedExperts
 from ..paths import Choice
-from .chunks import Totals
 from .placed import Rows
-from .weights import Activation, Experts
+from .weights import Activation, Experts, Totals
 
 
 class Form(Protocol):
@@ -96,11 +96,11 @@ def _fused(
     rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, *, activation: FusedActivation
 ) -> tuple[jax.Array, Totals]:
     """Apply experts by kernels that apply the activation."""
-    given = tuple(total for total in totals if total is not None)
+    given = tuple(jax.tree.leaves(totals))
     w_in, w_out, b_in, b_out = weights.w_in, weights.w_out, weights.b_in, weights.b_out
     operands = ExpertOperands(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, given)
     y, found = bind_experts(operands, activation=activation)
-    return y, Totals(*found) if given else totals
+    return y, jax.tree.unflatten(jax.tree.structure(totals), found)
 
 
 @scopes.products
@@ -127,7 +127,7 @@ def _composed(
     y, of_out = multiply(h, weights.w_out, sizes, totals.w_out)
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)
-    return y, Totals(of_in, of_out)
+    return y, dataclasses.replace(totals, w_in=of_in, w_out=of_out)
 
 
 def _multiply(

@@ -34,11 +34,11 @@ from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.choices import RouterChoices
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
-from .chunks import LayerWeights, Tokens, Totals, check_one_global_scale, in_chunks
+from .chunks import LayerWeights, Tokens, check_one_global_scale, in_chunks
 from .dispatch_rows import dispatch_in_fp8, dispatch_rows
 from .forms import choose_form
 from .placed import Rows, apply_to_both, fetch_all, num_fetched, to_slots
-from .weights import Activation, Experts, activation_of, check_weights, flat
+from .weights import Activation, Experts, Totals, activation_of, check_weights, flat, totals_of
 
 
 class LayerOptions(NamedTuple):
@@ -58,7 +58,8 @@ def moe_mlp(
     exchange: Exchange | None = None,
     shared_weights: ArrayLike | None = None,
     placement: Placement | None = None,
-) -> jax.Array:
+    return_totals: bool = False,
+) -> Any:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
     ``Experts`` says what an expert computes. The call is equivalent to ``dispatch``,
@@ -103,9 +104,11 @@ def moe_mlp(
         this rank, nothing is fetched. Weights to train in FP8 must not be quantized yet
         (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
         ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
+      return_totals: True to also return what ``accumulate_grads`` reads.
 
     Returns:
-      [T, H] with the dtype of ``x``. Dropped choices add nothing.
+      [T, H] with the dtype of ``x``. Dropped choices add nothing. With ``return_totals``, a pair of
+      it and of ``experts.totals`` for the next use of the experts, or None without totals.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -149,19 +152,24 @@ def moe_mlp(
     arguments = RouteArguments(group, num_experts, exchange)
     options = LayerOptions(activation_of(experts), placement)
     tokens = Tokens(x, choices.ids, choices.weights, shared_weights)
-    weights = LayerWeights(flat(experts))
+    weights, totals = LayerWeights(flat(experts)), totals_of(experts)
     num_chunks = exchange.num_chunks or 1
-    if num_chunks == 1:
-        return mlp_and_routing(arguments, options, tokens, weights, Totals())[0]
-    reason, remedy = "num_chunks divides the tokens", "Omit num_chunks"
-    check_one_global_scale(exchange.token_format, reason, remedy)
 
     def of_chunk(*arrays: Any) -> tuple[jax.Array, Totals]:
         y, _, totals = mlp_and_routing(arguments, options, *arrays)
         return y, totals
 
-    weights = with_fetched(weights, arguments, placement)
-    return lax.collapse(quantized_once(of_chunk, num_chunks, tokens, weights), 0, -1)
+    if num_chunks == 1:
+        y, totals = of_chunk(tokens, weights, totals)
+    else:
+        reason, remedy = "num_chunks divides the tokens", "Omit num_chunks"
+        check_one_global_scale(exchange.token_format, reason, remedy)
+        weights = with_fetched(weights, arguments, placement)
+        totals, y = quantized_once(of_chunk, num_chunks, tokens, weights, totals)
+        y = lax.collapse(y, 0, -1)
+    if not return_totals:
+        return y
+    return y, totals.like(experts.totals) if totals.name else experts.totals
 
 
 def with_fetched(
@@ -184,13 +192,14 @@ def quantized_once(
     num_chunks: int,
     tokens: Tokens,
     weights: LayerWeights,
-) -> Any:
+    totals: Totals,
+) -> tuple[Totals, Any]:
     """Return what ``in_chunks`` returns. Weights to train in FP8 are quantized once for both passes
     of all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:
-        return in_chunks(layer, num_chunks, tokens, weights)
+        return in_chunks(layer, num_chunks, tokens, weights, totals)
 
     # The backward pass quantizes again, because quantized weights would need memory until then.
     @jax.checkpoint
@@ -198,7 +207,7 @@ def quantized_once(
         encoded = experts.map_weights(
             lambda w: dataclasses.replace(encode_experts(w.source), source=w.source)
         )
-        return in_chunks(layer, num_chunks, tokens, weights._replace(experts=encoded))
+        return in_chunks(layer, num_chunks, tokens, weights._replace(experts=encoded), totals)
 
     return quantized(experts)
 

@@ -28,12 +28,21 @@ from ..routing.checks import RouteArguments, axes_of
 from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
 from .balance import load_balancing_loss, router_z_loss
-from .chunks import LayerWeights, Tokens, Totals, check_one_global_scale
+from .chunks import LayerWeights, Tokens, check_one_global_scale
 from .load import ExpertLoad, expert_load
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import RouterLike, check_router, choose_experts, map_arrays, num_outputs
-from .weights import Activation, Experts, activation_of, check_weights, flat, specs_of
+from .weights import (
+    Activation,
+    Experts,
+    Totals,
+    activation_of,
+    check_weights,
+    flat,
+    specs_of,
+    totals_of,
+)
 
 OUTPUTS = "logits", "choices"
 
@@ -54,6 +63,8 @@ class MoEStatistics(NamedTuple):
     choices: RouterChoices | None = None
     """Ids [..., K] and weights [..., K] of the tokens, if ``outputs`` has ``"choices"``. They are
     -1 and 0 in masked tokens."""
+    totals: Totals | None = None
+    """``experts.totals`` for the next use of the experts (``accumulate_grads``)."""
 
     @property
     def num_dropped(self) -> jax.Array:
@@ -198,6 +209,7 @@ def moe(
     )
     given = jax.tree.map(place, given, specs)
     exchange = dataclasses.replace(exchange, replicated=tokens.replicated)
+    domains = tuple(axis for axis in tokens.axes if axis not in scope.group.axes)
 
     def on_rank(
         x: jax.Array,
@@ -231,9 +243,10 @@ def moe(
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
                 kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
-        y, load = _experts(
+        totals, y, load = _experts(
             Tokens(flat_x, choices.ids, choices.weights, kept),
             weights,
+            Totals() if domains else totals_of(own),
             RouteArguments(scope.group, num_experts, exchange),
             LayerOptions(activation, placement),
             of_shared,
@@ -241,7 +254,6 @@ def moe(
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
         y = lax.psum(y, partial) if partial else y
-        domains = tuple(axis for axis in tokens.axes if axis not in scope.group.axes)
         none = jnp.zeros((), accumulation_dtype(x.dtype))
         balance_loss = z_loss = none
         if choices.scores is not None:
@@ -252,19 +264,21 @@ def moe(
         found = {"logits": logits, "choices": choices._replace(scores=None)}
         unflat = lambda array: array.reshape(*leading, *array.shape[1:])
         found = jax.tree.map(unflat, {name: found[name] for name in outputs})
-        return y.reshape(x.shape), found, MoEStatistics(balance_loss, z_loss, load)
+        statistics = MoEStatistics(balance_loss, z_loss, load)
+        totals = totals.like(own.totals) if totals.name else own.totals
+        return y.reshape(x.shape), found, statistics, totals
 
-    y, found, statistics = scope.shard_map(
+    y, found, statistics, totals = scope.shard_map(
         on_rank,
         in_specs=(tokens.spec, tokens.spec, router_specs, specs, P(), P()),
-        out_specs=(tokens.spec, tokens.spec, P()),
+        out_specs=(tokens.spec, tokens.spec, P(), specs[0].totals),
     )(x, of_tokens, router, given, placement, exchange)
 
     def unpadded(array: jax.Array) -> jax.Array:
         array = _without_padding(scope, tokens, array, features=None)
         return array.reshape(*shape[:-1], array.shape[-1])
 
-    statistics = statistics._replace(**jax.tree.map(unpadded, found))
+    statistics = statistics._replace(**jax.tree.map(unpadded, found), totals=totals)
     return _without_padding(scope, tokens, y).reshape(shape), statistics
 
 
@@ -278,11 +292,12 @@ def _biased_once(experts: Experts, tensor: str | None) -> Experts:
 def _experts(
     tokens: Tokens,
     weights: LayerWeights,
+    totals: Totals,
     route_arguments: RouteArguments,
     options: LayerOptions,
     shared_activation: Activation | None,
-) -> tuple[jax.Array, ExpertLoad]:
-    """Return the results of a rank's tokens [T, H], and the load of all chunks together."""
+) -> tuple[Totals, jax.Array, ExpertLoad]:
+    """Return totals, the results of a rank's tokens [T, H], and the load of all chunks together."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -310,7 +325,8 @@ def _experts(
         return (y, expert_load(routing, placement=options.placement)), totals
 
     if num_chunks == 1:
-        return layer(tokens, weights, Totals())[0]
+        (y, load), totals = layer(tokens, weights, totals)
+        return totals, y, load
     num_tokens = tokens.x.shape[0]
     more = -num_tokens % num_chunks
 
@@ -321,9 +337,9 @@ def _experts(
 
     tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
     weights = with_fetched(weights, route_arguments, options.placement)
-    y, loads = quantized_once(layer, num_chunks, tokens, weights)
+    totals, (y, loads) = quantized_once(layer, num_chunks, tokens, weights, totals)
     load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
-    return lax.collapse(y, 0, -1)[:num_tokens], load
+    return totals, lax.collapse(y, 0, -1)[:num_tokens], load
 
 
 def _check_exchange(given: Exchange | None) -> Exchange:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from ..ad import accumulation_dtype
 from ..checks import as_array, check_static, short
 from ..experts.gated import gated
 from ..formats.formats import Quantized
@@ -23,6 +24,26 @@ Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
 WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
 BIASES = "b_in", "b_out"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Totals:
+    """The float32 sums to which products add the gradients of the weights of ``Experts``
+    (``accumulate_grads``). They are zeros in the forward pass."""
+
+    w_in: Any = None
+    w_out: Any = None
+    name: str = dataclasses.field(default="", metadata=dict(static=True))
+    """Of the parameters whose gradients they add."""
+
+    def of(self, experts: Experts) -> Totals:
+        """Return the fields of experts in place of the totals."""
+        return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
+
+    def like(self, others: Totals) -> Totals:
+        """Return the totals in the shapes of others."""
+        return jax.tree.map(lambda x, other: jnp.reshape(x, other.shape), self, others)
 
 
 @jax.tree_util.register_dataclass
@@ -57,9 +78,13 @@ class Experts:
     without a token have the values of a row with a token, or 0.5 if no row has a token. With a
     tensor axis, I is the size of a part, so the function must be the same for each column. JAX
     traces a program again for another function, so define it once."""
+    totals: Totals | None = None
+    """Set by ``accumulate_grads`` for weights that nothing has changed since."""
 
     def replace(self, **fields: Any) -> Experts:
-        """Return the experts with other fields."""
+        """Return the experts with other fields. Other weights have no totals."""
+        if not fields.keys().isdisjoint(WEIGHTS):
+            fields.setdefault("totals", None)
         return dataclasses.replace(self, **fields)
 
     def in_fp8(self) -> Experts:
@@ -73,7 +98,8 @@ class Experts:
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
         """Return the experts with the results of a function for both weights."""
-        return self.replace(w_in=function(self.w_in), w_out=function(self.w_out))
+        w_in, w_out = function(self.w_in), function(self.w_out)
+        return dataclasses.replace(self, w_in=w_in, w_out=w_out)
 
     @property
     def is_trained_in_fp8(self) -> bool:
@@ -145,6 +171,15 @@ def flat(experts: Experts) -> Experts:
     return Experts(w_in, experts.w_out, b_in, experts.b_out)
 
 
+def totals_of(experts: Experts) -> Totals:
+    """Return the totals to which products of ``flat(experts)`` add. It has none if they were cast
+    like their weights."""
+    given = experts.totals
+    if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
+        return Totals()
+    return given.like(given.of(flat(experts)))
+
+
 def paired(home: Experts, spare: Experts) -> Experts:
     """Return experts whose fields are tuples of those of home and spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
@@ -174,7 +209,8 @@ def specs_of(
         held = {field: p for field, p in every.items() if getattr(given, field) is not None}
         return QuantizedExperts(**held)
 
-    return experts.replace(**{name: spec(name) for name in specs})
+    totals = None if experts.totals is None else experts.totals.of(Experts(**specs))
+    return experts.replace(**{name: spec(name) for name in specs}, totals=totals)
 
 
 def check_weights(
@@ -248,7 +284,7 @@ def check_weights(
         )
     if not callable(activation_of(experts)):
         raise TypeError(f"{name}.activation must be a function; got {experts.activation!r}")
-    return experts.replace(**jax.tree.map(jnp.asarray, found))
+    return dataclasses.replace(experts, **jax.tree.map(jnp.asarray, found))
 
 
 def activation_of(experts: Experts) -> Activation:

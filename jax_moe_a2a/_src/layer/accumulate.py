@@ -1,0 +1,119 @@
+"""Add the gradients of a loss to float32 totals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..ad import accumulation_dtype
+from ..checks import short
+from ..grouped.totals import total_of, with_total
+from ..grouped.weights import QuantizedExperts
+from .weights import Experts, Totals
+
+
+def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """Return a function that adds the gradients of a loss to totals, in float32.
+
+    ``add(totals, params, *args)`` computes ``loss(params, *args)``, and returns new totals and what
+    the loss returned. Call it for each micro-batch of a step, for example in ``lax.scan``, with the
+    totals as the carry. All transformations inside and around the call work.
+
+    Kernels add the gradients of expert weights in the memory of their totals, without rounding, if
+    the auxiliary result of the loss has the totals that the layer returned: ``MoEStatistics``, or
+    the second result of ``moe_mlp`` with ``return_totals``. A second use of the same experts gets
+    them by ``experts.replace(totals=...)``. Everywhere else, gradients are computed before they are
+    added.
+
+    Args:
+      loss: maps parameters, a pytree of float arrays, and other arguments to a scalar; or to a pair
+        of a scalar and an auxiliary result.
+      has_aux: True if ``loss`` returns a pair.
+
+    Returns:
+      A function of ``totals``, ``params`` and the other arguments. ``totals`` is like ``params``,
+      in float32. The auxiliary result has None in place of totals.
+
+    Example:
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      add = ma.accumulate_grads(lambda w, x: (w * x).sum())
+      w, zeros = jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.float32)
+      batches = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
+      totals, losses = jax.lax.scan(lambda totals, x: add(totals, w, x), zeros, batches)
+      print(totals, losses)
+      ```
+
+      ```text
+      [6. 9.] [1 5 9]
+      ```
+    """
+
+    def add(totals: Any, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        jax.tree_util.tree_map_with_path(_check, params, totals)
+        leaves, tree = jax.tree.flatten(params, is_leaf=_is_experts)
+        given = tree.flatten_up_to(totals)
+
+        def of(zeros: list[Any]) -> Any:
+            tied = [_tied(*each, str(i)) for i, each in enumerate(zip(leaves, zeros, strict=True))]
+            out = loss(tree.unflatten(tied), *args, **kwargs)
+            value, aux = out if has_aux else (out, None)
+            found = [x for x in jax.tree.leaves(aux, is_leaf=_is_totals) if _is_totals(x)]
+            aux = jax.tree.map(lambda x: None if _is_totals(x) else x, aux, is_leaf=_is_totals)
+            # Others are those of a part of the experts, of a batch, or of weights that were cast.
+            whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
+            return (value, {x.name: x for x in whole}), aux
+
+        zeros = jax.tree.map(jnp.zeros_like, given)
+        (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
+        # The products that were last in the loss add to these, and the gradient is the sum.
+        ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
+        (found,) = transpose((jnp.ones_like(value), ends))
+        sums = jax.tree.map(jnp.add, given, found)
+        for i in map(int, returned):
+            sums[i] = dataclasses.replace(sums[i], w_in=found[i].w_in, w_out=found[i].w_out)
+        return tree.unflatten(sums), (value, aux) if has_aux else value
+
+    return add
+
+
+def _tied(weights: Any, zeros: Any, name: str) -> Any:
+    """Return parameters whose gradients are those of zeros. Experts get totals of this name."""
+    totals = jax.tree.map(total_of, weights, zeros)
+    tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
+    if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):
+        return tied
+    return dataclasses.replace(tied, totals=Totals(totals.w_in, totals.w_out, name))
+
+
+def _is_experts(x: object) -> bool:
+    return isinstance(x, Experts)
+
+
+def _is_totals(x: object) -> bool:
+    return isinstance(x, Totals)
+
+
+def _types(totals: Totals) -> list[Any]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(totals)]
+
+
+def _check(path: Any, param: Any, total: Any) -> None:
+    """Raise an error if a total is not like its parameter."""
+    name, dtype = jax.tree_util.keystr(path), accumulation_dtype(param.dtype)
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        raise TypeError(f"params{name} must be floats; got {short(param)}")
+    if (total.shape, total.dtype) != (param.shape, dtype):
+        raise ValueError(
+            f"totals{name} must be {dtype}{list(param.shape)}, because params{name} is "
+            f"{short(param)}; got {short(total)}. Start with "
+            "jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)"
+        )
