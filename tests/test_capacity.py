@@ -112,7 +112,11 @@ def trace(by_routing=False, **options):
         (dict(capacity=None, capacity_factor="1"), TypeError, r"got '1': use float\(...\)"),
         (dict(capacity_factor=True), TypeError, "capacity_factor must be a number; got True"),
         (dict(capacity_factor=0), ValueError, "finite number above 0; got 0"),
-        (dict(capacity_factor=-1.5), ValueError, "finite number above 0; got -1.5"),
+        (
+            dict(capacity_factor=-1.5),
+            ValueError,
+            "above 0; got -1.5. Omit capacity_factor to drop no",
+        ),
         (dict(capacity_factor=math.nan), ValueError, "finite number above 0; got nan"),
         (dict(capacity_factor=math.inf), ValueError, "finite number above 0; got inf"),
         (

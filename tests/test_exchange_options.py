@@ -41,7 +41,11 @@ def rows_of(exchange, x=X):
         (dict(alignment=True), TypeError, "alignment must be an int; got True"),
         (dict(shared_expert=1), TypeError, "shared_expert must be a bool; got 1"),
         (dict(replicated="yes"), TypeError, "replicated must be a bool; got 'yes'"),
-        (dict(wire_dtype="bf16"), TypeError, "wire_dtype must be a float dtype .* got 'bf16'"),
+        (
+            dict(wire_dtype="bf16"),
+            TypeError,
+            "wire_dtype .*jnp.bfloat16 or 'bfloat16'.* got 'bf16'",
+        ),
         (dict(wire_dtype=jnp.int8), TypeError, "wire_dtype must be a float dtype"),
         (dict(wire_dtype=SCALED.token_format), TypeError, "wire_dtype must have a float as glob"),
         (dict(token_format="fp8"), TypeError, "token_format must be a BlockwiseFp8.*got 'fp8'"),
