@@ -103,22 +103,6 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
     assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
 
 
-def test_tiles_keep_the_scales_of_tokens():
-    scales = scales_of_tokens(1, 130)[0]
-    x = tokens_of(scales[None], (96,), "bfloat16")[0]
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(x, scales, layout):
-        fmt = ma.NvFp4(global_scale=scales, scale_layout=layout)
-        quantized = fmt.encode(x)
-        return quantized.scales, fmt.row_major(quantized), fmt.decode(quantized, "bfloat16")
-
-    (tiles, *found), (_, *expected) = (run(x, scales, layout) for layout in ("tiles", "rows"))
-    assert tiles.shape == (2, 2, 32, 16)
-    for actual, part in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        harness.assert_same_bytes(actual, part)
-
-
 # Dispatch
 
 
