@@ -284,7 +284,6 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     ("form", "axes"),
     (
         ("ids", (0, 0, 0)),
-        ("ids", (None, 0, 0)),
         ("ids", (None, None, 0)),
         ("ids", (None, 0, None)),
         ("halves", (None, None, 0)),
