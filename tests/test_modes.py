@@ -242,8 +242,6 @@ WEIGHTS = jax.ShapeDtypeStruct((6, 2), jnp.float32)
 @pytest.mark.parametrize(
     "changed, error, naming",
     [
-        (dict(shared_expert=1), TypeError, "shared_expert must be a bool; got 1"),
-        (dict(replicated="yes"), TypeError, "replicated must be a bool; got 'yes'"),
         (dict(shared_weights=0.5), ValueError, "shared_weights must be None without .*got 0.5"),
         (
             dict(shared_expert=True, shared_weights=np.ones(5)),
