@@ -13,7 +13,8 @@ from ..compat import align_varying
 
 def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Return the sums of an array over mesh axes."""
-    return lax.psum(*align_varying([x], axes), axes) if axes else x
+    (aligned,) = align_varying([x], axes)
+    return lax.psum(aligned, axes) if axes else x
 
 
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
@@ -35,4 +36,5 @@ def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array
     shifts = range(0, most.bit_length(), bits)
     pieces = jnp.stack([(counts >> shift) & (2**bits - 1) for shift in shifts])
     found = sum_over(axes, pieces.astype(jnp.float32)).astype(jnp.int32)
-    return sum(found[i] << shift for i, shift in enumerate(shifts))
+    places = jnp.asarray(shifts, jnp.int32)[:, None]
+    return (found << places).sum(axis=0, dtype=jnp.int32)
