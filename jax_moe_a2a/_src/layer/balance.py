@@ -49,8 +49,8 @@ def load_balancing_loss(
         not counted.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
         shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
-        in scope. None means the tokens of this call only. The call makes one ``lax.psum`` of 2E + 1
-        numbers, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
+        in scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
+        ``lax.psum``, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
         ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
 
     Returns:

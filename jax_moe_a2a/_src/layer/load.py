@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -136,25 +136,18 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
     if placement is not None:
         check_placement(placement, group.size, or_none=True)
     most = group.size * routing.num_tokens * (routing.top_k + 1)
-    return load_of(group.axes, counts_of(routing), most, group.size, placement)
-
-
-class LoadCounts(NamedTuple):
-    """What a rank adds to the load of all ranks, with 0 for what other ranks count.
-
-    E is the number of experts that were routed: with a placement, of slots.
-    """
-
-    choices: jax.Array
-    """[E + R]: choices of each expert, and invalid ids of each rank."""
-    rows: jax.Array | None
-    """int32 [R * (L + 2)], for each rank: rows of its experts, rows, and dropped rows; or None if
-    all choices have rows, and no other tokens do."""
+    sizes = group.size, routing.num_experts
+    return load_of(sum_counts(group.axes, counts_of(routing), most), sizes, placement)
 
 
 @scopes.load
-def counts_of(routing: AnyRouting) -> LoadCounts:
-    """Return what this rank adds to the load, without communication."""
+def counts_of(routing: AnyRouting) -> jax.Array:
+    """Return what this rank adds to the counts of all ranks, 0 for what other ranks count.
+
+    The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
+    be dropped or experts are shared, it goes on with the rows of each rank's experts, all its rows
+    and its dropped rows [R, L + 2]. Otherwise exactly the choices have rows.
+    """
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size
     is_valid = (ids >= 0) & (ids < num_experts)
@@ -164,11 +157,11 @@ def counts_of(routing: AnyRouting) -> LoadCounts:
         is_own = jnp.where(is_valid, ids // (num_experts // num_ranks) == rank, rank == 0)
         counts_for = jnp.where(is_own, counts_for, -1)
     # Sums of ones in float32 are exact below 2**24, and need no conversion for ``sum_counts``.
-    dtype = jnp.float32 if ids.size < 2**24 else jnp.int32
+    dtype = jnp.float32 if num_ranks * ids.size < 2**24 else jnp.int32
     is_counted = one_hot(counts_for, num_experts + num_ranks)
-    found = LoadCounts(is_counted.astype(dtype).sum(axis=(0, 1), dtype=dtype), None)
+    choices = is_counted.astype(dtype).sum(axis=(0, 1), dtype=dtype)
     if not (routing.may_drop(*ids.shape) or routing.shared_expert):
-        return found
+        return choices
     here = routing.group_sizes
     if routing.alignment > 1:
         # Rows with a token come first in each group, but group sizes count padding, too.
@@ -178,26 +171,21 @@ def counts_of(routing: AnyRouting) -> LoadCounts:
     counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])
     rows = jnp.concatenate([here[int(routing.shared_expert) :], counts_of_ranks])
     is_here = jnp.arange(num_ranks, dtype=jnp.int32)[:, None] == rank
-    return found._replace(rows=jnp.where(is_here, rows[None], 0).ravel())
+    rows = jnp.where(is_here, rows[None], 0).ravel()
+    return jnp.concatenate([choices, rows.astype(choices.dtype)])
 
 
 @scopes.load
-def load_of(
-    axes: tuple[str, ...],
-    counts: LoadCounts,
-    most: int,
-    num_ranks: int,
-    placement: Placement | None,
-) -> ExpertLoad:
-    """Return the load from the sums of counts over mesh axes. ``most`` is the largest sum."""
-    choices = sum_counts(axes, counts.choices, most)
-    wanted, invalid = choices[:-num_ranks], choices[-num_ranks:]
-    if counts.rows is None:
+def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
+    """Return the load from the sums of ``counts_of`` over ranks. ``sizes`` are R and E."""
+    num_ranks, num_experts = sizes
+    wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
+    if rows.size:
+        rows = rows.reshape(num_ranks, -1)
+        per_expert, num_rows, num_dropped = rows[:, :-2].reshape(-1), rows[:, -2], rows[:, -1]
+    else:
         per_expert, num_rows = wanted, wanted.reshape(num_ranks, -1).sum(axis=1, dtype=jnp.int32)
         num_dropped = jnp.zeros_like(num_rows)
-    else:
-        rows = sum_counts(axes, counts.rows, most).reshape(num_ranks, -1)
-        per_expert, num_rows, num_dropped = rows[:, :-2].reshape(-1), rows[:, -2], rows[:, -1]
     if placement is not None:
         per_expert, wanted = (_of_experts(x, placement) for x in (per_expert, wanted))
     return ExpertLoad(per_expert, num_rows, num_dropped, wanted, invalid)

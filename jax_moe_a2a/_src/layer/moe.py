@@ -29,11 +29,11 @@ from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
 from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_loss_of
 from .chunks import LayerWeights, Tokens, Totals, check_one_global_scale
-from .load import ExpertLoad, LoadCounts, counts_of, load_of
+from .load import ExpertLoad, counts_of, load_of
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
-from .sums import sum_over
+from .sums import sum_counts, sum_over
 from .top_k import TopK, check_logits
 from .weights import Activation, Experts, activation_of, check_weights, flat, specs_of
 
@@ -247,7 +247,8 @@ def moe(
         y = lax.psum(y, partial) if partial else y
         axes = tuple(dict.fromkeys((*tokens.axes, *scope.group.axes)))
         most = choices.ids.size * scope.size(axes)
-        load = load_of(axes, counts, most, scope.group.size, placement)
+        counted = num_experts if placement is None else placement.num_slots
+        load = load_of(sum_counts(axes, counts, most), (scope.group.size, counted), placement)
         is_top_k = isinstance(flat_router, Router) and isinstance(flat_router.choose, TopK)
         losses = _losses(choices, logits, mask, is_top_k, tokens.axes, load.wanted_per_expert)
         found = {"logits": logits, "choices": choices._replace(scores=None)}
@@ -322,8 +323,8 @@ def _experts(
     route_arguments: RouteArguments,
     options: LayerOptions,
     shared_activation: Activation | None,
-) -> tuple[jax.Array, LoadCounts]:
-    """Return the results of a rank's tokens [T, H], and its counts of all chunks together."""
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results of a rank's tokens [T, H], and the ``counts_of`` all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -343,7 +344,7 @@ def _experts(
 
     def layer(
         tokens: Tokens, weights: LayerWeights, totals: Totals
-    ) -> tuple[tuple[jax.Array, LoadCounts], Totals]:
+    ) -> tuple[tuple[jax.Array, jax.Array], Totals]:
         routed = tokens._replace(shared_weights=None)
         y, routing, totals = mlp_and_routing(route_arguments, options, routed, weights, totals)
         if weights.shared is not None:
@@ -363,8 +364,7 @@ def _experts(
     tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
     weights = with_fetched(weights, route_arguments, options.placement)
     y, counts = quantized_once(layer, num_chunks, tokens, weights)
-    counts = jax.tree.map(lambda of_chunks: of_chunks.sum(axis=0, dtype=jnp.int32), counts)
-    return lax.collapse(y, 0, -1)[:num_tokens], counts
+    return lax.collapse(y, 0, -1)[:num_tokens], counts.sum(axis=0, dtype=jnp.int32)
 
 
 def _check_exchange(given: Exchange | None) -> Exchange:
