@@ -24,7 +24,7 @@ PERFORMANCE = records.ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
-TITLES = PLOTTED | dict(model="Whole training steps")
+TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
 LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
 
@@ -50,7 +50,7 @@ DETAILS: dict[str, Row] = {
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
 # Rows of a panel share these.
-PANEL = ("panel", "title", "shape", "k", "n", "sizes", "tokens")
+PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
@@ -63,6 +63,7 @@ MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
+    **dict(kernels="kernels"),
 )
 STEPS = "model"  # the sweep of benchmarks.model
 STEP_METHODS = {  # the MoE layers of whole steps, in words

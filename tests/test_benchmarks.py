@@ -350,6 +350,16 @@ def test_experts_that_are_wrong_are_refused():
 
 
 @on_cpu
+def test_the_stages_of_a_layer_are_measured(tmp_path):
+    options = "--stages --shapes qwen3-30b --tokens 128"
+    rows = run_on_cpu(layer, options, tmp_path / "stages.json")["rows"]
+    stages = [row["op"] for row in rows]
+    assert len(set(stages)) == len(stages) == 11
+    assert {stage.rsplit(", ")[-1] for stage in stages[-3:]} >= {"bfloat16", "weights in FP8"}
+    assert (tmp_path / "stages.png").stat().st_size > 0
+
+
+@on_cpu
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     rows = run_on_cpu(layer, "--only training", tmp_path / "layer.json")["rows"]
     measured = {(row["method"], row["op"]) for row in rows}

@@ -18,6 +18,8 @@ from ..routing.checks import as_int32
 from ..routing.choices import RouterChoices
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]
+# Comparisons of two scores that take less time than sorting: 128 tokens have 2**23 for 256 experts.
+MOST_COMPARISONS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,10 +256,32 @@ def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """Return the highest keys and their indices, from high to low. Of equal keys, the one with the
     lower index comes first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
-    values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
+    keys = jnp.where(keys == 0, 0.0, keys)
+    num = keys.shape[-1]
+    if keys.size * num <= MOST_COMPARISONS:
+        return _best_by_rank(keys, number)
+    values, ids = lax.top_k(keys, number)
     # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
     # (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id, prevents it.
-    return values, jnp.minimum(ids, keys.shape[-1] - 1)
+    return values, jnp.minimum(ids, num - 1)
+
+
+def _best_by_rank(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Return what ``_best`` returns, by comparing each key with all keys of its token.
+
+    ``lax.top_k`` sorts all keys on GPUs, which takes longer if there are few tokens.
+    """
+    # Integers with the order of ``lax.top_k``, in which NaN is the highest number.
+    bits = lax.bitcast_convert_type(keys, jnp.dtype(f"int{8 * keys.dtype.itemsize}"))
+    order = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+    this, other = order[..., :, None], order[..., None, :]
+    lead, last = (1,) * (keys.ndim - 1), keys.ndim
+    index = lax.broadcasted_iota(jnp.int32, (*lead, 1, keys.shape[-1]), last)
+    is_before = index < jnp.swapaxes(index, -1, -2)
+    rank = ((other > this) | ((other == this) & is_before)).sum(axis=-1, dtype=jnp.int32)
+    is_chosen = rank[..., None, :] == jnp.swapaxes(index[..., :number], -1, -2)
+    ids = jnp.where(is_chosen, index, 0).sum(axis=-1, dtype=jnp.int32)
+    return jnp.where(is_chosen, keys[..., None, :], 0).sum(axis=-1), ids
 
 
 def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:

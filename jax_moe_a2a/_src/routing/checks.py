@@ -97,6 +97,8 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
 
 def as_int32(ids: jax.Array | np.ndarray, num_experts: int) -> jax.Array:
     """Return ids as int32. Ids outside [0, num_experts) stay outside, and -1 stays -1."""
+    if ids.dtype == np.int32:
+        return jnp.asarray(ids)
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
     return jnp.asarray(ids.astype(np.int32))

@@ -63,6 +63,10 @@ class RouteOptions:
         own = self.num_experts, self.alignment, self.shared_expert, self.replicated
         return Sizes(num_tokens, top_k, self.group.size, *own)
 
+    def may_drop(self, num_tokens: int, top_k: int) -> bool:
+        """Return True if the capacity is too small for some ids of these sizes."""
+        return self.capacity < self.sizes(num_tokens, top_k).rows()
+
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRows(RouteOptions):
