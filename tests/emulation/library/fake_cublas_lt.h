@@ -1,0 +1,8 @@
+// What the fake cuBLASLt tells a check, as the symbol "fake_counts".
+#pragma once
+
+struct FakeCounts {
+  long calls_until_failure;  // negative: no call fails
+  long objects;              // descriptions, layouts and preferences that exist
+  long searches;             // for an algorithm
+};
