@@ -24,14 +24,11 @@ const CublasLt* Load() {
   };
   find("cublasLtGetVersion", found->version);
   find("cublasLtCreate", found->create);
-  find("cublasLtMatmulDescCreate", found->create_description);
+  find("cublasLtMatmulDescInit_internal", found->init_description);
   find("cublasLtMatmulDescSetAttribute", found->set_description);
-  find("cublasLtMatmulDescDestroy", found->destroy_description);
-  find("cublasLtGroupedMatrixLayoutCreate", found->create_layout);
-  find("cublasLtMatrixLayoutDestroy", found->destroy_layout);
-  find("cublasLtMatmulPreferenceCreate", found->create_preference);
+  find("cublasLtGroupedMatrixLayoutInit_internal", found->init_layout);
+  find("cublasLtMatmulPreferenceInit_internal", found->init_preference);
   find("cublasLtMatmulPreferenceSetAttribute", found->set_preference);
-  find("cublasLtMatmulPreferenceDestroy", found->destroy_preference);
   find("cublasLtMatmulAlgoGetHeuristic", found->find);
   find("cublasLtMatmul", found->multiply);
   return has_all ? found.release() : nullptr;

@@ -17,9 +17,13 @@ struct CublasLt {
   static constexpr int kComputeFloat = 68;                   // cublasComputeType_t
   static constexpr int32_t kTransposed = 1;                  // cublasOperation_t
   static constexpr int32_t kDevicePointers = 1;              // cublasLtPointerMode_t
-  enum Description : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
+  enum Attribute : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
   enum Preference : int { kWorkspace = 1, kMeanReduction = 13, kMeanRows = 14, kMeanColumns = 15 };
 
+  // A description of a product, a layout or a preference. The library's need at most 256 bytes.
+  struct Object {
+    uint64_t data[64];
+  };
   struct Algorithm {
     uint64_t data[8];
   };
@@ -30,28 +34,26 @@ struct CublasLt {
     float waves;
     int reserved[4];
   };
-  // Descriptors are pointers. Matrices are in the order of columns.
-  using Handle = void*;
 
   size_t (*version)();
-  int (*create)(Handle* handle);
-  int (*create_description)(Handle* description, int compute, int scale);
-  int (*set_description)(Handle description, int attribute, const void* value, size_t bytes);
-  int (*destroy_description)(Handle description);
-  // `rows`, `columns` and `strides` are int32 [groups] in device memory.
-  int (*create_layout)(Handle* layout, int type, int groups, const void* rows, const void* columns,
-                       const void* strides);
-  int (*destroy_layout)(Handle layout);
-  int (*create_preference)(Handle* preference);
-  int (*set_preference)(Handle preference, int attribute, const void* value, size_t bytes);
-  int (*destroy_preference)(Handle preference);
-  int (*find)(Handle handle, Handle description, Handle a, Handle b, Handle c, Handle d,
-              Handle preference, int wanted, Heuristic* found, int* num_found);
-  // `a`, `b`, `c` and `d` are arrays of pointers in device memory.
-  int (*multiply)(Handle handle, Handle description, const void* alpha, const void* a,
-                  Handle a_layout, const void* b, Handle b_layout, const void* beta, const void* c,
-                  Handle c_layout, void* d, Handle d_layout, const Algorithm* algorithm,
-                  void* workspace, size_t workspace_bytes, cudaStream_t stream);
+  int (*create)(void** handle);
+  int (*init_description)(Object* made, size_t bytes, int compute, int scale);
+  int (*set_description)(Object* description, int attribute, const void* value, size_t bytes);
+  // A matrix is in the order of columns. `rows`, `columns` and `strides`: int32 [groups] in device
+  // memory.
+  int (*init_layout)(Object* made, size_t bytes, int type, int groups, const void* rows,
+                     const void* columns, const void* strides);
+  int (*init_preference)(Object* made, size_t bytes);
+  int (*set_preference)(Object* preference, int attribute, const void* value, size_t bytes);
+  int (*find)(void* handle, const Object* description, const Object* a, const Object* b,
+              const Object* c, const Object* d, const Object* preference, int wanted,
+              Heuristic* found, int* num_found);
+  // `a`, `b`, `c` and `d`: arrays of pointers in device memory.
+  int (*multiply)(void* handle, const Object* description, const void* alpha, const void* a,
+                  const Object* a_layout, const void* b, const Object* b_layout, const void* beta,
+                  const void* c, const Object* c_layout, void* d, const Object* d_layout,
+                  const Algorithm* algorithm, void* workspace, size_t workspace_bytes,
+                  cudaStream_t stream);
 };
 
 // Returns the functions, or null if the process has no cuBLASLt 13 with grouped products.

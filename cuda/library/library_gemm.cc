@@ -28,52 +28,33 @@ Problem Check(const char* function, int status) {
          " returned status " + std::to_string(status);
 }
 
-// What the library created, until the end of the scope.
-struct Created {
-  explicit Created(int (*destroy)(CublasLt::Handle)) : destroy(destroy) {}
-  Created(const Created&) = delete;
-  ~Created() {
-    if (handle != nullptr) destroy(handle);
-  }
-
-  int (*const destroy)(CublasLt::Handle);
-  CublasLt::Handle handle = nullptr;
-};
-
-// A product: its description, and the layouts of its operands and its result.
+// A product for the library: its description, and the layouts of its operands and its result.
 struct Description {
-  explicit Description(const CublasLt& library)
-      : call(library.destroy_description),
-        a(library.destroy_layout),
-        b(library.destroy_layout),
-        d(library.destroy_layout) {}
-
-  Created call, a, b, d;
+  CublasLt::Object call, a, b, d;
 };
 
 Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
                  const int32_t* dimensions, Description* made) {
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
              is_transposed = gemm.product == GroupedProduct::kTransposed;
-  MOE_A2A_TRY(Check(
-      "MatmulDescCreate",
-      library.create_description(&made->call.handle, CublasLt::kComputeFloat, CublasLt::kFloat)));
+  MOE_A2A_TRY(
+      Check("MatmulDescInit", library.init_description(&made->call, sizeof(made->call),
+                                                       CublasLt::kComputeFloat, CublasLt::kFloat)));
   for (const auto& [attribute, value] :
        {std::pair<int, int32_t>{CublasLt::kPointerMode, CublasLt::kDevicePointers},
         {CublasLt::kTransposeA, is_transposed ? CublasLt::kTransposed : 0},
         {CublasLt::kTransposeB, is_gradient ? CublasLt::kTransposed : 0},
         {CublasLt::kSms, num_sms}}) {
-    MOE_A2A_TRY(
-        Check("MatmulDescSetAttribute",
-              library.set_description(made->call.handle, attribute, &value, sizeof(value))));
+    MOE_A2A_TRY(Check("MatmulDescSetAttribute",
+                      library.set_description(&made->call, attribute, &value, sizeof(value))));
   }
   const int32_t *const rows = dimensions, *const k = rows + StrideOf(gemm.num_groups),
                        *const n = k + StrideOf(gemm.num_groups);
   const int type = gemm.type == ElementType::kBFloat16 ? CublasLt::kBFloat : CublasLt::kHalf;
-  const auto lay_out = [&](const int32_t* first, const int32_t* second, Created* layout) {
+  const auto lay_out = [&](const int32_t* first, const int32_t* second, CublasLt::Object* layout) {
     return Check(
-        "GroupedMatrixLayoutCreate",
-        library.create_layout(&layout->handle, type, gemm.num_groups, first, second, first));
+        "GroupedMatrixLayoutInit",
+        library.init_layout(layout, sizeof(*layout), type, gemm.num_groups, first, second, first));
   };
   MOE_A2A_TRY(lay_out(n, is_gradient ? rows : k, &made->a));
   MOE_A2A_TRY(lay_out(is_transposed ? n : k, rows, &made->b));
@@ -81,32 +62,30 @@ Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
 }
 
 // Finds the algorithm that the library expects to be fastest for groups of so many rows.
-Problem Find(const CublasLt& library, CublasLt::Handle handle, const Description& product,
+Problem Find(const CublasLt& library, void* handle, const Description& product,
              const GroupedGemm& gemm, int64_t rows, CublasLt::Algorithm* algorithm) {
   int64_t first = gemm.n, second = rows, reduction = gemm.k;
   if (gemm.product == GroupedProduct::kTransposed) std::swap(first, reduction);
   if (gemm.product == GroupedProduct::kWeightGradient) std::swap(second, reduction);
-  Created preference(library.destroy_preference);
-  MOE_A2A_TRY(Check("MatmulPreferenceCreate", library.create_preference(&preference.handle)));
+  CublasLt::Object preference;
+  MOE_A2A_TRY(
+      Check("MatmulPreferenceInit", library.init_preference(&preference, sizeof(preference))));
   for (const auto& [attribute, value] :
        {std::pair<int, int64_t>{CublasLt::kWorkspace, kWorkspaceBytes},
         {CublasLt::kMeanRows, first},
         {CublasLt::kMeanColumns, second},
         {CublasLt::kMeanReduction, reduction}}) {
     MOE_A2A_TRY(Check("MatmulPreferenceSetAttribute",
-                      library.set_preference(preference.handle, attribute, &value, sizeof(value))));
+                      library.set_preference(&preference, attribute, &value, sizeof(value))));
   }
   CublasLt::Heuristic found = {};
   int num_found = 0;
-  MOE_A2A_TRY(Check(
-      "MatmulAlgoGetHeuristic",
-      library.find(handle, product.call.handle, product.a.handle, product.b.handle,
-                   product.d.handle, product.d.handle, preference.handle, 1, &found, &num_found)));
-  if (num_found == 0) {
-    return "cuBLASLt " + std::to_string(library.version()) + " has no algorithm for the product";
-  }
+  MOE_A2A_TRY(Check("MatmulAlgoGetHeuristic",
+                    library.find(handle, &product.call, &product.a, &product.b, &product.d,
+                                 &product.d, &preference, 1, &found, &num_found)));
   *algorithm = found.algorithm;
-  return {};
+  if (num_found > 0) return {};
+  return "cuBLASLt " + std::to_string(library.version()) + " has no algorithm for the product";
 }
 
 // The library's handles of devices, and the algorithms that it has found.
@@ -114,7 +93,7 @@ struct Known {
   using Key = std::tuple<int, GroupedProduct, ElementType, int32_t, int64_t, int64_t, int64_t, int>;
 
   std::mutex mutex;
-  std::map<int, CublasLt::Handle> handles;
+  std::map<int, void*> handles;
   std::map<Key, CublasLt::Algorithm> algorithms;
 };
 
@@ -163,13 +142,13 @@ Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t s
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
 
-  Description product(*library);
+  Description product;
   MOE_A2A_TRY(Describe(*library, gemm, num_sms, dimensions, &product));
-  CublasLt::Handle handle = nullptr;
+  void* handle = nullptr;
   CublasLt::Algorithm algorithm;
   {
     const std::lock_guard<std::mutex> lock(known.mutex);
-    CublasLt::Handle& of_device = known.handles[device];
+    void*& of_device = known.handles[device];
     if (of_device == nullptr) MOE_A2A_TRY(Check("Create", library->create(&of_device)));
     handle = of_device;
     const Known::Key key = {device, gemm.product, gemm.type,        gemm.num_groups,
@@ -182,10 +161,10 @@ Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t s
     algorithm = found->second;
   }
   void** const d = pointers + 2 * stride;
-  return Check("Matmul", library->multiply(handle, product.call.handle, factors, pointers,
-                                           product.a.handle, pointers + stride, product.b.handle,
-                                           factors + 1, d, product.d.handle, d, product.d.handle,
-                                           &algorithm, gemm.counter, kWorkspaceBytes, stream));
+  return Check("Matmul",
+               library->multiply(handle, &product.call, factors, pointers, &product.a,
+                                 pointers + stride, &product.b, factors + 1, d, &product.d, d,
+                                 &product.d, &algorithm, gemm.counter, kWorkspaceBytes, stream));
 }
 
 }  // namespace moe_a2a

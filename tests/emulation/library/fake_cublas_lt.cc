@@ -4,12 +4,11 @@
 
 #include <cstdint>
 #include <cstring>
-#include <map>
 
 #include "library/cublas_lt.h"
 
 extern "C" {
-FakeCounts fake_counts = {-1, 0, 0};
+FakeCounts fake_counts = {-1, 0};
 }
 
 namespace {
@@ -19,36 +18,32 @@ using moe_a2a::CublasLt;
 constexpr int kInvalid = 7, kUnsupported = 15;
 constexpr uint64_t kAlgorithm = 0x1234;
 
+// What the fake writes into an object of the caller.
 struct Object {
-  std::map<int, int64_t> values;
-  int type = 0, groups = 0;
-  const int32_t *rows = nullptr, *columns = nullptr, *strides = nullptr;
+  int64_t values[16];
+  int type, groups;
+  const int32_t *rows, *columns, *strides;
 };
+static_assert(sizeof(Object) <= sizeof(CublasLt::Object));
 
 bool fails() {
   return fake_counts.calls_until_failure >= 0 && fake_counts.calls_until_failure-- == 0;
 }
 
-Object* object(void* handle) { return static_cast<Object*>(handle); }
+const Object* object(const void* made) { return static_cast<const Object*>(made); }
 
-int make(void** handle, const Object& value = {}) {
-  if (fails()) return kInvalid;
-  ++fake_counts.objects;
-  *handle = new Object(value);
+int init(void* made, size_t bytes, const Object& value = {}) {
+  if (fails() || bytes != sizeof(CublasLt::Object)) return kInvalid;
+  std::memset(made, 0xFF, bytes);
+  std::memcpy(made, &value, sizeof(value));
   return 0;
 }
 
-int destroy(void* handle) {
-  --fake_counts.objects;
-  delete object(handle);
-  return 0;
-}
-
-int set(void* handle, int attribute, const void* value, size_t bytes, size_t expected) {
+int set(void* made, int attribute, const void* value, size_t bytes, size_t expected) {
   if (fails() || bytes != expected) return kInvalid;
   int64_t number = 0;
   std::memcpy(&number, value, bytes);
-  object(handle)->values[attribute] = number;
+  static_cast<Object*>(made)->values[attribute] = number;
   return 0;
 }
 
@@ -75,44 +70,42 @@ size_t cublasLtGetVersion() { return 130405; }
 
 int cublasLtCreate(void** handle) {
   if (fails()) return kInvalid;
-  static Object one;
+  static int one;
   *handle = &one;
   return 0;
 }
 
-int cublasLtMatmulDescCreate(void** made, int compute, int scale) {
+int cublasLtMatmulDescInit_internal(void* made, size_t bytes, int compute, int scale) {
   if (compute != CublasLt::kComputeFloat || scale != CublasLt::kFloat) return kUnsupported;
-  return make(made);
+  return init(made, bytes);
 }
-int cublasLtMatmulDescSetAttribute(void* handle, int attribute, const void* value, size_t bytes) {
-  return set(handle, attribute, value, bytes, sizeof(int32_t));
+int cublasLtMatmulDescSetAttribute(void* made, int attribute, const void* value, size_t bytes) {
+  return set(made, attribute, value, bytes, sizeof(int32_t));
 }
-int cublasLtMatmulDescDestroy(void* handle) { return destroy(handle); }
 
-int cublasLtGroupedMatrixLayoutCreate(void** made, int type, int groups, const void* rows,
-                                      const void* columns, const void* strides) {
-  Object layout;
+int cublasLtGroupedMatrixLayoutInit_internal(void* made, size_t bytes, int type, int groups,
+                                             const void* rows, const void* columns,
+                                             const void* strides) {
+  Object layout = {};
   layout.type = type, layout.groups = groups;
   layout.rows = static_cast<const int32_t*>(rows);
   layout.columns = static_cast<const int32_t*>(columns);
   layout.strides = static_cast<const int32_t*>(strides);
-  return make(made, layout);
+  return init(made, bytes, layout);
 }
-int cublasLtMatrixLayoutDestroy(void* handle) { return destroy(handle); }
 
-int cublasLtMatmulPreferenceCreate(void** made) { return make(made); }
-int cublasLtMatmulPreferenceSetAttribute(void* handle, int attribute, const void* value,
+int cublasLtMatmulPreferenceInit_internal(void* made, size_t bytes) { return init(made, bytes); }
+int cublasLtMatmulPreferenceSetAttribute(void* made, int attribute, const void* value,
                                          size_t bytes) {
-  return set(handle, attribute, value, bytes, sizeof(int64_t));
+  return set(made, attribute, value, bytes, sizeof(int64_t));
 }
-int cublasLtMatmulPreferenceDestroy(void* handle) { return destroy(handle); }
 
-int cublasLtMatmulAlgoGetHeuristic(void*, void* call, void* a, void* b, void* c, void* d,
-                                   void* preference, int wanted, CublasLt::Heuristic* found,
-                                   int* num_found) {
+int cublasLtMatmulAlgoGetHeuristic(void*, const void* call, const void* a, const void* b,
+                                   const void* c, const void* d, const void* preference, int wanted,
+                                   CublasLt::Heuristic* found, int* num_found) {
   if (fails()) return kInvalid;
   ++fake_counts.searches;
-  auto& expected = object(preference)->values;
+  const auto& expected = object(preference)->values;
   if (object(call)->values[CublasLt::kPointerMode] != CublasLt::kDevicePointers || c != d ||
       wanted != 1 || object(a)->type != object(b)->type || object(a)->type != object(d)->type) {
     return kUnsupported;
@@ -123,21 +116,23 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void* call, void* a, void* b, void* c,
   return 0;
 }
 
-int cublasLtMatmul(void*, void* call, const void* alpha, const void* a, void* a_layout,
-                   const void* b, void* b_layout, const void* beta, const void* c, void* c_layout,
-                   void* d, void* d_layout, const CublasLt::Algorithm* algorithm, void* workspace,
-                   size_t bytes, cudaStream_t) {
+int cublasLtMatmul(void*, const void* call, const void* alpha, const void* a, const void* a_layout,
+                   const void* b, const void* b_layout, const void* beta, const void* c,
+                   const void* c_layout, void* d, const void* d_layout,
+                   const CublasLt::Algorithm* algorithm, void* workspace, size_t bytes,
+                   cudaStream_t) {
   if (fails() || algorithm->data[0] != kAlgorithm || c != d || c_layout != d_layout ||
       *static_cast<const float*>(alpha) != 1 || *static_cast<const float*>(beta) != 0 ||
       !is_aligned(a) || !is_aligned(b) || !is_aligned(d) || object(a_layout)->type != 14) {
     return kInvalid;
   }
   std::memset(workspace, 0xFF, bytes);
-  auto& attributes = object(call)->values;
+  const auto& attributes = object(call)->values;
   const bool a_is_turned = attributes[CublasLt::kTransposeA] != 0,
              b_is_turned = attributes[CublasLt::kTransposeB] != 0;
   for (int g = 0; g < object(d_layout)->groups; ++g) {
-    const auto at = [g](const void* pointers, void* layout, bool is_turned, int row, int column) {
+    const auto at = [g](const void* pointers, const void* layout, bool is_turned, int row,
+                        int column) {
       const auto* matrix = static_cast<const uint16_t* const*>(pointers)[g];
       const int first = is_turned ? column : row, second = is_turned ? row : column;
       return number(matrix[first + int64_t{second} * object(layout)->strides[g]]);

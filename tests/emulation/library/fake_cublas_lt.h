@@ -3,6 +3,5 @@
 
 struct FakeCounts {
   long calls_until_failure;  // negative: no call fails
-  long objects;              // descriptions, layouts and preferences that exist
   long searches;             // for an algorithm
 };
