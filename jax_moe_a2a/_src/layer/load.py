@@ -166,7 +166,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     if routing.alignment > 1:
         # Rows with a token come first in each group, but group sizes count padding, too.
         ends, row = jnp.cumsum(here)[None], jnp.arange(routing.capacity)[:, None]
-        is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here) & (row < ends)
+        is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
         here = is_row.sum(axis=0, dtype=jnp.int32)
     counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])
     rows = jnp.concatenate([here[int(routing.shared_expert) :], counts_of_ranks])
