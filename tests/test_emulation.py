@@ -80,4 +80,4 @@ def test_a_mutation_is_noticed(mutation):
 @pytest.mark.parametrize("sanitizer", runs.HOST_SANITIZERS)
 def test_host_code_is_clean_over_a_fake_driver(sanitizer, check):
     runs.build(f"host_{sanitizer}/checks")
-    assert not runs.check_host(sanitizer, check, seconds=1)
+    assert not runs.check_host(sanitizer, check, seconds=2)

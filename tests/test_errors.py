@@ -83,6 +83,7 @@ def test_right_input_is_accepted():
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
         trace(call, X, array((TOKENS, 32), "int32"))  # the most choices
+    trace(route(shared_expert=True), X, array((TOKENS, 31), "int32"))
 
 
 SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]
@@ -113,6 +114,11 @@ def tokens(x, *value):
 
 def weights_of_choices(weights, *value):
     return [(dispatch(), (X, IDS, weights), ("topk_weights", *value))]
+
+
+def shared_weights(says, given, shared_expert=True):
+    call = dispatch(shared_expert=shared_expert, shared_weights=given)
+    return [(call, (X, IDS, WEIGHTS), (f"^shared_weights must be {says}",))]
 
 
 def wire(name):
@@ -159,6 +165,31 @@ REFUSED = {
     "a list as group": numbers("group", "ep", "name", group=["ep"]),
     "a number as group": numbers("group", "4|int", group=4),
     "a group of another size": numbers("4", "2", group=harness.emulated_group(4)),
+    "choices with a shared expert": [
+        (
+            route(shared_expert=True),
+            (X, array((TOKENS, 32), "int32")),
+            ("top_k must be at most 31 with a shared expert; got 32 in topk_ids",),
+        )
+    ],
+    "experts with a shared expert": numbers(
+        "num_experts must be a multiple of the group's size 2 and at most",
+        shared_expert=True,
+        num_experts=2**31 - 2,
+    ),
+    "weights of no shared expert": shared_weights("None without .*got 0.5", 0.5, False),
+    "shared weights of other tokens": shared_weights(
+        r"a float array \[num_tokens\]=\[6\].*\[5\]", np.ones(5)
+    ),
+    "shared weights of integers": shared_weights("a float array.*int", np.ones(6, int)),
+    "another tail": [
+        (
+            functools.partial(call, tail="none", **route_args()),
+            (X, IDS),
+            ("tail must be .*zero.* or .*unspecified.*; got",),
+        )
+        for call in (ma.dispatch, ma.dispatch_start)
+    ],
     "a scalar as x": tokens(array(()), r"\[\]"),
     "tokens more than ids": tokens(array((TOKENS + 1, HIDDEN)), "7"),
     "x without leaves": [

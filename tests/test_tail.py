@@ -246,16 +246,6 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize("dispatch", (ma.dispatch, ma.dispatch_start))
-def test_another_tail_is_refused(dispatch):
-    ids, x, _, _ = inputs(LAYOUT, ranks=2)
-    options = dict(route_args(LAYOUT, 2, PORTABLE), tail="none")
-    on_rank = lambda x, ids: dispatch(x, ids, **options).rows
-    with pytest.raises(ValueError, match='tail must be "zero" or "unspecified"; got'):
-        jax.eval_shape(jax.vmap(on_rank, axis_name="ep"), x, ids)
-
-
-@pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
     """JAX runs the operations of a program one by one to find the one that makes NaN."""
     options = dict(group=PORTABLE, num_experts=4)
