@@ -14,6 +14,7 @@ from dense_layer import dense_experts, experts_of
 from harness import mesh_over as mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_layer import assert_close
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import value as group_value
@@ -66,12 +67,6 @@ def dense_layer(params, x):
 def loss_of(y, losses):
     """Return a number that depends on all results."""
     return jnp.sum(jnp.sin(y)) + losses[0] + losses[1] / 8
-
-
-def assert_close(found, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *(
-        jax.device_get(found), jax.device_get(expected)
-    ))  # fmt: skip
 
 
 def value_and_grads(layer, params, x):
@@ -133,7 +128,6 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     "axis_type, lead, grad",
     [
         (Auto, (), False),
-        (Auto, (9,), True),
         (Explicit, (1,), False),  # all devices hold the token
         (Explicit, (3,), False),  # fewer tokens than ranks
         (Explicit, (1, 6, 2), True),  # the second axis is divided
@@ -271,18 +265,6 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
 
 
 @pytest.mark.exchanges(0)
-def test_a_layer_makes_two_exchanges_forward_and_two_backward():
-    x, params = draw(8, 3)
-    loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
-    with jax.set_mesh(mesh_of(ep=2)):
-        counted = harness.count_primitives(
-            jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(params, x)
-        )
-    exchanges = {name: n for name, n in counted.items() if name.endswith(("dispatch", "combine"))}
-    assert exchanges == dict(routed_dispatch=1, combine=2, dispatch=1)
-
-
-@pytest.mark.exchanges(0)
 def test_every_option_of_moe_mlp_is_an_option_of_moe():
     in_moe = {"choices": "router", "group": "axes", "num_experts": "router"}
     options = inspect.signature(ma.moe).parameters
@@ -367,13 +349,11 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     "change, message",
     [
         (dict(x=X.astype(int)), r"x must be an array \[..., H\] of floats.*int"),
-        (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
         (dict(x=X[..., :0]), r"with H > 0; got float32\[.*,0\]"),
         (dict(experts=OWN.w_in), r"experts must be .*Experts.*got float32\[4,8,2,4\]"),
         (changed(w_in=None), r"experts.w_in must .*None"),
         (dict(router=KERNEL), r"router must be a Router.*got float32\[8,4\]. Pass ma.Router"),
         (routed(KERNEL.T), r"kernel of the router must be .*\[H=8, E\].*float32\[4,8\]"),
-        (routed(KERNEL[:3]), r"kernel of the router must be .*\[H=8, E\].*float32\[3,4\]"),
         (routed(KERNEL[:, :3]), "multiple of the 2 ranks along 'ep'; got 3"),
         (routed(bias=KERNEL), r"bias of the router must have .* \[4\]; got float32\[8,4\]"),
         (routed(select_bias=KERNEL), r"select_bias must have a number for each expert, \[4\]"),
@@ -410,15 +390,11 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
             "experts must be the weights of E=4 .*; got those of 2",
         ),
         (changed(w_in=OWN.w_in[:, :, 0], b_in=None), "activation"),
-        (changed(w_out=OWN.w_out[:2]), r"experts.w_out must have the shape \[4, 4, 8\]"),
         (changed(b_in=OWN.b_in[:, 0]), r"experts.b_in must have the shape \[4, 2, 4\]"),
-        (changed(b_out=OWN.b_out[0]), r"experts.b_out must have the shape \[4, 8\]"),
         (changed(w_out=OWN.w_out.astype(np.float16)), "experts.w_out must have the dtype of x"),
-        (changed(b_in=OWN.b_in.astype(np.float16)), "experts.b_in must have the dtype of x"),
         (dict(mask=np.ones((2, 3))), "mask must hold a boolean"),
         (dict(mask=np.ones(2, bool)), r"mask must hold a boolean for each token, \[2, 3\]"),
         (routed(choose=ma.TopK(5)), "k of TopK must be at most"),
-        (dict(num_chunks=0), "num_chunks must be at least 1"),
         (dict(replicated="yes"), "replicated must be a bool"),
         (dict(axes="expert"), r"experts of axes must name axes of the mesh, which has \('ep',\)"),
         (dict(axes=ma.Axes("ep", data="data")), "data of axes must name axes of the mesh"),
@@ -428,8 +404,6 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
         (shared(w_in=OWN.w_in[0, :3]), r"shared.w_in must have .*float32\[3,2,4\]"),
         (shared(w_out=OWN.w_out), r"shared.w_out must have the shape \[4, 8\]"),
-        (shared(b_in=OWN.b_in), r"shared.b_in must have the shape \[2, 4\]"),
-        (shared(w_out=OWN.w_out[0].astype(np.float16)), "shared.w_out must have the dtype of x"),
         (dict(outputs="logits"), "outputs must be a tuple of the names .*; got 'logits'"),
         (
             dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),
@@ -469,7 +443,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """In `shard_map` and in `vmap`; and next to a routing, it must be the routing's."""
+    """In `vmap`, as test_parallelism shows in `shard_map`. Next to a routing, it must be the
+    routing's."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -486,15 +461,9 @@ def test_the_name_of_an_axis_is_a_group():
         one = functools.partial(on_rank, group=group, **more)
         return str(jax.make_jaxpr(jax.vmap(one, axis_name="ep"))(*args))
 
-    def in_shard_map(group):
-        one = lambda *args: on_rank(*jax.tree.map(lambda a: a[0], args), group=group)[None]
-        specs = dict(in_specs=P("ep"), out_specs=P("ep"))
-        return str(jax.make_jaxpr(jax.shard_map(one, mesh=mesh_of(ep=2), **specs))(*args))
-
     own = ma.Group(axis_name="ep", size=2)
     assert in_vmap("ep") == in_vmap(("ep",)) == in_vmap(own)
     assert in_vmap("ep", num_chunks=3) == in_vmap(own, num_chunks=3) != in_vmap(own)
-    assert in_shard_map("ep") == in_shard_map(own)
     with pytest.raises(ValueError, match="got 'ep', and 'ep' is not in scope.*or call ma.moe"):
         ma.route(ids[0], group="ep", num_experts=EXPERTS)
 
