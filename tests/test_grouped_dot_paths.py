@@ -177,14 +177,6 @@ def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, argum
     assert any(f"{other_path}, because" in m and why in m for m in caplog.messages)
 
 
-@needs_kernel
-def test_why_no_kernel_is_empty_where_the_kernel_runs(hopper, caplog):
-    assert why_not(*avals()) == ""
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        products(ma.grouped_dot, *avals())
-    assert any(message.endswith("grouped_dot: the kernel") for message in caplog.messages)
-
-
 def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: False)
     assert "built without" in why_not(*avals())
