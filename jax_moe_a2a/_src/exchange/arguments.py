@@ -151,9 +151,8 @@ def check_dispatch(
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
     exchange = route_arguments.exchange
-    check_format(exchange.token_format, check_bool("decode", decode), leaves)
-    wire = check_wire_dtype(exchange.wire_dtype, "x", leaves, has_levels=route_options.has_levels)
-    options = Options(wire, exchange.token_format, decode, check_tail(tail))
+    options = Options(exchange.wire_dtype, exchange.token_format, decode, tail)
+    options = check_options(options, leaves, route_options.has_levels)
     choice_arrays = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -267,7 +266,15 @@ def _check_addends(
     return leaves
 
 
-# Checks of the payload
+# Checks of the options and of the payload
+
+
+def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
+    """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
+    check_bool("decode", options.decode)
+    check_format(options.token_format, options.decode, leaves)
+    wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
+    return options._replace(wire_dtype=wire, tail=check_tail(options.tail))
 
 
 def check_leaves(
