@@ -96,6 +96,18 @@ def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
     return why
 
 
+def library_version() -> tuple[int, ...]:
+    """Return the version of cuBLASLt in this process: major, minor and patch; zeros without a
+    library that has grouped products."""
+    version = _native.library_version()
+    return version // 10_000, version // 100 % 100, version % 100
+
+
+def library_scratch(num_groups: int) -> int:
+    """Return the numbers, int32, that cuBLASLt needs for a product of so many groups."""
+    return int(_native.library_scratch(num_groups))
+
+
 @functools.cache
 def register_targets() -> None:
     """Register the kernels with XLA, once, at the first lowering that calls one."""
