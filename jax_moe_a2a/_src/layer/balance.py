@@ -158,7 +158,9 @@ def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax
     total = jnp.exp(logits - largest).sum(axis=-1, keepdims=True)
     squares = (largest + jnp.log(total))[..., 0] ** 2
     ones = jnp.ones_like(squares)
-    return (squares, ones) if mask is None else (jnp.where(mask, squares, 0), jnp.where(mask, ones, 0))
+    return (
+        (squares, ones) if mask is None else (jnp.where(mask, squares, 0), jnp.where(mask, ones, 0))
+    )
 
 
 def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
