@@ -114,7 +114,8 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
             return right.dispatch(stopped("dx", x), ids, stopped("d_weights", weights))
 
         def combine(rows, state):
-            return right.combine(rows, state) * (2 if name == "out" else 1)
+            out = right.combine(rows, state)
+            return out + lax.stop_gradient(out) if name == "out" else out
 
         return right._replace(dispatch=dispatch, combine=combine)
 

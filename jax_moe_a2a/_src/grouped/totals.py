@@ -80,7 +80,7 @@ def summing_dot(
       w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.
     """
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
-    return _summing_dot(*tree.unflatten(compat.align_varying(leaves, ())))
+    return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
 
 
 @jax.custom_jvp
@@ -103,9 +103,10 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
 def _dot(rows: jax.Array, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
     if not isinstance(w, QuantizedExperts):
         return unspecified_dot(rows, w, sizes, None)
-    how = dict(primitive=straight_through_dot_p, quantizes=quantizes)
     array, *parts = operands_of(w)
-    return unspecified_dot(rows, array, sizes, None, *parts, **how)
+    return unspecified_dot(
+        *(rows, array, sizes, None, *parts), primitive=straight_through_dot_p, quantizes=quantizes
+    )
 
 
 def bind_passing(

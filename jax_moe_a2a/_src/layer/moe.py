@@ -42,6 +42,7 @@ from .weights import (
     activation_of,
     check_weights,
     flat,
+    returned_totals,
     specs_of,
     totals_of,
 )
@@ -208,7 +209,7 @@ def moe(
     of_shared = None if shared is None else activation_of(shared)
     given = tuple(None if e is None else e.replace(activation=None) for e in (experts, shared))
     leads = (scope.group.axes,), ()
-    specs = tuple(
+    specs: Any = tuple(
         None if e is None else specs_of(e, lead, tensor_axis) for e, lead in zip(given, leads)
     )
     given = jax.tree.map(place, given, specs)
@@ -222,7 +223,7 @@ def moe(
         given: tuple[Experts, Experts | None],
         placement: Placement | None,
         exchange: Exchange,
-    ) -> tuple[jax.Array, dict[str, Any], MoEStatistics]:
+    ) -> tuple[jax.Array, dict[str, Any], MoEStatistics, Totals | None]:
         """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
         flat_tokens = lambda array: array.reshape(-1, *array.shape[len(leading) :])
@@ -267,8 +268,8 @@ def moe(
         found = {"logits": logits, "choices": choices._replace(scores=None)}
         unflat = lambda array: array.reshape(*leading, *array.shape[1:])
         found = jax.tree.map(unflat, {name: found[name] for name in outputs})
-        totals = totals.like(own.totals) if totals.name else own.totals
-        return y.reshape(x.shape), found, MoEStatistics(*losses, load), totals
+        statistics = MoEStatistics(*losses, load)
+        return y.reshape(x.shape), found, statistics, returned_totals(own, totals)
 
     y, found, statistics, totals = scope.shard_map(
         on_rank,

@@ -180,6 +180,12 @@ def totals_of(experts: Experts) -> Totals:
     return given.like(given.of(flat(experts)))
 
 
+def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
+    """Return the totals that the products of experts returned, in the shapes of those given."""
+    given = experts.totals
+    return given if given is None or not totals.name else totals.like(given)
+
+
 def paired(home: Experts, spare: Experts) -> Experts:
     """Return experts whose fields are tuples of those of home and spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
@@ -209,7 +215,11 @@ def specs_of(
         held = {field: p for field, p in every.items() if getattr(given, field) is not None}
         return QuantizedExperts(**held)
 
-    totals = None if experts.totals is None else experts.totals.of(Experts(**specs))
+    totals = (
+        None
+        if experts.totals is None
+        else experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
+    )
     return experts.replace(**{name: spec(name) for name in specs}, totals=totals)
 
 
