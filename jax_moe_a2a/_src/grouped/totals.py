@@ -105,7 +105,7 @@ def _dot(rows: jax.Array, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.A
         return unspecified_dot(rows, w, sizes, None)
     array, *parts = operands_of(w)
     return unspecified_dot(
-        *(rows, array, sizes, None, *parts), primitive=straight_through_dot_p, quantizes=quantizes
+        rows, array, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=quantizes
     )
 
 
