@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
@@ -47,7 +48,14 @@ passing_dot_p.multiple_results = True
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
     """Return the total of weights of any shape. A ``given`` total adds its tangent to theirs."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
-    return _total_of(*compat.align_varying([zeros, w], ()))
+    total, w = compat.align_varying([zeros, w], ())
+    return _total_of(_batched_with(total, w), w)
+
+
+def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Return x, batched under ``vmap`` if the other array is. A traced ``custom_jvp`` needs results
+    that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
+    return lax.select(False, other.astype(x.dtype), x)
 
 
 @jax.custom_jvp
@@ -66,6 +74,7 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
     """Return weights unchanged, whose tangent is that of their total."""
     w, total = compat.align_varying([w, total], ())
+    w = _batched_with(w, total)
     return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)
 
 
