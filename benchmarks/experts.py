@@ -17,7 +17,8 @@ from jax import lax
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts import activations, primitives
-from jax_moe_a2a._src.grouped import lowering
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering, straight_through
 
 from .operations import squares
 
@@ -81,17 +82,47 @@ def mosaic_product() -> Product:
         # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
+    return _differentiable(
+        multiply, lambda x, y, sizes: lowering.mosaic_outer(x, y, sizes, dtype=x.dtype)
+    )
+
+
+def library_product() -> Product:
+    """Make cuBLASLt's grouped product differentiable, whether or not ``grouped_dot`` uses it."""
+    if not native.has_grouped_gemm() or native.library_version() < (13, 3):
+        raise ImportError("the process has no cuBLASLt 13.3 or newer; see --cublas-lt")
+    native.register_targets()
+    options: Any = dict(num_sms=None, by_library=True)
+
+    def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+        how = dict(options, transposed=transposed, dtype=rows.dtype, tail="unspecified")
+        return lowering.kernel_dot(rows, w, sizes, **how)
+
+    def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        parts = (sizes.shape,)
+        return lowering.kernel_outer(x, y, sizes, parts=parts, dtype=x.dtype, **options)[0]
+
+    return _differentiable(multiply, outer)
+
+
+def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> Product:
+    """Make a product of functions (rows, w, sizes, transposed) and (x, y, sizes)."""
+
     @jax.custom_vjp
     def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return multiply(rows, w, sizes, False)
 
     def backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         rows, w, sizes = residuals
-        d_rows = multiply(g, w, sizes, True)
-        return d_rows, lowering.mosaic_outer(rows, g, sizes, dtype=rows.dtype), None
+        return multiply(g, w, sizes, True), outer(rows, g, sizes), None
 
     product.defvjp(lambda *args: (product(*args), args), backward)
     return product
+
+
+def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Quantize and multiply as training in FP8 does with one micro-batch."""
+    return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
 
 
 PRODUCTS: dict[str, Callable[[], Product]] = {

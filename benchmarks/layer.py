@@ -6,6 +6,7 @@
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
+    python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
 call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
@@ -32,7 +33,7 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from . import experts, operations, suite, timing
+from . import experts, operations, stages, suite, timing
 from . import run as runs
 from .methods import METHODS as MAKERS
 from .run import Case, Job, Program, Row, Run, say
@@ -86,6 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line."""
     parser = runs.make_parser("benchmarks.layer", __doc__)
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
+    parser.add_argument("--stages", action="store_true", help="router, exchange and products")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--tokens", nargs="+", type=int, help="per rank, of training and decode")
@@ -104,6 +106,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
+    if args.stages:
+        return stages.main(args)
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["layer", "decode"], "layer", SAMPLES if num_gpus else 1)
     benches = []

@@ -150,12 +150,7 @@ def dense(workload: Workload, group: ma.Group) -> Method:
     return Method(dispatch, combine)
 
 
-def ragged(
-    workload: Workload,
-    group: ma.Group,
-    updates: int = 1,
-    ragged_all_to_all: Callable[..., jax.Array] = lax.ragged_all_to_all,
-) -> Method:
+def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
     The rows for a peer are cut into this many updates. XLA copies an update with one block of
@@ -176,7 +171,7 @@ def ragged(
         there = there[:, None] + first
         out = jnp.zeros((length, setting.hidden), rows.dtype)
         sizes = here.ravel(), sent, there.ravel(), cut(receives)[1]
-        return ragged_all_to_all(rows, out, *sizes, axis_name=axis)
+        return lax.ragged_all_to_all(rows, out, *sizes, axis_name=axis)
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
         flat = ids.ravel()

@@ -9,7 +9,9 @@ Experts are two products with SwiGLU between them, forward and with all gradient
 one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
 experts; or a few rows, as in decode. Every result is compared with plain products of the first
 and the last group before it is timed. With --models, experts are the fused ones of `ma.moe_mlp`,
-all with SwiGLU and without biases, and their six products are timed alone, too.
+all with SwiGLU and without biases, and their six products are timed alone, too. FP8 experts
+quantize rows and weights; products in FP8 are timed without this. cuBLASLt is a method if the
+library that JAX has loaded, or the one at --cublas-lt, has grouped products.
 
 A figure is a median over samples, which all implementations of a product take in turns, because a
 GPU's clock falls while it is hot.
@@ -17,6 +19,7 @@ GPU's clock falls while it is hot.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import statistics
@@ -36,15 +39,16 @@ from .operations import relative_error, squares
 
 GROUPS = 32
 ROWS = 32_768
+FP8_BLOCK = ma.BlockwiseFp8.group_size
 SIGMA = 1.1  # of the logarithm of an expert's popularity
 SAMPLES = 5
 BUDGET_SECONDS = 180.0
-TOLERANCE = 1e-2  # bfloat16 has 8 bits
+TOLERANCE, FP8_TOLERANCE = 1e-2, 0.15  # bfloat16 has 8 bits, float8_e4m3fn 4
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
-FUSED = "ours, fused"
+FUSED, FP8, LIBRARY = "ours, fused", "ours, FP8", "cuBLASLt grouped"
 TINY = 64  # how many times fewer rows and columns, without a GPU
 
 
@@ -97,9 +101,12 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
     """Make the settings of a model's experts, which have this number of rows on average."""
     hidden, width, groups = MODELS[name]
     rows = groups * (rows + MORE_ROWS.get(sizes, 0))
-    products = {OURS: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
+    products = {OURS: OPS, LIBRARY: OPS} | ({CUBLAS: OPS} if sizes in MORE_ROWS else {})
+    experts = {FUSED: OF_EXPERTS}
+    if hidden % FP8_BLOCK == width % FP8_BLOCK == 0:
+        products[FP8], experts[FP8] = OPS[:2], OF_EXPERTS
     return [
-        Setting(f"{name} experts", hidden, 2 * width, {FUSED: OF_EXPERTS}, rows, sizes, groups),
+        Setting(f"{name} experts", hidden, 2 * width, experts, rows, sizes, groups),
         Setting(f"{name} GEMM 1", hidden, 2 * width, products, rows, sizes, groups),
         Setting(f"{name} GEMM 2", width, hidden, products, rows, sizes, groups),
     ]
@@ -137,13 +144,15 @@ def products() -> dict[str, Callable[..., Any]]:
     made: dict[str, Callable[..., Any]] = {
         OURS: ma.grouped_dot,
         FUSED: of_rank.fused,
+        FP8: of_rank.fp8_product,
         CUBLAS: batched,
         RAGGED: jax.lax.ragged_dot,
     }
-    try:
-        made[MOSAIC] = of_rank.mosaic_product()
-    except ImportError as error:
-        print(f"no {MOSAIC}: {error}")
+    for name, make in ((MOSAIC, of_rank.mosaic_product), (LIBRARY, of_rank.library_product)):
+        try:
+            made[name] = make()
+        except ImportError as error:
+            print(f"no {name}: {error}")
     return made
 
 
@@ -158,6 +167,9 @@ class Work(NamedTuple):
     group, compared with plain products."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
+    in_fp8: Callable[[str], tuple[Any, ...]] | None = None
+    """Takes the name of an operation; returns the operands of ``grouped_dot`` in FP8, if there are
+    ones."""
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -193,8 +205,13 @@ def one_product(setting: Setting) -> Work:
                 totals += squares(found[group], rows[part].T @ ct[part])
         return relative_error([totals])
 
+    def in_fp8(op: str) -> tuple[Any, ...]:
+        x, matrices = (rows, w) if op == "forward" else (ct, w.swapaxes(1, 2))
+        encoded = jax.jit(ma.BlockwiseFp8().encode)(x)
+        return encoded, jax.jit(ma.quantize_experts)(matrices), jnp.asarray(sizes)
+
     flops = dict.fromkeys(OPS, 2 * setting.rows * setting.k * setting.n)
-    return Work((rows, w, jnp.asarray(sizes), ct), operation, error, flops, (w,))
+    return Work((rows, w, jnp.asarray(sizes), ct), operation, error, flops, (w,), in_fp8)
 
 
 def experts(setting: Setting) -> Work:
@@ -231,7 +248,12 @@ def measure(run: runs.Run, setting: Setting) -> None:
     weight_bytes = sum(w.nbytes for w in work.weights)
     for op, flops in work.flops.items():
         methods = [name for name, ops in setting.methods.items() if op in ops and name in made]
-        calls = {m: jax.jit(work.operation(made[m], op)).lower(*work.args) for m in methods}
+        calls, args = {}, {}
+        for method in methods:
+            call, args[method] = work.operation(made[method], op), work.args
+            if method == FP8 and work.in_fp8:
+                call, args[method] = ma.grouped_dot, work.in_fp8(op)
+            calls[method] = jax.jit(call).lower(*args[method])
         compiling = {method: run.compile(lowered) for method, lowered in calls.items()}
         run.wait()
         samplers = {}
@@ -239,10 +261,10 @@ def measure(run: runs.Run, setting: Setting) -> None:
             what = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
             with run.attempt(what):
                 call = job.result()
-                error = work.error(op, call(*work.args))
-                if not error < TOLERANCE:
+                error = work.error(op, call(*args[method]))
+                if not error < (FP8_TOLERANCE if method == FP8 else TOLERANCE):
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = timing.sampler(call, work.args, 1, run.sample_seconds)
+                samplers[method] = timing.sampler(call, args[method], 1, run.sample_seconds)
         for method, us in timing.take_turns(samplers, run.samples).items():
             times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
             row = dict(
@@ -268,8 +290,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="of the groups")
+    parser.add_argument("--cublas-lt", help="path of libcublasLt.so.13, which JAX then uses, too")
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
+    if args.cublas_lt:
+        ctypes.CDLL(args.cublas_lt)
     num_gpus = runs.set_platform(args.ranks)
     sweep = "models" if args.models else "products"
     run = runs.open_run(args, num_gpus, [sweep], "products", SAMPLES)
@@ -296,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def tiny(setting: Setting) -> Setting:
     """Return the same products with few rows and columns, without a kernel for GPUs."""
-    methods = {name: ops for name, ops in setting.methods.items() if name != MOSAIC}
+    of_gpus = (MOSAIC, LIBRARY, FP8)
+    methods = {name: ops for name, ops in setting.methods.items() if name not in of_gpus}
     rows = setting.rows // TINY // setting.groups * setting.groups
     return setting._replace(k=setting.k // TINY, n=setting.n // TINY, rows=rows, methods=methods)
 

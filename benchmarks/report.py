@@ -24,7 +24,7 @@ PERFORMANCE = records.ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
 PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
-TITLES = PLOTTED | dict(model="Whole training steps")
+TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
 LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
 
@@ -50,7 +50,7 @@ DETAILS: dict[str, Row] = {
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
 # Rows of a panel share these.
-PANEL = ("panel", "title", "shape", "k", "n", "sizes", "tokens")
+PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
 DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
@@ -63,6 +63,7 @@ MEASURED = dict(
     **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
     **dict(tflops="TFLOP/s", weight_gb_per_s="GB/s", tokens_per_s="tokens/s"),
     **dict(mfu="MFU", peak_gib="GiB", exposed_us="exposed exchange", load="max/mean"),
+    **dict(kernels="kernels"),
 )
 STEPS = "model"  # the sweep of benchmarks.model
 STEP_METHODS = {  # the MoE layers of whole steps, in words
@@ -77,6 +78,29 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
+METHODS = {  # what plots call the methods of other sweeps
+    "ours": "this package",
+    "moe_mlp": "this package",
+    "moe_mlp_fp8": "this package, experts in FP8",
+    "moe_mlp_to_fp8": "this package, experts in FP8",
+    "all_gather": "all_gather",
+    "dense": "dense all_to_all",
+    "ragged": "ragged_all_to_all",
+}
+OPS = {
+    "forward": "forward",
+    "forward_and_gradients": "forward and gradients",
+    "experts": "forward",
+    "experts_and_gradients": "forward and gradients",
+    "d_rows": "gradient of rows",
+    "d_weights": "gradient of weights",
+    "route": "route",
+    "dispatch": "dispatch",
+    "combine": "combine",
+    "round_trip": "round trip",
+    "backward": "backward round trip",
+}
+SORTED = ("layer", "products")  # sweeps whose panels compare methods, the best first
 NO_STEPS = "No record of whole steps is committed yet: `python -m benchmarks.model` makes one."
 # Columns of whole steps: the name of an entry, and the entry in words.
 STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -320,7 +344,9 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
             dict(r, method=STEP_METHODS[m]) for m, here in of_method(shown).items() for r in here
         ]
         rows = [dict(row, tokens=None) for row in rows]  # panels are of geometries
-    ours = [dict(row, panel="ours") for row in rows if row["method"] == "ours"]
+    elif sweep in SORTED:
+        return compared(sweep, rows)
+    ours = [dict(row, panel="this package") for row in rows if row["method"] == "ours"]
     trips = [dict(row, panel="round trip") for row in rows if row["op"] == "round_trip"]
     if x:
         rows = ours if sweep else of_main_size(ours + trips)
@@ -328,11 +354,37 @@ def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
     return grouped(rows, lambda row: words_of(row, keys))
 
 
+def compared(sweep: str, rows: Rows) -> dict[str, list[Row]]:
+    """Return the rows of a sweep that compares methods, the best first, by operation and sizes."""
+    tight = [row for row in rows if row.get("capacity_kind", "tight") == "tight"]
+    equal = [row for row in tight if row.get("sizes", "equal") == "equal"]
+    if sweep == "products":
+        equal = [row for row in equal if row["rows"] == max(row["rows"] for row in equal)]
+
+    def title(row: Row) -> str:
+        if sweep == "products":
+            return f"{row['shape']} with {row['rows']:,} rows, {OPS[row['op']]}"
+        sizes = f"{row['tokens']:,} tokens per rank, hidden {row['hidden']:,}"
+        experts = f"{row['experts']} experts of width {row['intermediate']:,}, top-{row['top_k']}"
+        return f"{OPS[row['op']]}: {sizes}, {experts}"
+
+    def method(row: Row) -> str:
+        words = METHODS.get(row["method"], row["method"])
+        product = row.get("grouped", "grouped_dot")
+        return words + (f", {product}" if "package" not in words and sweep == "layer" else "")
+
+    key, sign = ("tflops", -1) if sweep == "products" else ("us", 1)
+    rows = [dict(row, method=method(row), title=title(row)) for row in equal]
+    rows.sort(key=lambda row: (row["title"], sign * row[key]))
+    return grouped(rows, lambda row: row["title"])
+
+
 def lines(axis: Any, sweep: str, rows: Rows) -> None:
     """Draw a line for each series, with the range of its samples, and the link limits."""
     x = X[sweep]
     rows = sorted(rows, key=lambda row: row[x])
     keys = [key for key in varying(sweep, rows) if key != x]
+    rows = [dict(row, method=METHODS.get(row["method"], row["method"])) for row in rows]
     for label, here in grouped(rows, lambda row: words_of(row, keys)).items():
         xs, us, low, high = ([row[key] for row in here] for key in (x, "us", "min_us", "max_us"))
         (drawn,) = axis.plot(xs, us, label=label or sweep, marker="o", ms=4)
@@ -357,8 +409,9 @@ def bars(axis: Any, sweep: str, rows: Rows) -> None:
     keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
     y, label = BARS.get(sweep, ("us", "µs on the device"))
     colors = [f"C{ops.index(row['op']) % 10}" for row in rows]
-    if sweep == STEPS:
+    if sweep == STEPS or sweep in SORTED:
         colors = ["C1" if "package" in row["method"] else "C0" for row in rows]
+        keys = ["method"]
     labels = [re.sub("[*`]", "", words_of(row, keys)) for row in rows]
     drawn = axis.barh(range(len(rows)), [row[y] for row in rows], color=colors)
     axis.bar_label(drawn, [number(row[y]) for row in rows], fontsize=7, padding=2)

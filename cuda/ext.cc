@@ -13,6 +13,7 @@
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "layout.h"
+#include "library/cublas_lt.h"
 #include "params.h"
 #include "runtime/workspace.h"
 #include "tuning.h"
@@ -143,6 +144,8 @@ NB_MODULE(_native, m) {
   m.attr("has_grouped_gemm") = true;
   m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
   m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
+  m.def("library_version", &moe_a2a::CublasLtVersion);
+  m.def("library_scratch", &moe_a2a::LibraryScratch);
   m.attr("GEMM_CAPABILITY") = moe_a2a::kGemmCapability;
   m.attr("DOT_COLUMNS") = moe_a2a::kDotColumns;
   m.attr("FP8_BLOCK") = moe_a2a::kFp8Block;

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,17 @@ OPENING = "<!-- the opening of README.md -->"  # up to the first heading that is
 HOME = ("Install", "Quick start")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.M)
+
+
+def on_config(config: Any) -> Any:
+    """Show the version at the foot of each page, and links to the repository if its address is
+    known."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.copyright = f"{project['name']} {project['version']}"
+    if address := os.environ.get("READTHEDOCS_GIT_CLONE_URL", "").removesuffix(".git"):
+        config.repo_url, config.repo_name = address, "repository"
+        config.edit_uri = "edit/main/docs/"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -56,6 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite the links of a page to files outside docs/, and of those files into docs/."""
     uri = page.file.src_uri
+    if uri.startswith((f"{FOLDER}/", "examples/")):
+        page.edit_url = None  # a generated page
     if uri.startswith(FOR_CONTRIBUTORS):
         page.meta["search"] = {"exclude": True}
     own = Path(uri).relative_to(FOLDER) if uri.startswith(FOLDER + "/") else Path("docs") / uri
@@ -93,12 +108,25 @@ def _page_of(example: Path) -> str:
     """Return the page of an example: its docstring or its Markdown cells, and its code."""
     text = example.read_text()
     if example.suffix == ".ipynb":
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
-        body = "\n\n".join(f"```python\n{t}\n```" if kind == "code" else t for kind, t in cells)
-        return f"{body}\n\nRun `examples/{example.name}` in Jupyter to see results and pictures.\n"
+        cells = [part for cell in json.loads(text)["cells"] for part in _parts_of(cell)]
+        return "\n\n".join([*cells, f"This page is the notebook `examples/{example.name}`.\n"])
     first, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n")
     code = text[text.index('"""', 3) + 3 :].strip()
     return f"# {example.name}\n\n{first}\n{rest}\n\n```python\n{code}\n```\n"
+
+
+def _parts_of(cell: dict[str, Any]) -> list[str]:
+    """Return a cell of a notebook as Markdown: its text or code, and its stored outputs."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return [source]
+    parts = [f"```python\n{source}\n```"]
+    for output in cell["outputs"]:
+        if output["output_type"] == "stream":
+            parts.append(f"```text\n{''.join(output['text'])}```")
+        else:
+            parts.append(f'<img alt="" src="data:image/png;base64,{output["data"]["image/png"]}">')
+    return parts
 
 
 def _outside(page: Path, target: str) -> str | None:

@@ -103,10 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(flags: argparse.Namespace) -> Iterator[Finding]:
-    """Run all checks, the cheap ones first, and yield each line before the next check runs.
+    """Run all checks, and yield each line before the next check runs.
 
     Requirements of the kernels can fail only on Hopper and newer GPUs, without ``--portable``.
-    Checks of all processes together come last, because they wait for every process.
     """
     yield _versions()
     yield _package()
@@ -134,8 +133,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check the exchange between all processes. They meet first, because XLA's collectives would
-    wait forever for a missing process."""
+    """Check the exchange between all processes, which must all be there, because XLA's collectives
+    would wait forever for a missing one."""
     count = jax.process_count()
     if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
         yield _failed("processes", why, "read the output of the missing processes")
@@ -215,8 +214,7 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True if the device is a Hopper or newer GPU. Other vendors' capabilities are no
-    numbers."""
+    """Return True for a Hopper or newer GPU. Other vendors' capabilities are no numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
 
@@ -230,8 +228,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels on this machine: its driver decides which nvcc can be used.
-    pip downloads nvcc for ``NEWEST_CUDA`` if the machine has none."""
+    """Return how to build the kernels here: the driver decides which nvcc can be used, and pip
+    downloads that of ``NEWEST_CUDA`` if the machine has none."""
     command = extension.how_to_build()
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -256,8 +254,7 @@ def _nvcc_for(supported: int) -> str | None:
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    """Return the finding for a missing requirement of the kernels: a failure if ``wanted``,
-    otherwise a note."""
+    """Return the finding for a missing requirement: a failure if ``wanted``, otherwise a note."""
     return _failed(name, said, advice) if wanted else Finding(name, said, ok=None)
 
 
@@ -305,8 +302,7 @@ def _architecture(devices: Sequence[jax.Device], driver: _Driver | None) -> Find
 
 
 def _code_for(capability: str) -> str:
-    """Return the kind of code that the build has for a compute capability: machine code, PTX or
-    ''."""
+    """Return what the build has for a compute capability: machine code, PTX or ''."""
     major, minor = map(int, capability.split("."))
     kind = ""
     _, _, architectures = native.cuda_build().partition(" for ")
@@ -365,10 +361,7 @@ def _path(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the size of the workspace with the free memory outside XLA's pool.
-
-    With two levels, it is the workspace within a host. Between hosts, XLA's pool has the buffers.
-    """
+    """Compare the workspace, or that within a host, with the memory outside of XLA's pool."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels
@@ -428,10 +421,8 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how a small exchange of the group differs from numpy; '' if all results are equal.
-
-    All numbers are small multiples of a quarter, so that float32 sums are exact in any order. An
-    expert multiplies its rows by its id plus one.
+    """Return how a small exchange of the group differs from numpy, or ''. An expert multiplies its
+    rows by its id plus one. All numbers are small multiples of a quarter, so that sums are exact.
     """
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts
@@ -509,8 +500,7 @@ class _Driver:
         return bool(self._ask("cuDeviceCanAccessPeer", device, peer))
 
     def free_bytes(self, device: int) -> int:
-        """Return the free memory of a device. It uses the primary context, which JAX has
-        created."""
+        """Return the free memory of a device, whose primary context JAX has created."""
         free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
         if self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
             return 0

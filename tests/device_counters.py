@@ -4,7 +4,8 @@ import dataclasses
 
 import jax
 
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import group as group_module
+from jax_moe_a2a._src.group import native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ def counters_of(group):
         return tuple(tuple(words[i : i + group.size]) for i in range(0, len(words), group.size))
 
     found = []
-    for of_devices, own_devices in runtime._places(group):
+    for of_devices, own_devices in group_module._places(group):
         ids = list(of_devices.devices)
         for i, (next_epoch, _, credits, heads) in enumerate(epochs_of(of_devices)):
             device = own_devices[i]

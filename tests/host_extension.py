@@ -53,7 +53,8 @@ def built():
     import nanobind
 
     sources = [CUDA / "ext.cc", CUDA / "gemm/limits.cc", *(HOST / name for name in FAKES)]
-    sources += sorted(CUDA.glob("runtime/*.cc")) + sorted(CUDA.glob("ffi/*.cc"))
+    for folder in ("runtime", "ffi", "library"):
+        sources += sorted(CUDA.glob(f"{folder}/*.cc"))
     sources += [pathlib.Path(nanobind.source_dir()) / "nb_combined.cpp"]
     robin_map = pathlib.Path(nanobind.source_dir()).parent / "ext/robin_map/include"
     includes = (HOST, HOST / "include", CUDA, nanobind.include_dir(), robin_map)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
@@ -66,6 +67,30 @@ def layer_of(group, layout=LAYOUT):
         return ma.combine(experts(recv.rows, recv.row_offsets, w), recv)
 
     return layer
+
+
+def shapes_of_moe(layout, width, intermediate, shared=0):
+    """Return the shapes of the floats of `moe_layer` of one rank; `w_in` has `width` columns."""
+    experts = layout.local_experts + shared
+    return (
+        (layout.tokens, layout.hidden),
+        (layout.tokens, layout.top_k),
+        (experts, layout.hidden, width),
+        (experts, intermediate, layout.hidden),
+        (experts, width),
+        (experts, layout.hidden),
+    )
+
+
+def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
+    """Call `ma.moe_mlp` with the arrays of one rank: those of `shapes_of_moe`, and ids. Biases may
+    be missing. `change` is a function of the experts."""
+    x, topk_weights, *arrays, ids = args
+    of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
+    experts = experts_of(*arrays, activation=activation)
+    experts = change(experts) if change else experts
+    choices = ma.RouterChoices(ids, topk_weights)
+    return ma.moe_mlp(x, choices, experts, **harness.exchanging(of_layout, options))
 
 
 def dense_layer(x, topk_weights, w, ids, kept):

@@ -6,7 +6,6 @@ a number next to the middle of two FP8 values may become the other value."""
 import functools
 import itertools
 import logging
-import math
 
 import format_oracle
 import harness
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_calls import calls, needs_kernel
+from test_experts import CLAMPED, PLAIN, SWIGLU, name_of
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
@@ -29,9 +29,7 @@ pytestmark = [
 BLOCK = 128
 FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
-PLAIN = [FusedActivation(kind) for kind in KINDS if kind != "clamped_swiglu"]
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
-SWIGLU, CLAMPED = GATED[0], ma.clamped_swiglu(limit=0.7, alpha=1.3)
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
 # Rows, I, sizes of groups. A warp has 4 groups of 128 columns, a block of the kernel 32 warps.
 CASES = dict(
@@ -43,10 +41,6 @@ CASES = dict(
     no_groups=(6, 128, []),
     many=(700, 640, [100, 0, 513, 60]),
 )
-
-
-def name_of(activation):
-    return "gated " * activation.gated + activation.kind
 
 
 def draw(case, activation, dtype, powers_of_two=False):
@@ -93,21 +87,12 @@ def activated(product, weights, activation):
     """Return weighted activations in float64, and what their absolute error is relative to."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
-    sigmoid = lambda x: 1 / (1 + np.exp(np.minimum(-x, 700)))
-    erfc = np.vectorize(math.erfc, otypes=[float])
-    if activation.kind == "clamped_swiglu":
-        limit = np.float64(np.float32(activation.limit))
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
-    act = {
-        "silu": lambda x: x * sigmoid(x),
-        "gelu": lambda x: x * erfc(-x / math.sqrt(2)) / 2,
-        "gelu_tanh": lambda x: x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)),
-        "relu": lambda x: np.maximum(x, 0),
-        "squared_relu": lambda x: np.maximum(x, 0) ** 2,
-        "clamped_swiglu": lambda x: x * sigmoid(np.float64(np.float32(activation.alpha)) * x),
-    }[activation.kind](gate)
+    if activation is CLAMPED:
+        gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7) + 1
+    with jax.enable_x64(True):
+        act = np.asarray(activation(jnp.asarray(x)))
     is_zero, weights = weights[:, None] == 0, weights.astype(np.float64)[:, None]
-    return tuple(np.where(is_zero, 0, x * up * weights) for x in (act, np.abs(gate)))
+    return tuple(np.where(is_zero, 0, x * weights) for x in (act, gate * up))
 
 
 def assert_encodes(values, scales, h, magnitudes, dtype):
@@ -211,21 +196,6 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
         expected, end = run(products[i], weights[i], own, SWIGLU), sum(own)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one[i, :end].view(np.uint8), other[:end].view(np.uint8))
-
-
-def test_the_second_product_reads_no_other_row(path):
-    product, weights, sizes = draw("tail", SWIGLU, "bfloat16")
-    w = ma.quantize_experts(
-        np.random.default_rng(0).normal(size=(len(sizes), 256, 128)).astype("float32")
-    )
-
-    @jax.jit
-    def fn(product, weights):
-        h = bind_act_encode(product, weights, jnp.asarray(sizes), activation=SWIGLU)
-        return ma.grouped_dot(h, w, jnp.asarray(sizes))
-
-    out = np.asarray(fn(product, weights).astype(jnp.float32))
-    assert np.isfinite(out).all() and not out[sum(sizes) :].any() and out[: sum(sizes)].any()
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_the_first_half_is_the_gate():
     gate_and_up = jnp.array([[1.0, -2.0, 10.0, 20.0]])
     for activation in (ma.gated(jax.nn.relu), FusedActivation("relu", gated=True)):
         assert activation(gate_and_up).tolist() == [[10, 0]]
+    with pytest.raises(ValueError, match=r"gate and up side by side; got float32\[1,3\]"):
+        ma.gated(jax.nn.relu)(gate_and_up[:, :3])
 
 
 def by_split(act):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_lowering
-from jax import lax
 
 import jax_moe_a2a as ma
 
@@ -83,14 +82,6 @@ def test_what_wraps_the_layer_does_not_make_names_up(wrap):
     wrapped = wrap(loss)
     for of_operation in scopes(lambda *args: jax.grad(wrapped)(*args)):
         assert of_operation and len(set(of_operation)) == 1
-
-
-def test_layers_of_a_scan_have_one_call_and_its_name():
-    def model(x, ids, weights):
-        return lax.scan(lambda x, _: (layer(x, ids, weights), None), x, length=3)[0]
-
-    dispatches, combines = scopes(model)
-    assert len(dispatches) == len(combines) == 1
 
 
 PROGRAM = """

@@ -1,7 +1,5 @@
 """A capacity by a factor: the number of rows, in all functions that accept it, and the errors."""
 
-import functools
-import math
 from fractions import Fraction
 
 import cases
@@ -90,54 +88,22 @@ def test_every_function_makes_rows_of_the_factor(modes):
     )
 
 
-def trace(by_routing=False, **options):
-    """Trace a route, or a dispatch by a Routing, with these options of an exchange."""
+def test_a_factor_that_leads_to_another_capacity_than_that_of_a_routing_is_refused():
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
 
     def on_rank(ids):
-        exchange = ma.Exchange(**options)
-        route = functools.partial(ma.route, ids, group=group, num_experts=4)
-        ma.dispatch(ids, route(), exchange=exchange) if by_routing else route(exchange=exchange)
-        return ids
+        routing = ma.route(ids, group=group, num_experts=4)
+        return ma.dispatch(ids, routing, exchange=ma.Exchange(capacity_factor=1)).rows
 
-    group = ma.Group(axis_name="ep", size=2, implementation="portable")
-    jax.eval_shape(jax.vmap(on_rank, axis_name="ep"), jnp.zeros((2, 5, 2), int))
-
-
-@pytest.mark.parametrize(
-    "options, error, says",
-    [
-        (dict(capacity=20.0), TypeError, r"capacity must be an int; got 20.0: use int\(...\)"),
-        (dict(capacity="20"), TypeError, r"capacity must be an int; got '20': use int\(...\)"),
-        (dict(capacity=True), TypeError, "capacity must be an int; got True"),
-        (dict(capacity=None, capacity_factor="1"), TypeError, r"got '1': use float\(...\)"),
-        (dict(capacity_factor=True), TypeError, "capacity_factor must be a number; got True"),
-        (dict(capacity_factor=0), ValueError, "finite number above 0; got 0"),
-        (dict(capacity_factor=-1.5), ValueError, "finite number above 0; got -1.5"),
-        (dict(capacity_factor=math.nan), ValueError, "finite number above 0; got nan"),
-        (dict(capacity_factor=math.inf), ValueError, "finite number above 0; got inf"),
-        (
-            dict(capacity=20, capacity_factor=1.5),
-            ValueError,
-            "capacity must be None with a capacity_factor; got 20 and 1.5. Pass one of them",
-        ),
-        (
-            dict(by_routing=True, capacity_factor=1),
-            ValueError,
-            "lead to the Routing's capacity, 20; got 1.0, which leads to 10. Omit it",
-        ),
-        (dict(by_routing=True, capacity=20, capacity_factor=2), ValueError, "Pass one of them"),
-    ],
-    ids=str,
-)
-def test_an_error_says_what_to_do(options, error, says):
-    with pytest.raises(error, match=says):
-        trace(**options)
+    says = "lead to the Routing's capacity, 20; got 1.0, which leads to 10. Omit it"
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(jax.vmap(on_rank, axis_name="ep"), jnp.zeros((2, 5, 2), int))
 
 
 @pytest.mark.parametrize("name", ("capacity", "capacity_factor"))
 def test_a_traced_number_is_an_error_that_names_static_argnums(name):
     with pytest.raises(TypeError, match=f"{name} must be .* static_argnums"):
-        jax.eval_shape(lambda number: trace(**{name: number}), 3)
+        jax.eval_shape(lambda number: ma.Exchange(**{name: number}), 3)
 
 
 @pytest.mark.parametrize("options", (dict(), dict(capacity_factor=1.25), dict(capacity=4)), ids=str)

@@ -10,12 +10,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from dense_layer import dense_experts
 from harness import mesh_over as mesh_of
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
+from small_layer import assert_close
 
 import jax_moe_a2a as ma
 
@@ -58,11 +57,6 @@ def reference(params, x, read=None, mask=None):
     return y if mask is None else jnp.where(mask[..., None], y, 0)
 
 
-def assert_close(found, expected, tolerance=2e-5):
-    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
-    jax.tree.map(close, *jax.device_get((found, expected)))
-
-
 def value_and_grads(layer, params, x):
     """Return outputs, and the gradients of the float arrays of params and of x."""
     is_float = lambda a: jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
@@ -93,18 +87,16 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
 @pytest.mark.parametrize(
     "mesh, options",
     [
-        (dict(ep=1), {}),
         (dict(ep=2, axis_type=Explicit), dict(mask=MASK, num_chunks=3)),
         (dict(ep=2), dict(placement=REPLICAS)),
         (dict(ep=2, axis_type=Explicit), dict(replicated=True)),
         (dict(data=2, ep=4), dict(mask=MASK)),
-        (dict(ep=8, axis_type=Explicit), {}),
     ],
-    ids=["1", "2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked", "8"],
+    ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
     """Output and statistics are equal, and so are all gradients of a replay. Choices have the
-    gradient of their weights. The 15 tokens need padding on 2 and 8 ranks."""
+    gradient of their weights. The 15 tokens need padding."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
 
@@ -130,15 +122,14 @@ def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
     with jax.set_mesh(mesh):
         x = np.where(mask[..., None], X, np.nan)
         expected, replayed, given = run(TOPK, OWN, x)
-    assert_close(replayed, expected, 1e-6)
+    assert_close(replayed, expected, tolerance=1e-6)
     (_, (y, stats)), (of_weights, *of_experts) = given
     (_, (y_router, of_router)), of_all = expected
     ids, weights, _ = jax.device_get(stats.choices)
     assert ids.shape == weights.shape == (*LEAD, TOP_K)
-    assert_close(
-        (y, stats.choices, stats.load), (y_router, of_router.choices, of_router.load), 1e-6
-    )
-    assert_close(of_experts[0], of_all[1], 1e-6)
+    right = y_router, of_router.choices, of_router.load
+    assert_close((y, stats.choices, stats.load), right, tolerance=1e-6)
+    assert_close(of_experts[0], of_all[1], tolerance=1e-6)
     assert float(stats.balance_loss) == float(stats.z_loss) == 0 < float(of_router.balance_loss)
     assert (ids[~mask] == -1).all() and (weights[~mask] == 0).all()
     assert np.isfinite(jax.tree.leaves(jax.tree.map(jnp.sum, of_all))).all()
@@ -240,19 +231,17 @@ def test_noise_of_a_key_that_is_folded_by_the_position_does_not_depend_on_the_me
     router = ma.Router(KERNEL, choose=noisy, per_token=POSITIONS, whole=jax.random.key(0))
     layer = lambda router, x: ma.moe(x, router, OWN, axes="ep", outputs=("choices",))
     found = []
-    for size, axis_type in ((1, Auto), (2, Explicit), (8, Auto)):
+    for size, axis_type in ((1, Auto), (8, Explicit)):
         with jax.set_mesh(mesh_of(axis_type, ep=size)):
             y, stats = quick_jit(layer)(router, X)
         found.append(jax.device_get((y, *stats.choices[:2])))
     noiseless = TOPK.replace(bias=None).choose(X @ KERNEL).ids
     assert (np.asarray(noiseless) != found[0][1]).any()
-    for each in found[1:]:
-        np.testing.assert_array_equal(each[1], found[0][1])
-        assert_close(each, found[0])
+    np.testing.assert_array_equal(found[1][1], found[0][1])
+    assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("axis_type", (Auto, Explicit), ids=str)
-def test_the_router_reads_another_array_than_the_experts(axis_type):
+def test_the_router_reads_another_array_than_the_experts():
     """The router reads the token, and experts a projection of it, of another size."""
     read = normal(6, *LEAD, 9)
     choose = lambda tokens, logits, *_: TOPK.choose(logits)
@@ -264,15 +253,15 @@ def test_the_router_reads_another_array_than_the_experts(axis_type):
         axes="ep",
         mask=MASK,
     )[0]  # fmt: skip
-    with jax.set_mesh(mesh_of(axis_type, ep=2)):
+    with jax.set_mesh(mesh_of(Explicit, ep=2)):
         found = value_and_grads(call(lambda router: router), params, (X, read))
         same = value_and_grads(call(lambda r: r.replace(choose=TOPK.choose)), params, (X, read))
     of_all = lambda params, arrays: reference(params, *arrays, mask=MASK)
     assert_close(found, value_and_grads(of_all, params, (X, read)))
-    assert_close(same, found, 1e-6)
+    assert_close(same, found, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("lead", ((), (1,), (0, 2)), ids=str)
+@pytest.mark.parametrize("lead", ((), (0, 2)), ids=str)
 def test_any_number_of_tokens_has_choices(lead):
     ids, weights = np.zeros((*lead, 1), np.int64) + 3, np.ones((*lead, 1), np.float32)
     x = np.broadcast_to(X[0, 0], (*lead, HIDDEN))
@@ -293,43 +282,6 @@ def test_ids_that_are_no_experts_stay_none():
         for router in (ma.RouterChoices(ids, None), TOPK.replay(ids)):
             y, stats = quick_jit(lambda router=router: ma.moe(X, router, OWN, axes="ep"))()
             assert stats.num_invalid == 4 and not y[0].any() and y[1:].all()
-
-
-@pytest.mark.exchanges(0)
-def test_parameters_are_pytrees_with_readable_paths():
-    router = ROUTERS["scales"].replace(bias=BIAS)
-    params = dict(router=router, experts=OWN.replace(b_out=X[0]), shared=OWN)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    assert paths == [
-        "['experts'].w_in",
-        "['experts'].w_out",
-        "['experts'].b_out",
-        "['router'].kernel",
-        "['router'].bias",
-        "['router'].per_token['scale']",
-        "['shared'].w_in",
-        "['shared'].w_out",
-    ]
-    optimizer = optax.adamw(1e-3)
-    state = jax.eval_shape(optimizer.init, params)
-    assert jax.tree.structure(state[0].mu) == jax.tree.structure(params)
-    assert hash(ma.TopK(np.int32(2))) == hash(ma.TopK(2)) and ma.TopK(2) == ma.TopK(k=2)
-
-
-@pytest.mark.exchanges(0)
-def test_other_arrays_of_a_router_compile_nothing():
-    traced = []
-
-    @jax.jit
-    def layer(router, x):
-        traced.append(router)
-        return ma.moe(x, router, OWN, axes="ep")[0]
-
-    with jax.set_mesh(mesh := mesh_of(ep=2)):
-        for kernel in (KERNEL, 2 * KERNEL):
-            placed = jax.device_put(kernel, NamedSharding(mesh, P()))
-            layer(ma.Router(placed, choose=ma.TopK(TOP_K)), X)
-    assert len(traced) == 1
 
 
 @pytest.mark.exchanges(0)

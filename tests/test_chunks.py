@@ -4,12 +4,13 @@ that does not. Drops and the sums of gradients of weights are in test_layer."""
 import functools
 import re
 
+import cases
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_layer import experts_of
+import small_layer
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -21,6 +22,7 @@ from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 2, 4, 2, 8, 4, 2
+LAYOUT = cases.Layout("chunks", TOKENS, TOP_K, LOCAL, hidden=HIDDEN)
 SWIGLU = ma.gated(jax.nn.silu)
 ACTIVATIONS = dict(fused=SWIGLU, unfused=lambda h: jnp.tanh(h[:, :WIDTH]) * h[:, WIDTH:])
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
@@ -30,24 +32,14 @@ def drawn(seed, *lead, dtype="float32", biases=True):
     """Return ids and floats: x, router weights, weights and biases of all ranks."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, RANKS * LOCAL, (*lead, TOKENS, TOP_K))
-    shapes = (
-        (TOKENS, HIDDEN),
-        (TOKENS, TOP_K),
-        (LOCAL, HIDDEN, 2 * WIDTH),
-        (LOCAL, WIDTH, HIDDEN),
-        (LOCAL, 2 * WIDTH),
-        (LOCAL, HIDDEN),
-    )[: 6 if biases else 4]
+    shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)[: 6 if biases else 4]
     floats = tuple(jnp.asarray(0.5 * rng.normal(size=(*lead, *s)), dtype) for s in shapes)
     return jnp.asarray(ids, jnp.int32), floats
 
 
-def layer(ids, floats, *, group=None, activation=SWIGLU, **options):
-    x, topk_weights, *arrays = floats
-    group = group or harness.emulated_group(RANKS)
-    choices, options = ma.RouterChoices(ids, topk_weights), harness.exchanging(options)
-    experts = experts_of(*arrays, activation=activation)
-    return ma.moe_mlp(x, choices, experts, group=group, num_experts=RANKS * LOCAL, **options)
+def layer(ids, floats, *, activation=SWIGLU, **options):
+    options = dict(group=harness.emulated_group(RANKS), layout=LAYOUT) | options
+    return small_layer.moe_layer(*floats, ids, activation=activation, **options)
 
 
 def of_ranks(**options):

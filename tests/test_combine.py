@@ -223,16 +223,6 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             harness.assert_sums_agree(sums[name], *oracle.combine(y, expected, weights), name)
 
 
-def test_rows_of_any_shape_are_summed():
-    layout, ranks = cases.TIGHT, harness.SEVERAL
-    ids, expected = routed(layout, "skewed", ranks)
-    rng = np.random.default_rng(0)
-    shapes = ((), (1,), (2, 3), (33,))
-    y = [cases.normal(rng, (ranks, layout.capacity, *shape), "float32") for shape in shapes]
-    for rows, out in zip(y, combine_program(layout, ranks)(ids, y)):
-        harness.assert_sums_agree(out, *oracle.combine(rows, expected))
-
-
 def test_a_tree_of_rows_is_summed_leaf_by_leaf_in_one_combine():
     layout, ranks = cases.CUT, harness.SEVERAL
     ids, expected = routed(layout, "repeated", ranks)

@@ -94,13 +94,12 @@ X = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.float32)
 Y = jax.ShapeDtypeStruct((CAPACITY, HIDDEN), jnp.float32)
 
 
-def trace_with_routing(fn, group, **options):
+def trace_with_routing(fn, group):
     """Trace fn(routing, x, y)."""
 
     def layer(ids, x, y):
-        routing = ma.route(
-            ids, group=group, num_experts=EXPERTS, **harness.exchanging(options, capacity=CAPACITY)
-        )
+        exchange = ma.Exchange(capacity=CAPACITY)
+        routing = ma.route(ids, group=group, num_experts=EXPERTS, exchange=exchange)
         return fn(routing, x, y)
 
     return trace(layer, group, IDS, X, Y)
@@ -129,24 +128,6 @@ def test_an_array_of_another_dtype_or_shape_is_refused_by_its_name(name):
 @pytest.mark.parametrize("name", LEVEL_ARRAYS)
 def test_an_array_of_a_level_is_refused_by_its_name(name):
     assert_all_damages_are_refused(name, (dispatch, combine), two_level_group())
-
-
-@pytest.mark.parametrize(
-    "options",
-    (dict(), dict(shared_expert=True), dict(replicated=True)),
-    ids=("plain", "shared_expert", "replicated"),
-)
-@pytest.mark.parametrize("group", (flat_group(), two_level_group()), ids=("flat", "two_level"))
-def test_a_routing_as_route_returned_it_is_accepted(group, options):
-    for use in (dispatch, combine):
-        trace_with_routing(use, group, **options)
-
-        def batched(routing, x, y, use=use):
-            """Return a batch with a routing of each element."""
-            pairs = jax.tree.map(lambda a: jnp.stack([a, a]), (routing, x, y))
-            return jax.vmap(use)(*pairs)
-
-        trace_with_routing(batched, group, **options)
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():

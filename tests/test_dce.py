@@ -70,17 +70,6 @@ def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, choice_a
     assert small_layer.payload(eqn) == (leaves, choice_arrays)
 
 
-def test_unused_leaves_and_weights_drop_out_of_a_dispatch_by_a_given_routing():
-    def fn(payload, topk_weights, ids):
-        routing = ma.route(ids, **route_args(harness.group_of(RANKS)))
-        return ma.dispatch(payload, routing, topk_weights).rows["b"]
-
-    jaxpr = without_dead_code(fn, *inputs())
-    assert harness.count_primitives(jaxpr) == {"route": 1, "dispatch": 1}
-    (eqn,) = small_layer.equations(jaxpr, "dispatch")
-    assert small_layer.payload(eqn) == ([(LAYOUT.tokens, 2)], [])
-
-
 @pytest.mark.parametrize(
     "uses, expected",
     [

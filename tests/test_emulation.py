@@ -58,6 +58,12 @@ def test_each_tile_of_a_product_comes_once():
         assert outcome.is_right, outcome.output
 
 
+def test_products_by_cublas_lt_are_right_over_a_fake():
+    runs.build("plain/library")
+    outcome = runs.run("plain", 1 + _commit() % 100_000, program="library")
+    assert outcome.is_right, outcome.output
+
+
 def _this_third():
     chosen = _commit() % THIRDS
     return [m for i, m in enumerate(mutations.all_mutations()) if i % THIRDS == chosen]

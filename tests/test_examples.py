@@ -1,5 +1,7 @@
-"""The examples are programs that run, as users run them: in a process of their own."""
+"""The examples are programs that run, as users run them: in a process of their own. The blocks of
+Hugging Face transformers are compared where torch and transformers are installed."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -8,8 +10,12 @@ import sys
 from pathlib import Path
 
 import harness
+import jax
+import numpy as np
 import processes
 import pytest
+
+import jax_moe_a2a as ma
 
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
@@ -121,3 +127,64 @@ def test_work_during_the_exchange_changes_no_value_and_no_gradient():
 @pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="flax is not installed")
 def test_flax_module_learns():
     assert len(re.findall(r"^step +\d+  loss ", run("flax_nnx_moe.py"), re.M)) == 6
+
+
+MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+needs_both = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+@needs_both
+def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals():
+    printed = run("hf_moe_block.py")
+    assert re.search(f" {harness.MANY} ranks, ", printed)
+    number = r" +(?:\d\.\de-\d\d|0\.0e\+00|-)"
+    rows = re.findall(f"^(.+?)((?:{number}){{5}})$", printed, re.M)
+    # Columns: Mixtral, Qwen3-MoE twice, DeepSeek-V3, GPT-OSS. The dash of "-07" is no cell.
+    compared = {
+        name.strip(): "".join(" x"[c != "-"] for c in cells.split()) for name, cells in rows
+    }
+    assert compared == {
+        **dict.fromkeys(("output", "tokens", "router.kernel"), "xxxxx"),
+        **dict.fromkeys(("experts.w_in", "experts.w_out"), "xxxxx"),
+        **dict.fromkeys(("router.select_bias", "shared.w_in", "shared.w_out"), "   x "),
+        **dict.fromkeys(("router.bias", "experts.b_in", "experts.b_out"), "    x"),
+    }
+    assert "check: ok" in printed
+
+
+@needs_both
+@pytest.mark.exchanges(0)
+def test_losses_are_those_of_transformers_up_to_factors_and_means():
+    """Mixtral joins the tokens of all layers first, and Switch has shares for each sequence."""
+    import torch
+
+    mixtral, switch = (
+        importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        for model in ("mixtral", "switch_transformers")
+    )
+    logits = np.random.default_rng(4).normal(size=(3, 40, 16)).astype(np.float32)
+    for mask in (None, np.arange(40) % 3 > 0):
+        given = None if mask is None else torch.tensor(mask)[None]
+        expected = mixtral.load_balancing_loss_func(tuple(torch.tensor(logits)), 16, 4, given)
+        found = ma.TopK(4)(logits, mask=None if mask is None else np.tile(mask, (3, 1)))
+        loss = ma.load_balancing_loss(found.scores, found.ids)
+        np.testing.assert_allclose(4 * loss, expected, rtol=1e-5)
+    of_torch, found = torch.tensor(logits), ma.TopK(1)(logits)
+    np.testing.assert_allclose(
+        ma.router_z_loss(logits), switch.router_z_loss_func(of_torch), rtol=1e-5
+    )
+    ids = torch.tensor(np.array(found.ids[..., 0]))
+    np.testing.assert_allclose(
+        jax.vmap(ma.load_balancing_loss)(found.scores, found.ids).mean(),
+        switch.load_balancing_loss_func(torch.softmax(of_torch, -1), ids),
+        rtol=1e-5,
+    )
+
+
+def test_where_torch_is_missing_the_example_says_what_to_install():
+    command, _ = program("hf_moe_block.py")
+    hidden = "import runpy, sys; sys.modules['torch'] = None; "
+    code = hidden + f"runpy.run_path({command[1]!r}, run_name='__main__')"
+    done = subprocess.run([command[0], "-c", code], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1
+    assert 'pip install ".[transformers]"' in done.stderr and "Traceback" not in done.stderr

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import explain as explaining
 from jax_moe_a2a._src import paths
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import group as group_module
+from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.several_devices("its groups have meshes"),
@@ -104,16 +105,6 @@ def test_other_gpus_run_the_exchange_and_not_the_products(kernel):
     assert "older than Hopper" in str(found)
 
 
-@needs_kernels
-def test_an_activation_that_is_not_fused_is_a_call_with_its_reason(kernel):
-    (call,) = (
-        call
-        for call in ma.explain(functools.partial(layer, activation=jnp.tanh), *ARGS, device="9.0")
-        if call.name == "activation"
-    )
-    assert call.path == "passes over the rows" and "is not one of those" in call.why
-
-
 def log_of(caplog, fn, *args):
     """Return the reasons that the lowering for CUDA logs."""
     jax.clear_caches()
@@ -136,7 +127,9 @@ def test_the_table_has_the_reasons_that_the_lowering_logs(case, hopper, monkeypa
     }[case]
     monkeypatch.setattr(ma.Group, "_why_portable", "")
     logged = log_of(caplog, fn, *args)
-    assert {call.why for call in ma.explain(fn, *args, device="9.0")} - {""} == logged
+    explained = ma.explain(fn, *args, device="9.0")
+    assert {call.why for call in explained} - {""} == logged
+    assert (("activation", "passes over the rows") in paths_of(explained)) == (case == "tanh")
     assert bool(logged) == (case != "gradient")
 
 
@@ -181,8 +174,8 @@ def test_implementation_cuda_on_cpu_is_an_error_in_the_table(monkeypatch):
 
 @needs_kernels
 def test_a_path_that_processes_decide_together_is_unknown(monkeypatch):
-    monkeypatch.setattr(runtime, "_why_no_workspace", lambda group: "")
-    monkeypatch.setattr(runtime, "spans_processes", lambda group: True)
+    monkeypatch.setattr(group_module, "_why_no_workspace", lambda group: "")
+    monkeypatch.setattr(group_module, "spans_processes", lambda group: True)
     group = ma.Group(harness.mesh_of(RANKS), AXIS)
     with paths.explaining(None), pytest.raises(paths.Unknown, match="decide together"):
         _ = group.path

@@ -302,8 +302,6 @@ SMALL = cases.Layout(
 
 
 RANKS = harness.FEW
-# Ranks of a vmap: two, or all those that share a GPU.
-VMAPPED = harness.RANKS_ON_ONE_GPU or 2
 
 
 def sums_in_a_format(number, layout=SMALL):
@@ -569,50 +567,12 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-@pytest.mark.exchanges(1 + sums_in_a_format(1))
-def test_the_gradient_of_a_dispatch_may_be_quantized_while_it_travels():
-    ids, x, direction, _ = small_arguments(VMAPPED)
-    group, fmt = harness.vmapped_group(VMAPPED), FORMATS["mx"]
-
-    def run(ids, x, direction):
-        def rows(x):
-            return ma.dispatch(
-                x, ids, **harness.exchanging(SMALL.route_args(group), wire_dtype=fmt)
-            ).rows
-
-        routing = ma.route(ids, **SMALL.route_args(group))
-        ct = jnp.concatenate([x, direction])[: SMALL.rows(VMAPPED)]
-        return transposed(rows, x, ct), ma.combine(ct, routing, wire_dtype=fmt)
-
-    assert_same_trees(*emulated(run)(ids, x, direction))
-
-
 # Transforms. Dispatch and an unweighted combine are linear except for the format's rounding, so
 # that straight-through derivatives equal those without a format bit for bit.
 
 
-def there_and_back(group, fmt, ids, topk_weights=None):
-    """Return a function x -> tokens, each the sum of its rows."""
-
-    def of(x):
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            **harness.exchanging(SMALL.route_args(group), token_format=fmt),
-            decode=fmt is not None,
-        )
-        return ma.combine(recv.rows, recv)
-
-    return of
-
-
 def transposed(fn, x, direction):
     return jax.vjp(fn, x)[1](direction)[0]
-
-
-def tangent(fn, x, direction):
-    return jax.jvp(fn, (x,), (direction,))[1]
 
 
 def twice(fn):
@@ -621,25 +581,9 @@ def twice(fn):
 
 DERIVATIVES = {
     "vjp": transposed,
-    "jvp": tangent,
+    "jvp": lambda fn, x, d: jax.jvp(fn, (x,), (d,))[1],
     "scan_remat": lambda fn, x, d: transposed(twice(jax.checkpoint(fn)), x, d),
 }
-
-
-def small_arguments(ranks, dtype="float32"):
-    ids = cases.Case(SMALL, "masked").ids(ranks)
-    rng = np.random.default_rng(ranks)
-    shape = (ranks, SMALL.tokens, SMALL.hidden)
-    x, direction = cases.normal(rng, shape, dtype), cases.normal(rng, shape, dtype)
-    return ids, x, direction, cases.normal(rng, ids.shape, "float32")
-
-
-def derivatives(names, fmt, group):
-    def of(ids, x, direction):
-        fn = there_and_back(group, fmt, ids)
-        return {name: DERIVATIVES[name](fn, x, direction) for name in names}
-
-    return of
 
 
 def assert_same_trees(actual, expected):
@@ -648,23 +592,25 @@ def assert_same_trees(actual, expected):
         harness.assert_same_bytes(np.asarray(a), np.asarray(e), jax.tree_util.keystr(path))
 
 
-def emulated(fn):
-    return small_layer.compiled(jax.vmap(fn, axis_name=harness.AXIS))
-
-
 @pytest.mark.exchanges(lambda check_vma: 6 if check_vma else 12)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     group, names = harness.group_of(RANKS), ("vjp", "jvp") if check_vma else ("scan_remat",)
-    ids, x, direction, _ = small_arguments(RANKS, "bfloat16")
-    actual, expected = (
-        small_layer.compiled(
-            small_layer.on_all_ranks(
-                derivatives(names, fmt, group), group.mesh, check_vma=check_vma
-            )
-        )(ids, x, direction)
-        for fmt in (FORMATS["blockwise"], None)
-    )
+    ids = cases.Case(SMALL, "masked").ids(RANKS)
+    shape = (2, RANKS, SMALL.tokens, SMALL.hidden)
+    x, direction = cases.normal(np.random.default_rng(RANKS), shape, "bfloat16")
+
+    def derivatives(ids, x, direction, fmt):
+        def there_and_back(x):
+            options = harness.exchanging(SMALL.route_args(group), token_format=fmt)
+            recv = ma.dispatch(x, ids, **options, decode=fmt is not None)
+            return ma.combine(recv.rows, recv)
+
+        return {name: DERIVATIVES[name](there_and_back, x, direction) for name in names}
+
+    programs = (functools.partial(derivatives, fmt=fmt) for fmt in (FORMATS["blockwise"], None))
+    mapped = (small_layer.on_all_ranks(f, group.mesh, check_vma=check_vma) for f in programs)
+    actual, expected = (small_layer.compiled(fn)(ids, x, direction) for fn in mapped)
     assert_same_trees(actual, expected)
 
 
@@ -741,34 +687,6 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
     assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(harness.AXIS, "tp")] * 3
 
 
-def test_tokens_are_dispatched_once_as_they_are_and_gradients_once_each_way():
-    """Quantized rows have no gradient."""
-    ids, x, _, _ = small_arguments(harness.SEVERAL)
-    group = harness.group_of(harness.SEVERAL)
-
-    def rows(ids, x, decode):
-        options = dict(token_format=ma.MxFp8(), decode=decode, **SMALL.route_args(group))
-        return ma.dispatch(x, ids, **harness.exchanging(options)).rows
-
-    def gradient(ids, x, decode):
-        def total(x):
-            received = rows(ids, x, decode)
-            return jnp.sum(received if decode else received.values.astype(jnp.float32))
-
-        return jax.grad(total)(x)
-
-    def jaxpr_of(fn, decode):
-        fn = small_layer.on_all_ranks(functools.partial(fn, decode=decode))
-        return jax.make_jaxpr(fn)(ids, x)
-
-    count = harness.count_primitives
-    for decodes in (False, True):
-        assert count(jaxpr_of(rows, decodes)) == {"routed_dispatch": 1}
-        assert count(jaxpr_of(gradient, decodes)).get("combine", 0) == decodes
-    (eqn,) = small_layer.equations(jaxpr_of(rows, True), "routed_dispatch")
-    assert small_layer.shapes_of_one_rank(eqn)[1:] == [(SMALL.tokens, SMALL.hidden)]
-
-
 # Errors
 
 
@@ -817,11 +735,6 @@ REFUSALS = dict(
         lambda: ma.NvFp4(global_scale=jnp.ones((), "bfloat16")),
         TypeError,
         "global_scale .*bfloat16",
-    ),
-    format=(
-        lambda: dispatch(2, 128, token_format="fp8"),
-        TypeError,
-        "token_format .*BlockwiseFp8.*'fp8'",
     ),
     decode=(lambda: dispatch(2, 128, decode=True), ValueError, "decode.*format"),
     decode_type=(lambda: dispatch(2, 128, token_format=FP8, decode=1), TypeError, "decode .*1"),

@@ -206,26 +206,6 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
         np.testing.assert_array_equal(found[:end], right[:end])
 
 
-def test_each_step_of_a_loop_has_other_groups(path):
-    num_rows, k, n, steps = 260, 256, 136, 60 if harness.ON_GPU else 6
-    rng = np.random.default_rng(3)
-    sizes = np.rint(rng.dirichlet(np.full(6, 0.3), steps) * rng.uniform(0, 400, (steps, 1)))
-    sizes = sizes.astype(np.int32)
-    sizes[1, 2], sizes[2, 0] = -7, 2**31 - 1
-    ends = np.minimum(np.cumsum(np.clip(sizes, 0, num_rows), axis=1), num_rows)
-    fitting = np.diff(ends, axis=1, prepend=0)
-    rows, w = draw_exact(num_rows, k, n, [num_rows, *[0] * 5])
-
-    @jax.jit
-    def run(rows, w, sizes):
-        return jax.lax.scan(lambda _, s: (None, ma.grouped_dot(rows, w, s)), None, sizes)[1]
-
-    found = np.asarray(run(rows, ma.QuantizedExperts(*w), sizes))
-    for step in range(steps):
-        right = oracle.grouped_dot_fp8(rows, w, fitting[step])[0]
-        np.testing.assert_array_equal(found[step], right.astype(found.dtype))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
 def test_any_number_of_multiprocessors(path, num_sms):
@@ -399,6 +379,11 @@ ERRORS = dict(
         r"transposed values of w must have the shape \[4, 256, 128\].*; got .*\[4,128,256\]",
     ),
     result=(dict(preferred_element_type="float16"), TypeError, "bfloat16 or float32"),
+    plain=(
+        dict(rows=normal(0, (9, 8)), w=normal(0, (4, 8, 8)), preferred_element_type="float32"),
+        ValueError,
+        "preferred_element_type must be None",
+    ),
     sizes=(dict(group_sizes=[50, 0, 0, 0]), ValueError, "at most 40"),
 )
 
@@ -436,12 +421,6 @@ def test_weights_know_their_shape_in_each_state(shape):
 def test_weights_to_train_are_floats():
     with pytest.raises(TypeError, match="w must be bfloat16.* with trainable.*; got a Quantized. "):
         ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
-
-
-def test_plain_arrays_keep_their_dtype():
-    with pytest.raises(ValueError, match="preferred_element_type must be None"):
-        x = np.ones((4, 8), np.float32)
-        ma.grouped_dot(x, np.ones((1, 8, 4), np.float32), [4], preferred_element_type="float32")
 
 
 # Products with float weights, whose derivatives are those of the floats, and with frozen weights

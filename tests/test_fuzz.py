@@ -33,6 +33,7 @@ PROGRAMS = {
     330: lambda p: p.depth and p.policy == "routing",
     352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and p.shared_expert,
     1475: lambda p: p.replicated and p.activation == "p nan",
+    45: lambda p: p.replicated and p.has_token_scales and p.shared_expert,
     35: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,
     645: lambda p: p.replicated and p.shared_weights and p.derivative == "vjp",
     113: lambda p: p.replicated and p.batch > 1 and p.derivative == "vjp",

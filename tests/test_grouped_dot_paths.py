@@ -14,6 +14,7 @@ import pytest
 from cuda_calls import calls, needs_kernel
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src import paths
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering, quantized
 
@@ -154,6 +155,52 @@ def test_each_product_is_one_call(hopper):
     assert sorted(products(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed, gradient]
 
 
+@pytest.fixture
+def blackwell(monkeypatch):
+    """Pretend a GPU of compute capability 10.0 and no other. Return a function that pretends a
+    version of cuBLASLt."""
+    jax.clear_caches()
+    monkeypatch.setattr(native, "local_gpus", lambda: [paths.NamedGpu("10.0")])
+    monkeypatch.setattr(native, "register_targets", lambda: None)
+    yield lambda *version: monkeypatch.setattr(native, "library_version", lambda: version)
+    jax.clear_caches()
+
+
+def by_library(fn, *args):
+    """Return the products that are lowered for GPUs as calls of cuBLASLt: product and mean rows."""
+    found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
+    return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
+
+
+@needs_kernel
+def test_blackwell_gpus_multiply_by_cublas_lt(blackwell):
+    blackwell(13, 6, 1)
+    forward, _, transposed, gradient = range(4)
+    assert by_library(ma.grouped_dot, *avals()) == [(forward, 103)]
+    whole = functools.partial(ma.grouped_dot, tail="unspecified")
+    assert by_library(whole, *avals()) == [(forward, 128)]
+    assert by_library(gradients, *avals()) == [(transposed, 103), (gradient, 128)]
+    assert by_library(jax.vmap(whole), *avals(lead=(3,))) == [(forward, 128)]
+    assert products(gradients, *avals()) == []
+    (call,) = ma.explain(ma.grouped_dot, *avals(), device="10.0")
+    assert call.path == "cuBLASLt 13.6.1" and "needs GPUs of compute capability 9.0" in call.why
+    assert by_library(ma.grouped_dot, *avals(dtype="float32")) == []
+    assert by_library(ma.grouped_dot, *avals(k=60)) == []
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [((13, 2, 9), "13.2.9"), ((13, 7, 0), "13.7.0"), ((0, 0, 0), "none in this process")],
+)
+def test_versions_of_cublas_lt_with_wrong_products_are_not_used(blackwell, version, found):
+    blackwell(*version)
+    assert calls(gradients, *avals()) == []
+    (call,) = ma.explain(ma.grouped_dot, *avals(), device="10.0")
+    assert call.path == "lax.ragged_dot"
+    assert call.why.endswith(f"cuBLASLt needs nvidia-cublas>=13.3,<13.7 on this GPU; found {found}")
+
+
 @needs_kernel
 @pytest.mark.parametrize(
     ("why", "arguments"),
@@ -175,14 +222,6 @@ def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, argum
     with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
         assert calls(ma.grouped_dot, *arguments) == []
     assert any(f"{other_path}, because" in m and why in m for m in caplog.messages)
-
-
-@needs_kernel
-def test_why_no_kernel_is_empty_where_the_kernel_runs(hopper, caplog):
-    assert why_not(*avals()) == ""
-    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
-        products(ma.grouped_dot, *avals())
-    assert any(message.endswith("grouped_dot: the kernel") for message in caplog.messages)
 
 
 def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):

@@ -381,66 +381,21 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
         assert time.monotonic() - begin < 5
 
 
-THROWING = r"""
-#include <cstdio>
-#include <stdexcept>
-#include "runtime/handoff.h"
-using namespace moe_a2a;
-
-int main() {
-  Endpoint endpoint;
-  const auto answer = [](const Request& request) -> Answer {
-    if (request[0] == 0) throw std::runtime_error("no room for a vector");
-    if (request[0] == 1) throw 7;
-    return {Status::kRefused, "nothing is wrong", {}};
-  };
-  if (Problem p = Listen(answer, &endpoint); !p.empty()) return std::puts(p.c_str()), 1;
-  for (int64_t word = 0; word < 3; ++word) {
-    Answer given;
-    const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    const Problem problem = Ask(endpoint, {word}, deadline, &given);
-    std::printf("%s|%d|%s\n", problem.c_str(), static_cast<int>(given.status), given.why.c_str());
-  }
-}
-"""
-
-
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-
-
-def compiled(folder, source):
-    """Compile a program of handoff.cc by itself, which needs no CUDA."""
-    root = pathlib.Path(__file__).parents[1]
-    (folder / "main.cc").write_text(source)
-    runtime = [str(root / "cuda/runtime" / name) for name in ("handoff.cc", "descriptor.cc")]
-    options = ["-std=c++17", f"-I{root / 'cuda'}", "-pthread", "-o", str(folder / "main")]
-    subprocess.run(["g++", *options, str(folder / "main.cc"), *runtime], check=True)
-    return str(folder / "main")
-
-
-@needs_a_compiler
-def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path):
-    program = compiled(tmp_path, THROWING)
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
-    refused = [line.split("|") for line in ran.stdout.splitlines()]
-    assert refused == [
-        ["", str(REFUSED), "it failed while it answered: no room for a vector"],
-        ["", str(REFUSED), "it failed while it answered"],
-        ["", str(REFUSED), "nothing is wrong"],
-    ]
 
 
 # ask SOCKET SECRET PID: the problem, whether the process has ended, and how many allocations came.
 # listen [MS]: prints socket and secret, answers, and forks for each line of its input. A child
 # waits MS milliseconds before it closes its copy of the socket.
 # hold FD: asks itself; while it answers with FD as memory it forks, and ends.
+# throw: asks itself; its first two answers are exceptions. Prints status and reason of each answer.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include "runtime/handoff.h"
 using namespace moe_a2a;
 
@@ -468,8 +423,10 @@ int main(int argc, char** argv) {
     std::printf("%s|%d|%zu\n", problem.c_str(), given.has_ended, given.allocations.size());
     return 0;
   }
-  const bool holds = !std::strcmp(argv[1], "hold");
-  const auto answer = [&](const Request&) -> Answer {
+  const bool holds = !std::strcmp(argv[1], "hold"), throws = !std::strcmp(argv[1], "throw");
+  const auto answer = [&](const Request& request) -> Answer {
+    if (throws && request[0] == 0) throw std::runtime_error("no room for a vector");
+    if (throws && request[0] == 1) throw 7;
     if (!holds) return {Status::kRefused, "nothing is wrong", {}};
     const Allocation memory = {0, 1, Descriptor(std::atoi(argv[2]))};
     Fork();
@@ -481,6 +438,11 @@ int main(int argc, char** argv) {
     Ask(endpoint, {1}, deadline, &given);
     return 1;
   }
+  for (int64_t word = 0; throws && word < 3; ++word) {
+    const Problem problem = Ask(endpoint, {word}, deadline, &given);
+    std::printf("%s|%d|%s\n", problem.c_str(), static_cast<int>(given.status), given.why.c_str());
+  }
+  if (throws) return 0;
   std::printf("%s %s\n", endpoint.socket.c_str(), endpoint.secret.c_str());
   std::fflush(stdout);
   while (std::getchar() != EOF) Fork();
@@ -514,7 +476,27 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("peers"), PEERS)
+    """Return a program of handoff.cc by itself, which needs no CUDA."""
+    folder, cuda = tmp_path_factory.mktemp("peers"), pathlib.Path(__file__).parents[1] / "cuda"
+    (folder / "main.cc").write_text(PEERS)
+    sources = [
+        folder / "main.cc",
+        *(cuda / "runtime" / f"{n}.cc" for n in ("handoff", "descriptor")),
+    ]
+    options = ["-std=c++17", f"-I{cuda}", "-pthread", "-o", folder / "main"]
+    subprocess.run(["g++", *options, *sources], check=True)
+    return str(folder / "main")
+
+
+@needs_a_compiler
+def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
+    ran = subprocess.run([peers, "throw"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.split("|") for line in ran.stdout.splitlines()] == [
+        ["", str(REFUSED), "it failed while it answered: no room for a vector"],
+        ["", str(REFUSED), "it failed while it answered"],
+        ["", str(REFUSED), "nothing is wrong"],
+    ]
 
 
 def asked_impostor(peers, user, pid_of):

@@ -47,40 +47,31 @@ def dense_module(params, x):
     return dense_experts(x, *choose(x @ params["router_kernel"]), experts)
 
 
-def apply_and_params(make, mesh, x=X, call=None, config=CONFIG):
-    """Return a module as a function of parameters and tokens, and its parameters by name."""
+def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
+    """Return a module as a function of parameters and tokens, and its parameters."""
     call = call or {}
     with jax.set_mesh(mesh):
         if make is NnxMoE:
-            model = NnxMoE(config, "ep", rngs=nnx.Rngs(0))
+            model = NnxMoE(config, "ep", rngs=nnx.Rngs(0), **options)
             graph, params, rest = nnx.split(model, nnx.Param, ...)
             return lambda params, x: nnx.merge(graph, params, rest)(x, **call), params
-        module = LinenMoE(config, "ep")
+        module = LinenMoE(config, "ep", **options)
         variables = quick_jit(module.init)(jax.random.key(0), x, **call)
         params, rest = variables.pop("params"), variables
         return lambda params, x: module.apply({"params": params, **rest}, x, **call), params
 
 
-def plain(params):
+def by_name(params):
     """Return the parameters of a module as arrays by name."""
-    if isinstance(params, nnx.State):
-        params = nnx.to_pure_dict(params)
-    return jax.device_get(linen.unbox(params))
+    return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else linen.unbox(params)
+
+
+def plain(params):
+    return jax.device_get(by_name(params))
 
 
 def loss_of(y):
     return jnp.sum(jnp.sin(y))
-
-
-def value_and_grads(apply, params, x=X):
-    """Return (result, statistics) and the gradients of parameters, by name."""
-
-    def loss(params):
-        y, stats = apply(params, x)
-        return loss_of(y) + stats.balance_loss + stats.z_loss, (y, stats)
-
-    (_, results), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
-    return results, plain(grads)
 
 
 @MODULES
@@ -94,18 +85,10 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
         if make is NnxMoE and param.ndim > 2:
             assert param.sharding.is_equivalent_to(NamedSharding(mesh, P("ep")), param.ndim)
     with jax.set_mesh(mesh):
-        (y, stats), grads = value_and_grads(apply, params)
+        y, stats = quick_jit(apply)(params, X)
     names = plain(params)
     assert_close(y, dense_module(names, X))
     assert_close(stats.logits, X @ names["router_kernel"])
-
-    def expected(params):
-        logits = (X @ params["router_kernel"]).reshape(-1, 8)
-        scores, ids = jax.nn.softmax(logits), choose(logits)[1]
-        losses = ma.load_balancing_loss(scores, ids) + ma.router_z_loss(logits)
-        return loss_of(dense_module(params, X)) + losses
-
-    assert_close(grads, quick_jit(jax.grad(expected))(names))
     assert int(stats.load.wanted_per_expert.sum()) == 12 * TOP_K
 
 
@@ -295,17 +278,11 @@ WIDE = ma.MoEConfig(128, 128, 4, ma.TopK(2), bias=True)
 @MODULES
 def test_frozen_weights_are_those_of_quantize_experts(make):
     x = jax.random.normal(jax.random.key(1), (6, 128), jnp.bfloat16)
-    options = dict(fp8="frozen", dtype=jnp.bfloat16)
+    options = dict(config=WIDE, fp8="frozen", dtype=jnp.bfloat16)
+    apply, params = apply_and_params(make, mesh_of(ep=2), x, **options)
     with jax.set_mesh(mesh_of(ep=2)):
-        if make is NnxMoE:
-            model = NnxMoE(WIDE, "ep", **options, rngs=nnx.Rngs(0))
-            params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            y, _ = nnx.jit(lambda model, x: model(x))(model, x)
-        else:
-            module = LinenMoE(WIDE, "ep", **options)
-            variables = quick_jit(module.init)(jax.random.key(0), x)
-            params = linen.unbox(variables)["params"]
-            y, _ = quick_jit(module.apply)(variables, x)
+        y, _ = quick_jit(apply)(params, x)
+        params = by_name(params)
         frozen = [ma.QuantizedExperts(params[n], params[f"{n}_scales"]) for n in ("w_in", "w_out")]
         experts = ma.Experts(*frozen, *(params[n].astype(x.dtype) for n in ("b_in", "b_out")))
         router = ma.Router(params["router_kernel"], params["router_bias"], choose=WIDE.choose)

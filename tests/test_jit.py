@@ -39,14 +39,6 @@ def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
     small_layer.assert_close(jit_grads, small_layer.dense_value_and_grads(floats, ids, kept)[1])
 
 
-def test_jit_inside_shard_map_equals_the_dense_layer():
-    floats, ids, kept = small_layer.arguments(RANKS)
-    layer = small_layer.layer_of(harness.group_of(RANKS))
-    program = harness.eagerly(small_layer.on_all_ranks(jax.jit(layer)), exchanges=2)
-    out = program(*floats, ids)
-    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
-
-
 def test_a_program_is_traced_once_for_routings_that_change_and_groups_that_are_equal():
     traces = []
 
@@ -62,22 +54,6 @@ def test_a_program_is_traced_once_for_routings_that_change_and_groups_that_are_e
         small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept), seed)
     assert len(traces) == 1
     assert group is not traces[0]
-
-
-def test_a_group_with_another_timeout_is_another_program():
-    traces = []
-
-    @functools.partial(harness.jit, exchanges=1, static_argnames="group")
-    def program(ids, group):
-        traces.append(group)
-        return small_layer.on_all_ranks(
-            lambda ids: ma.route(ids, **route_args(group)).num_rows, group.mesh
-        )(ids)
-
-    ids = small_layer.arguments(RANKS).ids
-    for timeout in (20.0, 30.0, 20.0):
-        program(ids, harness.group_of(RANKS, timeout=timeout))
-    assert [group.timeout for group in traces] == [20.0, 30.0]
 
 
 def test_recv_leaves_one_program_and_enters_another():

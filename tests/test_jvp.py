@@ -5,6 +5,7 @@ import functools
 import cases
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
@@ -88,7 +89,7 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
 
 
 @pytest.mark.exchanges(2)
-def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
+def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents_and_gradients():
     """Nothing is moved for them; integers have the tangent type float0."""
     group = harness.group_of(RANKS)
     _, ids, _ = small_layer.arguments(RANKS)
@@ -125,3 +126,11 @@ def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
     is_row = small_layer.routing_of(ids).row_token >= 0
     np.testing.assert_array_equal(np.asarray(wide), np.where(is_row[..., None], np.ones(4), 0))
     assert not np.asarray(narrow, np.float32).any()
+
+    def total(x):
+        rows = dispatch(x)
+        return jnp.sum(rows["wide"]) + jnp.sum(rows["narrow"].astype(jnp.float32))
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, allow_int=True))(x)
+    (back,) = small_layer.equations(jaxpr, "combine")
+    assert len(small_layer.payload(back)[0]) == 1

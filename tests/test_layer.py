@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_layer
-from dense_layer import experts_of
+from dense_layer import dense_experts, experts_of
 
 import jax_moe_a2a as ma
 
@@ -37,28 +37,15 @@ def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERME
     """Return floats of all ranks in the order of NAMES, ids, and which choices have a row."""
     rng = np.random.default_rng([seed, layout.tokens])
     ids = cases.Case(layout, routing).ids(RANKS, seed)
-    per_rank = RANKS, layout.local_experts
-    shapes = (
-        (RANKS, layout.tokens, layout.hidden),
-        (*per_rank, layout.hidden, width),
-        (*per_rank, INTERMEDIATE, layout.hidden),
-        (*per_rank, width),
-        (*per_rank, layout.hidden),
-    )
-    x, *weights = (0.5 * cases.normal(rng, shape, "float32") for shape in shapes)
-    x, *weights = (array.astype(cases.dtype(dtype)) for array in (x, *weights))
-    floats = x, cases.normal(rng, ids.shape, "float32"), *weights
+    shapes = small_layer.shapes_of_moe(layout, width, INTERMEDIATE)
+    floats = [0.5 * cases.normal(rng, (RANKS, *shape), "float32") for shape in shapes]
+    x, topk_weights, *weights = (array.astype(cases.dtype(dtype)) for array in floats)
+    floats = x, 2 * topk_weights.astype(np.float32), *weights
     kept = small_layer.kept_choices(ids, layout)
     return jax.tree.map(jnp.asarray, (floats, ids, kept))
 
 
-def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
-    """Call `ma.moe_mlp` with one rank's floats, in the order of NAMES, and its ids."""
-    x, topk_weights, *arrays, ids = args
-    route_args = small_layer.route_args(group or harness.group_of(RANKS), layout)
-    choices = ma.RouterChoices(ids, topk_weights)
-    experts = experts_of(*arrays, activation=activation)
-    return ma.moe_mlp(x, choices, experts, **harness.exchanging(route_args, options))
+layer = functools.partial(small_layer.moe_layer, activation=SWIGLU, layout=SMALL)
 
 
 def of_all_ranks(fn=layer, **options):
@@ -67,15 +54,9 @@ def of_all_ranks(fn=layer, **options):
 
 def dense(*args, activation=SWIGLU):
     """Compute the layer of all ranks without any exchange: each expert computes each token."""
-    x, topk_weights, w_in, w_out, *biases, ids, kept = args
-    w_in, w_out, *biases = (w.reshape(-1, *w.shape[2:]) for w in (w_in, w_out, *biases))
-    pre = jnp.einsum("rth,ehi->rtei", x, w_in)
-    pre = pre + biases[0][None, None] if biases else pre
-    act = activation(pre.reshape(-1, pre.shape[-1])).reshape(*pre.shape[:-1], -1)
-    y = jnp.einsum("rtei,eih->rteh", act, w_out)
-    y = y + biases[1][None, None] if biases else y
-    weights = jnp.where(kept, topk_weights, 0)
-    return jnp.einsum("rtke,rtk,rteh->rth", jax.nn.one_hot(ids, w_in.shape[0]), weights, y)
+    x, topk_weights, *arrays, ids, kept = args
+    experts = experts_of(*(w.reshape(-1, *w.shape[2:]) for w in arrays), activation=activation)
+    return dense_experts(x, jnp.where(kept, topk_weights, 0), ids, experts)
 
 
 def value_and_grads(fn):
@@ -307,42 +288,6 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward):
     assert moved == expected
 
 
-# Formats
-
-
-def test_a_format_is_that_of_the_explicit_calls():
-    """Tokens in a format, and partial sums in the same one; a traced scale is tested in formats."""
-    fmt = ma.MxFp8()
-    layout = cases.Layout("wide", tokens=4, top_k=2, local_experts=2, hidden=32)
-    floats, ids, _ = arguments(layout)
-
-    def explicit(*args, layout):
-        x, topk_weights, w_in, w_out, b_in, b_out, ids = args
-        route_args = small_layer.route_args(harness.group_of(RANKS), layout)
-        recv = ma.dispatch(
-            x,
-            ids,
-            topk_weights,
-            **harness.exchanging(route_args, token_format=fmt, wire_dtype=fmt),
-            decode=True,
-        )
-        experts = jnp.clip(recv.row_experts, 0)
-        h = SWIGLU(ma.grouped_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
-        y = ma.grouped_dot(h * recv.weights[:, None], w_out, recv.group_sizes)
-        y += recv.weights[:, None] * b_out[experts]
-        return ma.combine(y, recv, weights=None, wire_dtype=fmt)
-
-    layers = functools.partial(layer, token_format=fmt, wire_dtype=fmt), explicit
-    exchanges = 4 if layout.is_summed_in_formats(RANKS) else 2  # no kernel makes the two combines
-    both = [
-        small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges)(
-            floats, ids
-        )
-        for fn in layers
-    ]
-    small_layer.assert_close(*both, tolerance=2e-4)
-
-
 # Errors
 
 
@@ -381,41 +326,14 @@ def refused(naming, error, **changed):
         (dict(num_experts=3), ValueError, ["num_experts must", "3"]),
         (dict(group=None), ValueError, ["group must"]),
         (dict(weights=(6, 2)), ValueError, ["topk_weights must", "float32[6,2]"]),
+        (dict(num_chunks=4), ValueError, ["num_chunks must divide", "4 for x float32[6,5]"]),
+        (dict(num_chunks=0), ValueError, ["num_chunks must be at least 1; got 0"]),
+        (dict(num_chunks=2.0), TypeError, ["num_chunks must be an int", "2.0"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming):
     refused(naming, error, **changed)
-
-
-@pytest.mark.exchanges(0)
-def test_a_gated_activation_needs_two_halves():
-    with pytest.raises(ValueError, match="gate and up side by side; got float32\\[2,3\\]"):
-        SWIGLU(jnp.ones((2, 3)))
-
-
-# Where drops are counted
-
-
-@pytest.mark.exchanges(3)
-def test_a_routing_in_place_of_ids_says_what_was_dropped():
-    floats, ids, kept = arguments(CUT)
-
-    def run(*args):
-        *floats, ids = args
-        routing = ma.route(ids, **small_layer.route_args(harness.group_of(RANKS), CUT))
-        x, topk_weights, *arrays = floats
-        choices = ma.RouterChoices(routing, topk_weights)
-        out = ma.moe_mlp(x, choices, experts_of(*arrays))
-        return out, routing.num_dropped, ma.expert_load(routing).dropped_per_rank
-
-    program = small_layer.compiled(of_all_ranks(run))
-    out, dropped, of_load = harness.numpy_of(program(*floats, ids))
-    expected = small_layer.routing_of(np.asarray(ids), CUT).num_dropped
-    assert expected.any()
-    np.testing.assert_array_equal(dropped, expected)
-    np.testing.assert_array_equal(of_load, np.broadcast_to(expected, of_load.shape))
-    small_layer.assert_close(out, dense(*floats, ids, kept))
 
 
 # Chunks
@@ -447,20 +365,6 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     for name, actual, right in zip(("out", *NAMES), *map(harness.numpy_of, (found, expected))):
         error = np.abs(actual.astype(np.float32) - right).max()
         assert error <= tolerance * max(1, np.abs(right).max()), name
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize(
-    "changed, error, naming",
-    [
-        (dict(num_chunks=4), ValueError, ["num_chunks must divide", "4 for x float32[6,5]"]),
-        (dict(num_chunks=0), ValueError, ["num_chunks must be at least 1; got 0"]),
-        (dict(num_chunks=2.0), TypeError, ["num_chunks must be an int", "2.0"]),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_chunks_must_be_equal(changed, error, naming):
-    refused(naming, error, **changed)
 
 
 @pytest.mark.exchanges(0)

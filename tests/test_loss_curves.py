@@ -43,7 +43,7 @@ def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()
     if record["text"] != losses.digest(losses.text()):
         pytest.skip("the standard library of this Python has another text")
-    stop = 200 if ON_GPU else 8
+    stop = 200 if ON_GPU else 4
     found = np.array(losses.train(way, record["seeds"][0], steps=record["steps"], stop=stop))
     expected = curves[way][0, :stop]
     np.testing.assert_allclose(found[:20], expected[:20], rtol=2e-3)

@@ -249,25 +249,6 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     assert attribute(text, name, "half_bytes") == f"{RANKS * zone} : i64"
 
 
-@pytest.mark.parametrize("given", ("ids", "routing"))
-def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_exchange(given):
-    """Each leaf travels as values and scales."""
-    most = native.limit("MAX_ARRAYS") // 2
-
-    def dispatch(x, ids):
-        static = dict(group=group_of(), num_experts=EXPERTS)
-        if given == "routing":
-            ids, static = route(ids), {}
-        return ma.dispatch(
-            x, ids, **harness.exchanging(static, token_format=ma.MxFp8()), decode=True
-        ).rows
-
-    encoding = {"routed_dispatch"} if given == "ids" else {"route", "format_dispatch"}
-    leaves = [aval(TOKENS, 32)] * (most + 1)
-    assert set(calls(lower(dispatch, leaves[:most], IDS))) == encoding
-    assert not {"routed_dispatch", "format_dispatch"} & set(calls(lower(dispatch, leaves, IDS)))
-
-
 @pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0)))
 def test_a_batch_is_encoded_by_the_call(in_axes):
     def dispatch(x, ids, scale):
@@ -446,10 +427,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     text = lower(split_gradients, x, IDS, WEIGHTS, x)
     twice = ("dispatch_start", "dispatch_done", "combine_start", "combine_done")
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
-    barriers = re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text)
     for line in halves(text):
         assert "has_side_effect = true" in line and "workspace_kind = 1 : i64" in line, line
-        assert {*re.findall(r"%\d+", line.split("(")[1].split(")")[0])} <= {*barriers}, line
         assert f"num_sms = {lowered.SPLIT_NUM_SMS} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("half_bytes", "num_sms", "num_choice_arrays"):
@@ -742,21 +721,6 @@ def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
     assert calls(text) == {"routed_dispatch": 1}
 
 
-def test_as_many_arrays_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
-    most = native.limit("MAX_ARRAYS")
-    leaves = [aval(TOKENS, 4)] * (most + 1)
-    assert calls(lower(dispatch_alone, leaves[:most], IDS)) == {"routed_dispatch": 1}
-    text = lower(dispatch_alone, leaves, IDS)
-    assert is_portable(text, "dispatch") and calls(text)["route"] == 1
-
-    def combine(y, ids):
-        return ma.combine(y, route(ids), weights=None)
-
-    rows = [aval(harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * (most + 1)
-    assert calls(lower(combine, rows[:most], IDS)) == {"route": 1, "combine": 1}
-    assert is_portable(lower(combine, rows, IDS), "combine")
-
-
 def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
     """Pairs come from derivatives of higher order; here they are bound by hand."""
     most = native.limit("MAX_PAIRS")
@@ -782,27 +746,6 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
     assert is_portable(lower(combine_pairs, rows, weights, IDS), "combine")
 
 
-def test_a_route_of_more_tokens_than_there_are_flags_takes_the_portable_path():
-    def batched(ids):
-        return jax.vmap(lambda ids: route(ids, capacity=8).row_token)(ids)
-
-    # A batch element of one token has a flag of its own.
-    flags = native.limit("MAX_CHUNKS")
-    assert calls(lower(batched, aval(flags, 1, TOP_K, dtype="int32"))) == {"route": 1}
-    assert is_portable(lower(batched, aval(flags + 1, 1, TOP_K, dtype="int32")), "route")
-
-
-def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
-    def to_experts(local, capacity):
-        return lambda ids: route(ids, num_experts=RANKS * local, capacity=capacity).row_token
-
-    # If rows can drop, choices are counted separately for each choice index.
-    counts = native.limit("MAX_ROUTE_COUNTS") // TOP_K
-    for most, capacity in ((native.limit("MAX_LOCAL_EXPERTS"), None), (counts, 8)):
-        assert calls(lower(to_experts(most, capacity), IDS)) == {"route": 1}
-        assert is_portable(lower(to_experts(most + 1, capacity), IDS), "route")
-
-
 @pytest.mark.parametrize("tokens, capacity", ((0, 4), (TOKENS, 0)))
 def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
     def exchange_nothing(x, ids):
@@ -815,40 +758,95 @@ def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
     assert not OPERATIONS & set(calls(lower(exchange_nothing, x, ids)))
 
 
-def test_as_many_tokens_as_a_kernel_takes_at_once_are_one_custom_call_and_more_are_two(monkeypatch):
-    most = native.limit("MAX_FUSED_TOKENS")
-    assert api.FUSED_MAX_TOKENS <= most
-    monkeypatch.setattr(api, "FUSED_MAX_TOKENS", most + 1)
-    for tokens, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
-        args = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
-        assert calls(lower(dispatch_alone, *args)) == expected
+def rows_of_arrays(n):
+    return [aval(harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * n
 
 
-def test_as_many_choices_as_a_kernel_routes_at_once_are_one_custom_call_and_more_are_two(
-    monkeypatch,
-):
-    tokens = native.limit("MAX_FUSED_TOKENS")
-    monkeypatch.setattr(api, "FUSED_MAX_TOKENS", tokens)
-    most = native.limit("MAX_FUSED_CHOICES") // (RANKS * tokens)
-    for top_k, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
-        args = aval(tokens, HIDDEN), aval(tokens, top_k, dtype="int32")
-        assert calls(lower(dispatch_alone, *args)) == expected
+def encoded_by_routing(x, ids):
+    return ma.dispatch(x, route(ids), exchange=ma.Exchange(token_format=ma.MxFp8())).rows
 
 
-def test_as_many_experts_as_a_kernel_routes_to_at_once_are_one_custom_call_and_more_are_two():
-    def to_experts(local):
-        def dispatch(x, ids):
-            experts = RANKS * local
-            return ma.dispatch(
-                x, ids, group=group_of(), num_experts=experts, exchange=ma.Exchange(capacity=8)
-            ).rows
+def encoded_by_ids(x, ids):
+    options = dict(group=group_of(), num_experts=EXPERTS, token_format=ma.MxFp8())
+    return ma.dispatch(x, ids, **harness.exchanging(options)).rows
 
-        return dispatch
 
-    most = native.limit("MAX_FUSED_EXPERTS")
-    assert most < native.limit("MAX_LOCAL_EXPERTS")
-    for local, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
-        assert calls(lower(to_experts(local), aval(TOKENS, HIDDEN), IDS)) == expected
+def batch_of_routes(ids):
+    return jax.vmap(lambda ids: route(ids, capacity=8).row_token)(ids)
+
+
+def route_to(local, capacity=None):
+    return lambda ids: route(ids, num_experts=RANKS * local, capacity=capacity).row_token
+
+
+def ids_of(*shape):
+    return aval(*shape, dtype="int32")
+
+
+# A limit of the kernels, how much of it one step takes; a program of n steps and its arguments; its
+# calls, and the operation that is portable with one more step.
+LIMITS = {
+    "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
+               {"routed_dispatch": 1}, "dispatch"),
+    "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, rows_of_arrays(n), IDS),
+                       {"route": 1, "combine": 1}, "combine"),
+    # Each leaf travels as values and scales, which XLA makes if they are too many.
+    "parts of a format": ("MAX_ARRAYS", 2, lambda n: (encoded_by_ids, [aval(TOKENS, 32)] * n, IDS),
+                          {"routed_dispatch": 1}, "routed_dispatch"),
+    "parts by a routing": (
+        "MAX_ARRAYS", 2, lambda n: (encoded_by_routing, [aval(TOKENS, 32)] * n, IDS),
+        {"route": 1, "format_dispatch": 1}, "format_dispatch"),
+    # A batch element of one token has a flag of its own.
+    "flags": ("MAX_CHUNKS", 1, lambda n: (batch_of_routes, ids_of(n, 1, TOP_K)),
+              {"route": 1}, "route"),
+    "local experts": ("MAX_LOCAL_EXPERTS", 1, lambda n: (route_to(n), IDS), {"route": 1}, "route"),
+    # If rows can drop, choices are counted separately for each choice index.
+    "counts": ("MAX_ROUTE_COUNTS", TOP_K, lambda n: (route_to(n, 8), IDS), {"route": 1}, "route"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_as_much_as_the_kernels_take_is_a_custom_call_and_more_is_none(name):
+    limit, of_step, program, expected, operation = LIMITS[name]
+    most = native.limit(limit) // of_step
+    assert calls(lower(*program(most))) == expected
+    assert is_portable(lower(*program(most + 1)), operation)
+
+
+def dispatch_to(local):
+    options = dict(num_experts=RANKS * local, exchange=ma.Exchange(capacity=8))
+    return lambda x, ids: ma.dispatch(x, ids, group=group_of(), **options).rows
+
+
+def dispatch_of(tokens, top_k=TOP_K):
+    return dispatch_alone, aval(tokens, HIDDEN), ids_of(tokens, top_k)
+
+
+def most_choices(most_tokens):
+    return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
+
+
+# The most of what one launch routes and dispatches, if it has so many tokens at most; a program of
+# n of them and its arguments.
+FUSED = {
+    "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
+    "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),
+    "experts": (
+        lambda _: native.limit("MAX_FUSED_EXPERTS"),
+        lambda n, _: (dispatch_to(n), aval(TOKENS, HIDDEN), IDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_as_much_as_one_launch_takes_is_one_custom_call_and_more_is_two(name, monkeypatch):
+    most_tokens = native.limit("MAX_FUSED_TOKENS")
+    assert api.FUSED_MAX_TOKENS <= most_tokens
+    monkeypatch.setattr(api, "FUSED_MAX_TOKENS", most_tokens + 1)
+    most_of, program = FUSED[name]
+    most = most_of(most_tokens)
+    for n, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
+        assert calls(lower(*program(n, most_tokens))) == expected
 
 
 # Attributes

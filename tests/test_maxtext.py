@@ -204,7 +204,7 @@ def test_the_layer_computes_what_products_of_all_tokens_with_all_experts_do(inst
         grad = jax.value_and_grad(total, tuple(range(len(args))), has_aux=True)
         results.append(jax.jit(grad, compiler_options=harness.QUICKLY)(*args))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
     assert (updates[0] is not None) == layer.config.routed_bias
 
 

@@ -104,15 +104,6 @@ def test_a_routing_of_another_group_is_refused_by_each_call(use):
         raises(lambda recv=recv: use(zeros(recv)), FLAT, "group|recv|topk_ids", "; got", r"\. ")
 
 
-def test_an_exchange_in_flight_ends_with_its_own_done_in_its_function():
-    start = lambda: ma.dispatch_start(X, IDS, group=FLAT, num_experts=EXPERTS)
-    raises(lambda: ma.combine_done(start()), FLAT, "combine_start; got InFlight")
-    raises(lambda: jax.jit(lambda x: x)(start()), FLAT, "in the function that started it")
-    recv = recv_of(FLAT)
-    back = lambda: ma.combine_start(zeros(recv.rows), zeros(recv))
-    raises(lambda: ma.dispatch_done(back()), FLAT, "dispatch_start; got InFlight")
-
-
 # Placements
 
 

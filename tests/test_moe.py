@@ -5,17 +5,21 @@ import functools
 import inspect
 import math
 
+import cases
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from dense_layer import dense_experts, experts_of
 from harness import mesh_over as mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_layer import assert_close
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import value as group_value
 
 pytestmark = [
@@ -66,12 +70,6 @@ def dense_layer(params, x):
 def loss_of(y, losses):
     """Return a number that depends on all results."""
     return jnp.sum(jnp.sin(y)) + losses[0] + losses[1] / 8
-
-
-def assert_close(found, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *(
-        jax.device_get(found), jax.device_get(expected)
-    ))  # fmt: skip
 
 
 def value_and_grads(layer, params, x):
@@ -133,7 +131,6 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     "axis_type, lead, grad",
     [
         (Auto, (), False),
-        (Auto, (9,), True),
         (Explicit, (1,), False),  # all devices hold the token
         (Explicit, (3,), False),  # fewer tokens than ranks
         (Explicit, (1, 6, 2), True),  # the second axis is divided
@@ -170,21 +167,79 @@ def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
     assert not [v for eqn in mapped for v in (*eqn.invars, *eqn.outvars) if 0 in v.aval.shape]
 
 
-def test_chunks_change_only_what_a_capacity_drops():
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(data=2, ep=2), {}),
+        (dict(data=2, ep=2), dict(capacity=9)),
+        (dict(data=2, ep=2), dict(capacity=12, alignment=4, num_chunks=2)),
+        (dict(host=2, ep=2), dict(capacity=9)),  # two levels
+        (dict(ep=4), dict(capacity=9)),
+    ],
+    ids=str,
+)
+def test_load_and_balance_loss_are_those_of_the_oracle(sizes, options):
+    layout = cases.Layout("load", tokens=6, top_k=2, local_experts=2)
+    ranks, num_experts = 4, 8
+    mesh = mesh_of(Auto, **sizes)
+    of_group = sizes["ep"] * sizes.get("host", 1)
+    axes = ma.Axes("ep", data="data" if "data" in sizes else ())
+    if "host" in sizes:
+        axes = ma.Axes(ma.Group(mesh, ("host", "ep"), two_level=True))
+    experts = ma.Experts(np.zeros((num_experts, 1, 2, 1)), np.zeros((num_experts, 1, 1)))
+    experts = jax.tree.map(np.float32, experts)
+    scores = np.random.default_rng(0).uniform(size=(24, num_experts)).astype(np.float32)
+
+    def layer(ids, scores):
+        x, choices = jnp.zeros((24, 1)), ma.RouterChoices(ids, None, scores)
+        return ma.moe(x, choices, experts, axes=axes, exchange=ma.Exchange(**options))[1]
+
+    chunks = options.get("num_chunks", 1)
+    with jax.set_mesh(mesh):
+        program = quick_jit(layer)
+        for name in ("uniform", "skewed", "last_expert_only", "idle_rank", "masked", "invalid"):
+            ids = cases.Case(layout, name).ids(ranks)
+            stats = program(ids.reshape(24, 2), scores)
+            load = stats.load
+            right = [0] * 5
+            for piece in ids.reshape(-1, of_group, chunks, 6 // chunks, 2).transpose(0, 2, 1, 3, 4):
+                for chunk in piece:
+                    counts = counts_of_oracle(chunk, num_experts, options)
+                    right = [a + b for a, b in zip(right, counts, strict=True)]
+            for field, expected in zip(dataclasses.fields(load), right, strict=True):
+                found = getattr(load, field.name)
+                np.testing.assert_array_equal(found, expected, f"{name}: {field.name}")
+            flat = ids.reshape(24, 2)
+            is_token = ((flat >= 0) & (flat < num_experts)).any(axis=1)
+            mean = (scores / scores.sum(1, keepdims=True))[is_token].sum(0) / max(1, is_token.sum())
+            expected = num_experts * (right[3] / max(1, right[3].sum()) * mean).sum()
+            np.testing.assert_allclose(stats.balance_loss, expected, rtol=2e-6)
+
+
+def counts_of_oracle(ids, num_experts, options):
+    """Return the arrays of an `ExpertLoad` for ids [R, T, K]."""
+    ranks, tokens, top_k = ids.shape
+    alignment = options.get("alignment", 1)
+    worst = oracle.default_capacity(ranks, tokens, top_k, num_experts // ranks, alignment)
+    routing = oracle.route(ids, num_experts, options.get("capacity", worst), alignment)
+    rows = np.zeros(num_experts, np.int32)
+    for source, token, k, _, _ in oracle.choices(routing):
+        rows[ids[source, token, k]] += 1
+    wanted = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
+    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
+
+
+def test_statistics_add_what_the_capacity_of_each_chunk_drops():
     x, params = draw(2, 5)
-
-    def both(params, x):
-        y, losses, stats = layer_of(num_chunks=3)(params, x)
-        return (y, losses), stats, layer_of(num_chunks=3, capacity_factor=0.5)(params, x)[2]
-
+    router, layer = params["router"], layer_of(num_chunks=3, capacity_factor=0.5)
+    ids = router.choose(x @ router.kernel + router.bias[None, None]).ids
     with jax.set_mesh(mesh_of(ep=2)):
-        results, stats, tight = quick_jit(both)(params, x)
-    assert_close(results, quick_jit(dense_layer)(params, x))
-    assert int(stats.num_dropped) == 0
-    load = tight.load
-    assert load.wanted_per_expert.tolist() == stats.load.wanted_per_expert.tolist()
-    assert int(tight.num_dropped) + int(load.rows_per_expert.sum()) == 10 * TOP_K
-    assert int(tight.num_dropped) >= 10 * TOP_K // 3
+        stats = quick_jit(layer)(params, x)[2]
+    np.testing.assert_array_equal(
+        stats.load.wanted_per_expert, np.bincount(np.ravel(ids), minlength=EXPERTS)
+    )
+    assert int(stats.num_dropped) + int(stats.load.rows_per_expert.sum()) == 10 * TOP_K
+    assert int(stats.num_dropped) >= 10 * TOP_K // 3
 
 
 def test_tokens_that_explicit_axes_divide_stay_where_they_are():
@@ -271,22 +326,11 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
 
 
 @pytest.mark.exchanges(0)
-def test_a_layer_makes_two_exchanges_forward_and_two_backward():
-    x, params = draw(8, 3)
-    loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
-    with jax.set_mesh(mesh_of(ep=2)):
-        counted = harness.count_primitives(
-            jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(params, x)
-        )
-    exchanges = {name: n for name, n in counted.items() if name.endswith(("dispatch", "combine"))}
-    assert exchanges == dict(routed_dispatch=1, combine=2, dispatch=1)
-
-
-@pytest.mark.exchanges(0)
 def test_every_option_of_moe_mlp_is_an_option_of_moe():
     in_moe = {"choices": "router", "group": "axes", "num_experts": "router"}
     options = inspect.signature(ma.moe).parameters
-    for name in inspect.signature(ma.moe_mlp).parameters:
+    of_mlp = set(inspect.signature(ma.moe_mlp).parameters)
+    for name in of_mlp - {"return_totals"}:  # the statistics of moe always have them
         assert in_moe.get(name, name) in options
 
 
@@ -357,8 +401,8 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     with jax.enable_x64(True), jax.set_mesh(mesh_of(ep=2)):
         x, params = jax.tree.map(np.float64, draw(4, bias=False))
         params["shared"] = ma.Experts(np.ones((HIDDEN, 2, 1)), np.ones((1, HIDDEN)))
-        layer = lambda weight: ma.moe(x, **params, axes="ep", shared_weights=weight)
-        traced = jax.make_jaxpr(layer)(np.float64(1))
+        layer = lambda weight: ma.moe(x, **params, axes="ep", shared_weights=weight)[0]
+        traced = compat.without_dead_code(jax.make_jaxpr(layer)(np.float64(1)))
     assert "new_dtype=float32" not in str(traced)
 
 
@@ -367,13 +411,11 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
     "change, message",
     [
         (dict(x=X.astype(int)), r"x must be an array \[..., H\] of floats.*int"),
-        (dict(x=X[0, 0, 0]), r"x must be an array \[..., H\]"),
         (dict(x=X[..., :0]), r"with H > 0; got float32\[.*,0\]"),
         (dict(experts=OWN.w_in), r"experts must be .*Experts.*got float32\[4,8,2,4\]"),
         (changed(w_in=None), r"experts.w_in must .*None"),
         (dict(router=KERNEL), r"router must be a Router.*got float32\[8,4\]. Pass ma.Router"),
         (routed(KERNEL.T), r"kernel of the router must be .*\[H=8, E\].*float32\[4,8\]"),
-        (routed(KERNEL[:3]), r"kernel of the router must be .*\[H=8, E\].*float32\[3,4\]"),
         (routed(KERNEL[:, :3]), "multiple of the 2 ranks along 'ep'; got 3"),
         (routed(bias=KERNEL), r"bias of the router must have .* \[4\]; got float32\[8,4\]"),
         (routed(select_bias=KERNEL), r"select_bias must have a number for each expert, \[4\]"),
@@ -410,15 +452,11 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
             "experts must be the weights of E=4 .*; got those of 2",
         ),
         (changed(w_in=OWN.w_in[:, :, 0], b_in=None), "activation"),
-        (changed(w_out=OWN.w_out[:2]), r"experts.w_out must have the shape \[4, 4, 8\]"),
         (changed(b_in=OWN.b_in[:, 0]), r"experts.b_in must have the shape \[4, 2, 4\]"),
-        (changed(b_out=OWN.b_out[0]), r"experts.b_out must have the shape \[4, 8\]"),
         (changed(w_out=OWN.w_out.astype(np.float16)), "experts.w_out must have the dtype of x"),
-        (changed(b_in=OWN.b_in.astype(np.float16)), "experts.b_in must have the dtype of x"),
         (dict(mask=np.ones((2, 3))), "mask must hold a boolean"),
         (dict(mask=np.ones(2, bool)), r"mask must hold a boolean for each token, \[2, 3\]"),
         (routed(choose=ma.TopK(5)), "k of TopK must be at most"),
-        (dict(num_chunks=0), "num_chunks must be at least 1"),
         (dict(replicated="yes"), "replicated must be a bool"),
         (dict(axes="expert"), r"experts of axes must name axes of the mesh, which has \('ep',\)"),
         (dict(axes=ma.Axes("ep", data="data")), "data of axes must name axes of the mesh"),
@@ -428,8 +466,6 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
         (shared(w_in=OWN.w_in[0, :3]), r"shared.w_in must have .*float32\[3,2,4\]"),
         (shared(w_out=OWN.w_out), r"shared.w_out must have the shape \[4, 8\]"),
-        (shared(b_in=OWN.b_in), r"shared.b_in must have the shape \[2, 4\]"),
-        (shared(w_out=OWN.w_out[0].astype(np.float16)), "shared.w_out must have the dtype of x"),
         (dict(outputs="logits"), "outputs must be a tuple of the names .*; got 'logits'"),
         (
             dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),
@@ -469,7 +505,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """In `shard_map` and in `vmap`; and next to a routing, it must be the routing's."""
+    """In `vmap`, as test_parallelism shows in `shard_map`. Next to a routing, it must be the
+    routing's."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -486,15 +523,9 @@ def test_the_name_of_an_axis_is_a_group():
         one = functools.partial(on_rank, group=group, **more)
         return str(jax.make_jaxpr(jax.vmap(one, axis_name="ep"))(*args))
 
-    def in_shard_map(group):
-        one = lambda *args: on_rank(*jax.tree.map(lambda a: a[0], args), group=group)[None]
-        specs = dict(in_specs=P("ep"), out_specs=P("ep"))
-        return str(jax.make_jaxpr(jax.shard_map(one, mesh=mesh_of(ep=2), **specs))(*args))
-
     own = ma.Group(axis_name="ep", size=2)
     assert in_vmap("ep") == in_vmap(("ep",)) == in_vmap(own)
     assert in_vmap("ep", num_chunks=3) == in_vmap(own, num_chunks=3) != in_vmap(own)
-    assert in_shard_map("ep") == in_shard_map(own)
     with pytest.raises(ValueError, match="got 'ep', and 'ep' is not in scope.*or call ma.moe"):
         ma.route(ids[0], group="ep", num_experts=EXPERTS)
 

@@ -9,11 +9,13 @@ import functools
 import sys
 import types
 
+import cases
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_layer
 from dense_layer import experts_of
 from jax.sharding import Mesh, PartitionSpec
 
@@ -29,6 +31,7 @@ pytestmark = [
 
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 4, 8, 2, 128, 128, 2
 EXPERTS = RANKS * LOCAL
+LAYOUT = cases.Layout("kept", TOKENS, TOP_K, LOCAL, hidden=HIDDEN)
 MEANT = ("wire_dtype", "token_format", "decode", "tail", "has_token_scales", "num_addends")
 WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
@@ -61,19 +64,9 @@ def group_of(two_level):
     return ma.Group(harness.mesh_of(RANKS), harness.AXIS)
 
 
-def whole(x, ids, weights, *_, **options):
-    return ma.dispatch(x, ids, weights, tail="unspecified", **harness.exchanging(options)).rows
-
-
-def by_routing(x, ids, weights, *_, group, num_experts, **options):
-    routing = ma.route(ids, group=group, num_experts=num_experts)
-    return ma.dispatch(x, routing, weights, tail="unspecified", **harness.exchanging(options)).rows
-
-
-def split(x, ids, weights, *_, **options):
-    return ma.dispatch_done(
-        ma.dispatch_start(x, ids, weights, tail="unspecified", **harness.exchanging(options))
-    ).rows
+def dispatch(x, ids, weights, *_, by, group, num_experts, **options):
+    dispatch = functools.partial(small_layer.DISPATCHES[by], tail="unspecified", **options)
+    return dispatch(x, ids, weights, group, LAYOUT).rows
 
 
 def layer(x, ids, weights, *arrays, in_fp8=False, **options):
@@ -83,7 +76,7 @@ def layer(x, ids, weights, *arrays, in_fp8=False, **options):
     return ma.moe_mlp(x, ma.RouterChoices(ids, weights), experts, **harness.exchanging(options))
 
 
-DISPATCHES = dict(whole=whole, by_routing=by_routing, split=split)
+DISPATCHES = {by: functools.partial(dispatch, by=by) for by in small_layer.DISPATCHES}
 QUANTIZED = dict(token_format=FORMAT, decode=True)
 FORMS = {
     f"{name}{', two levels' * two_level}{', format' * bool(options)}": (fn, two_level, options)
@@ -146,7 +139,7 @@ def test_every_option_reaches_every_exchange(form, sentinels):
     # The format is an option of the exchange only if the exchange quantizes.
     formats = [eqn.params["options"].token_format for eqn in outward]
     if "format" in form or "FP8" in form:
-        by_exchange = "two levels" not in form and "split" not in form
+        by_exchange = "two levels" not in form and "halves" not in form
         assert (FORMAT in formats) == by_exchange
         if by_exchange:
             assert any(eqn.params["options"].decode for eqn in outward)

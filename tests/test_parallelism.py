@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("exact_products"),
 ]
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
-POLICIES = jax.checkpoint_policies
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
@@ -70,11 +69,6 @@ def assert_close(actual, expected, tolerance=2e-5):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         scale = np.max(np.abs(e), initial=1e-6)
         np.testing.assert_allclose(a / scale, e / scale, atol=tolerance, err_msg=f"leaf {i}")
-
-
-def dispatches(fn, *args):
-    """Count the dispatches in the program of ``fn``; a gradient of a combine is one, too."""
-    return harness.count_primitives(jax.make_jaxpr(fn)(*args))["dispatch"]
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
@@ -137,13 +131,6 @@ def test_ep_tp_and_fsdp_together():
     assert_close(value_and_grads(layer, *args), value_and_grads(dense_layer, *args))
 
 
-def test_context_parallelism_splits_sequences_over_another_axis():
-    mesh, tokens = mesh_of(context=2, expert=2), P("expert", "context")
-    layer = on_mesh(expert_layer, mesh, tokens, tokens, BATCH, BATCH)
-    args = arguments(2, 4)
-    assert_close(value_and_grads(layer, *args), value_and_grads(dense_layer, *args))
-
-
 def test_pipeline_stages_are_a_vmap_with_spmd_axis_name():
     mesh = mesh_of(stage=2, expert=2)
     layer = on_mesh(expert_layer, mesh, *[BATCH] * 4)
@@ -155,67 +142,48 @@ def test_pipeline_stages_are_a_vmap_with_spmd_axis_name():
     assert results[0].sharding.spec[:2] == ("stage", "expert")
 
 
-def test_fsdp_over_the_axis_of_the_experts():
-    """The router is stored in parts on the ranks of the group, and gathered where it is used."""
+POLICIES = (
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
+def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
+    """Blocks of attention and experts are scanned, and so are micro-batches. Each sequence is
+    divided. The router is stored in parts on the ranks of the group, and gathered for its use."""
 
     def body(x, router, w_in, w_out):
-        router = lax.all_gather(router, "expert", tiled=True)
-        return expert_layer(x, x @ router, w_in, w_out)
+        logits = x @ lax.all_gather(router, "expert", tiled=True)
+        return expert_layer(x, logits, w_in, w_out)
 
-    x, _, w_in, w_out = arguments(4, 3)
-    args = x, jax.random.normal(jax.random.key(9), (HIDDEN, EXPERTS)), w_in, w_out
-    layer = on_mesh(body, mesh_of(expert=4), *[BATCH] * 4)
+    tokens = P("expert", "context")
+    parallel = on_mesh(body, mesh_of(context=2, expert=2), tokens, *[BATCH] * 3)
     expected = lambda x, router, *w: dense_layer(x, x @ router, *w)
-    assert_close(value_and_grads(layer, *args), value_and_grads(expected, *args))
 
+    def loss(layer, params, x):
+        def block(x, own):
+            q, *own = own
+            x = x + jax.nn.softmax(jnp.einsum("bsh,bth->bst", x @ q, x), axis=-1) @ x
+            return x + layer(x, *own), None
 
-def test_gradient_accumulation_over_micro_batches():
-    mesh, (x, logits, *w) = mesh_of(expert=2), arguments(6, 4)
-    layer = on_mesh(expert_layer, mesh, *[BATCH] * 4)
+        return jnp.sum(jnp.sin(lax.scan(jax.checkpoint(block, policy=policy), x, params)[0]))
 
-    @jax.jit
-    def accumulated(w):
-        def add(total, batch):
-            grads = jax.grad(lambda w: jnp.sum(jnp.sin(layer(*batch, *w))))(w)
-            return jax.tree.map(jnp.add, total, grads), None
+    @quick_jit
+    def accumulated(params, batches):
+        def add(total, x):
+            found = jax.value_and_grad(functools.partial(loss, parallel))(params, x)
+            return jax.tree.map(jnp.add, total, found), None
 
-        batches = jax.tree.map(lambda a: a.reshape(3, 2, *a.shape[1:]), (x, logits))
-        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), batches)[0]
+        return lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, params)), batches)[0]
 
-    assert_close(accumulated(w), value_and_grads(dense_layer, x, logits, *w)[3:])
-
-
-def transformer(layer, policy, x, blocks):
-    """Apply blocks of attention and experts with residuals, scanned; x [B, S, H]."""
-
-    def block(x, params):
-        q, router, w_in, w_out = params
-        x = x + jax.nn.softmax(jnp.einsum("bsh,bth->bst", x @ q, x), axis=-1) @ x
-        return x + layer(x, x @ router, w_in, w_out), None
-
-    block = block if policy == "no checkpoint" else jax.checkpoint(block, policy=policy)
-    return lax.scan(block, x, blocks)[0]
-
-
-def test_gradients_of_a_transformer_are_the_same_with_every_remat_policy():
-    x, _, w_in, w_out = arguments(2, 3)
-    keys = jax.random.split(jax.random.key(3))
-    q = jax.random.normal(keys[0], (2, HIDDEN, HIDDEN)) * 0.3
-    router = jax.random.normal(keys[1], (2, HIDDEN, EXPERTS))
-    blocks = q, router, jnp.stack([w_in, -w_in]), jnp.stack([w_out, w_out])
-
-    def grads_of(layer, policy):
-        loss = lambda *args: jnp.sum(jnp.sin(transformer(layer, policy, *args)))
-        return quick_jit(jax.grad(loss, (0, 1)))(x, blocks)
-
-    layer = on_mesh(expert_layer, mesh_of(expert=2), *[BATCH] * 4)
-    expected = grads_of(dense_layer, "no checkpoint")
-    for policy in (
-        None,
-        POLICIES.dots_with_no_batch_dims_saveable,
-        POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME),
-    ):
-        assert_close(grads_of(layer, policy), expected, 1e-4)
+    batches, _, w_in, w_out = arguments(3, 2, 4)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (2, HIDDEN, *shape))
+    q, router = 0.3 * draw(3, HIDDEN), draw(4, EXPERTS)
+    params = q, router, jnp.stack([w_in, -w_in]), jnp.stack([w_out, w_out])
+    of_all = quick_jit(jax.value_and_grad(functools.partial(loss, expected)))
+    right = of_all(params, batches.reshape(-1, *batches.shape[2:]))
+    assert_close(accumulated(params, batches), right, 1e-4)
 
 
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))

@@ -53,6 +53,7 @@ def test_a_config_is_static():
     )
     assert config == same and hash(config) == hash(same)
     assert config != dataclasses.replace(config, bias=True)
+    assert hash(ma.TopK(np.int32(2))) == hash(ma.TopK(2)) and ma.TopK(2) == ma.TopK(k=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden = 4
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import native, runtime
+from jax_moe_a2a._src.group import group as group_module
+from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.skipif(
@@ -194,7 +195,7 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
     """The devices are CPUs. Other processes could have kernels, and would wait."""
     announced = []
-    monkeypatch.setattr(runtime, "announce", announced.append)
+    monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])
     group = ma.Group(mesh.abstract_mesh, "ep")
     assert calls(lowered(on_mesh(group, mesh), avals(RANKS * tokens, mesh=mesh))) == []

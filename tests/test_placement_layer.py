@@ -3,13 +3,13 @@
 import functools
 import re
 
+import cases
 import harness
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_layer import experts_of
+import small_layer
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.layer import fetch, placed
@@ -97,35 +97,38 @@ def test_gradients_of_fetched_weights_in_float64_are_exact():
         np.testing.assert_array_equal(found[0, 1], ct[0, 0] + ct[1, 0])
 
 
-LOCAL, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 5, 2, 8, 4
+RANKS, LOCAL, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 2, 5, 2, 8, 4
+LAYOUT = cases.Layout("placed", TOKENS, TOP_K, LOCAL, hidden=HIDDEN)
 SWIGLU = ma.gated(jax.nn.silu)
+GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
 
-def layer_arguments(rng, ranks, hostile, shared=0):
+def layer_arguments(rng, hostile=False, shared=0):
     """Return ids and floats of all ranks."""
-    experts = ranks * LOCAL
-    ids = rng.integers(-1, experts, (ranks, TOKENS, TOP_K))
+    ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     if hostile:
         ids[:] = 0  # all tokens choose one expert, the others have no tokens
-    shapes = (
-        (TOKENS, HIDDEN),
-        (TOKENS, TOP_K),
-        (LOCAL + shared, HIDDEN, 2 * WIDTH),
-        (LOCAL + shared, WIDTH, HIDDEN),
-        (LOCAL + shared, 2 * WIDTH),
-        (LOCAL + shared, HIDDEN),
-    )
-    floats = [jnp.asarray(rng.normal(size=(ranks, *s)), jnp.float32) for s in shapes]
+    shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH, shared)
+    floats = [jnp.asarray(rng.normal(size=(RANKS, *s)), jnp.float32) for s in shapes]
     return jnp.asarray(ids), floats
 
 
-def layer(ids, floats, placement, *, group, activation=SWIGLU, change=None, **options):
-    x, topk_weights, *arrays = floats
-    options = dict(group=group, num_experts=LOCAL * group.size, placement=placement, **options)
-    experts = experts_of(*arrays, activation=activation)
-    experts = change(experts) if change else experts
-    choices = ma.RouterChoices(ids, topk_weights)
-    return ma.moe_mlp(x, choices, experts, **harness.exchanging(options))
+def problem(seed=0):
+    """Return ids and floats of all ranks, and a placement with one spare slot on each."""
+    rng = np.random.default_rng(seed)
+    placement, _ = placement_of(rng, RANKS, LOCAL, 1)
+    return *layer_arguments(rng), placement
+
+
+def of_ranks(fn, **options):
+    """Return a function of ids and floats of all ranks, and a placement."""
+    on_rank = functools.partial(fn, group=GROUP, **options)
+    return jax.vmap(on_rank, axis_name="ep", in_axes=(0, 0, None))
+
+
+def layer(ids, floats, placement, **options):
+    options = dict(activation=SWIGLU, layout=LAYOUT, placement=placement) | options
+    return small_layer.moe_layer(*floats, ids, **options)
 
 
 def value_and_gradients(ids, floats, placement, **options):
@@ -137,26 +140,23 @@ def value_and_gradients(ids, floats, placement, **options):
 
 
 @pytest.mark.parametrize(
-    "ranks, spare, options",
+    "spare, options",
     (
-        (2, 1, dict(activation=lambda x: SWIGLU(jnp.tanh(x)))),
-        (2, 3, dict(shared_expert=True, alignment=4)),
+        (1, dict(activation=lambda x: SWIGLU(jnp.tanh(x)))),
+        (3, dict(shared_expert=True, alignment=4)),
     ),
     ids=("unfused", "shared"),
 )
-def test_a_layer_with_replicas_equals_the_layer_without(ranks, spare, options):
+def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
     rng = np.random.default_rng(spare)
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    run = functools.partial(value_and_gradients, group=group, **options)
-    placed = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
-    plain = jax.jit(jax.vmap(lambda *args: run(*args, None), axis_name="ep"))
+    run = jax.jit(of_ranks(value_and_gradients, **options))
     for kind in ("random", "one"):
-        placement, _ = placement_of(rng, ranks, LOCAL, spare, kind)
-        ids, floats = layer_arguments(rng, ranks, kind == "one", options.get("shared_expert", 0))
-        actual, expected = placed(ids, floats, placement), plain(ids, floats)
+        placement, _ = placement_of(rng, RANKS, LOCAL, spare, kind)
+        ids, floats = layer_arguments(rng, kind == "one", options.get("shared_expert", 0))
+        actual, expected = run(ids, floats, placement), run(ids, floats, None)
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
-    assert placed._cache_size() == 1
+    assert run._cache_size() == 2  # with a placement, and without one
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
@@ -167,32 +167,31 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
     assert np.all(rows == 1) and found.tolist() == [[5] * 3, [0] * 3]
 
 
-@pytest.mark.parametrize("kind", ("frozen", "frozen, chunks", "trained"))
+@pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
     """Fetched weights are the same numbers, so only sums differ."""
-    ranks, size, rng = 2, 128, np.random.default_rng(5)
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    placement, _ = placement_of(rng, ranks, LOCAL, 2)
-    ids, (_, topk_weights, *_) = layer_arguments(rng, ranks, False)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=(ranks, *shape)), jnp.float32)
+    size, rng = 128, np.random.default_rng(5)
+    placement, _ = placement_of(rng, RANKS, LOCAL, 2)
+    ids, (_, topk_weights, *_) = layer_arguments(rng)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(RANKS, *shape)), jnp.float32)
     x, biases = draw(TOKENS, size), [draw(LOCAL, 2 * size), draw(LOCAL, size)]
     weights = [draw(LOCAL, size, 2 * size) / 10, draw(LOCAL, size, size) / 10]
-    options = dict(group=group, num_chunks=TOKENS if "chunks" in kind else None)
     if "frozen" in kind:
 
-        def run(ids, floats, placement):
+        def run(ids, floats, placement, group):
             frozen = functools.partial(ma.quantize_experts, transposed=True)
 
             def of_others(x, topk_weights, *biases):
                 given = [x, topk_weights, *floats[2:4], *biases]
+                options = dict(group=group, num_chunks=TOKENS)
                 return layer(ids, given, placement, change=frozen, **options)
 
             y, transpose = jax.vjp(of_others, *floats[:2], *floats[4:])
             return y, transpose(jnp.cos(y))
 
     else:
-        run = functools.partial(value_and_gradients, change=ma.Experts.in_fp8, **options)
-    run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
+        run = functools.partial(value_and_gradients, change=ma.Experts.in_fp8)
+    run = jax.jit(of_ranks(run))
     floats = [x, topk_weights, *weights, *biases]
     actual, expected = run(ids, floats, placement), run(ids, floats, None)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -200,20 +199,19 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    ranks, rng = 2, np.random.default_rng(0)
-    placement, _ = placement_of(rng, ranks, LOCAL, 1)
-    ids, floats = layer_arguments(rng, ranks, False)
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    run = functools.partial(value_and_gradients, group=group, num_chunks=TOKENS)
-    both = jax.vmap(run, axis_name="ep", in_axes=(0, 0, None))
-    found = primitives_of(jax.make_jaxpr(both)(ids, floats, placement).jaxpr)
     # A fetch and its transpose, and the exchanges of a chunk: two, and three in the backward pass.
-    of_chunk = ["combine", "combine", "dispatch", "routed_dispatch", "routed_dispatch"]
-    assert found == sorted(["combine", "dispatch", *of_chunk])
+    found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
+    assert found == dict(combine=1 + 2, dispatch=1 + 1, routed_dispatch=2)
+
+
+def exchanges_of(fn, *args):
+    """Count the exchanges of a program by name."""
+    counted = harness.count_primitives(jax.make_jaxpr(fn)(*args))
+    return {n: count for n, count in counted.items() if n.endswith(("dispatch", "combine"))}
 
 
 @pytest.mark.several_devices("a mesh of two devices")
-def test_moe_with_replicas_equals_moe_without():
+def test_moe_with_replicas_or_the_weights_of_all_slots_equals_moe_without():
     mesh = jax.make_mesh((2,), ("ep",))
     placement = ma.Placement.from_slots([0, 1, 3, 0, 2, 3, 0, -1], 4, num_ranks=2)
     config = ma.MoEConfig(8, 4, 4, ma.TopK(2), bias=True, shared_hidden=4)
@@ -221,78 +219,49 @@ def test_moe_with_replicas_equals_moe_without():
         params = ma.init_moe(jax.random.key(0), config, axes="ep")
         x = jax.random.normal(jax.random.key(1), (12, 8))
 
-        def loss(params, x, placement):
-            y, stats = ma.moe(x, **params, axes="ep", placement=placement)
-            return (y**2).sum(), stats
-
-        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        actual, expected = run(params, x, placement), run(params, x, None)
         slots = np.maximum(placement.slot_experts, 0)
         of_slots = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)[slots]), params["experts"])
-        placed = params | dict(experts=of_slots)
-        served, _ = jax.jit(loss)(placed, x, placement)
-    (_, stats), (value, expected_stats) = actual[0], expected[0]
-    for name in ("wanted_per_expert", "rows_per_expert"):
-        found, right = (getattr(each.load, name) for each in (stats, expected_stats))
-        np.testing.assert_array_equal(found, right)
-    np.testing.assert_allclose(served, value, rtol=1e-4)
-    for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-def primitives_of(jaxpr):
-    """Return the names of all exchanges of a jaxpr, sorted."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith("moe_a2a_"):
-            found.append(eqn.primitive.name.removeprefix("moe_a2a_"))
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            found += primitives_of(inner)
-    exchanges = "dispatch", "combine", "route", "routed_dispatch"
-    return sorted(name for name in found if name in exchanges)
+        served = params | dict(experts=of_slots)
+        layer = jax.jit(
+            lambda params, placement: ma.moe(x, **params, axes="ep", placement=placement)
+        )
+        (right, right_stats), *all_found = (
+            layer(*args) for args in ((params, None), (params, placement), (served, placement))
+        )
+    for found, stats in all_found:
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
+        for name in ("wanted_per_expert", "rows_per_expert"):
+            wanted = getattr(right_stats.load, name)
+            np.testing.assert_array_equal(getattr(stats.load, name), wanted)
 
 
 def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
-    ranks = 2
-    rng = np.random.default_rng(0)
-    placement, _ = placement_of(rng, ranks, LOCAL, 1)
-    ids, floats = layer_arguments(rng, ranks, False)
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    forward = jax.vmap(functools.partial(layer, group=group), axis_name="ep", in_axes=(0, 0, None))
-    both = jax.vmap(
-        functools.partial(value_and_gradients, group=group), axis_name="ep", in_axes=(0, 0, None)
-    )
-    args = ids, floats, placement
-    fetch_and_layer = ["combine", "dispatch", "routed_dispatch"]
-    assert primitives_of(jax.make_jaxpr(forward)(*args).jaxpr) == fetch_and_layer
+    ids, floats, placement = args = problem()
+    forward, both = of_ranks(layer), of_ranks(value_and_gradients)
+    assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
     # The exchanges of gradients of outputs and tokens, the second fetch, and that of its gradient.
-    of_backward = ["combine", "combine", "dispatch", "dispatch"]
-    found = primitives_of(jax.make_jaxpr(both)(*args).jaxpr)
-    assert found == sorted(fetch_and_layer + of_backward)
+    found = exchanges_of(both, *args)
+    assert found == dict(combine=1 + 2, dispatch=1 + 2, routed_dispatch=1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
     kept = [x.shape for x in jax.tree.leaves(transpose)]
-    assert (ranks, 1, WIDTH, HIDDEN) not in kept and (ranks, LOCAL, WIDTH, HIDDEN) in kept
+    assert (RANKS, 1, WIDTH, HIDDEN) not in kept and (RANKS, LOCAL, WIDTH, HIDDEN) in kept
     joined = f"{LOCAL + 1}x{HIDDEN}x{2 * WIDTH}x"
     assert joined not in jax.jit(both).lower(*args).as_text()
 
 
 @pytest.mark.parametrize("kind", ("bfloat16", "frozen"))
 def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
-    ranks, size, rng = 2, 128, np.random.default_rng(0)
-    placement, _ = placement_of(rng, ranks, LOCAL, 1)
-    ids, _ = layer_arguments(rng, ranks, False)
-    draw = lambda *shape: jnp.zeros((ranks, *shape), jnp.bfloat16)
+    size, (ids, _, placement) = 128, problem()
+    draw = lambda *shape: jnp.zeros((RANKS, *shape), jnp.bfloat16)
     weights = [draw(LOCAL, size, 2 * size), draw(LOCAL, size, size)]
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    run = functools.partial(value_and_gradients, group=group)
+    run = of_ranks(value_and_gradients)
     if kind == "frozen":
-        run = functools.partial(layer, group=group, change=ma.quantize_experts)
-    run = jax.jit(jax.vmap(run, axis_name="ep", in_axes=(0, 0, None)))
-    top_k = jnp.ones((ranks, TOKENS, TOP_K), jnp.float32)
+        run = of_ranks(layer, change=ma.quantize_experts)
+    top_k = jnp.ones((RANKS, TOKENS, TOP_K), jnp.float32)
     floats = [draw(TOKENS, size), top_k, *weights, draw(LOCAL, 2 * size), draw(LOCAL, size)]
 
     def lowered(placement):
-        traced = run.trace(ids, floats, placement)
+        traced = jax.jit(run).trace(ids, floats, placement)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         targets = r"custom_call @moe_a2a_(dot_act|act_dot_grad|fp8_gemm|act_encode)\("
         return sorted(re.findall(targets, text)), text
@@ -306,28 +275,21 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
 
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
-    ranks, rng = 2, np.random.default_rng(3)
-    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
-    ids, floats = layer_arguments(rng, ranks, False)
-    over = dict(axis_name="ep", in_axes=(0, 0, None))
-    options = dict(group=group, capacity=6)  # drops rows, of the same slots
-    run = jax.jit(jax.vmap(functools.partial(layer, **options), **over))
+    ids, floats, placement = problem(3)
+    run = jax.jit(of_ranks(layer, capacity=6))  # drops rows, of the same slots
     order = np.array([2, 0, 3, 1])
-    moved = ma.Placement.from_slots(order, ranks * LOCAL, num_ranks=ranks)
+    moved = ma.Placement.from_slots(order, RANKS * LOCAL, num_ranks=RANKS)
     weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]
     renamed = jnp.where(ids >= 0, jnp.asarray(np.argsort(order))[ids], -1)
     placed = [*floats[:2], *weights]
     expected = run(renamed, placed, None)
     np.testing.assert_array_equal(run(ids, placed, moved), expected)
 
-    placement, _ = placement_of(rng, ranks, LOCAL, 1)
-
+    @jax.jit
     def second(floats, placement):
-        tangents = jax.tree.map(jnp.cos, floats)
-        of = jax.vmap(functools.partial(value_and_gradients, group=group), **over)
+        tangents, of = jax.tree.map(jnp.cos, floats), of_ranks(value_and_gradients)
         return jax.jvp(lambda floats: of(ids, floats, placement)[0], (floats,), (tangents,))[1]
 
-    second = jax.jit(second)
     pairs = zip(second(floats, placement), second(floats, None), strict=True)
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)

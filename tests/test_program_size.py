@@ -60,34 +60,3 @@ def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
     assert of_one_layer(ranks=4, top_k=1) <= few + 20
     assert of_one_layer(ranks=2, top_k=8) <= few + 60
     assert of_one_layer(ranks=2, top_k=MAX_UNROLLED_TERMS + 1) <= few + 20
-
-
-def num_kernels(fn):
-    """Return the number of kernels that XLA:CPU compiles for an expert layer of 4 ranks."""
-    ranks, tokens, top_k, hidden = 4, 32, 2, 16
-    program = lowered(
-        fn,
-        ranks,
-        aval(ranks * tokens, hidden),
-        aval(ranks * tokens, top_k, dtype="int32"),
-        aval(ranks * tokens, top_k),
-        aval(8, hidden, 16),
-        aval(8, 16, hidden),
-    )
-    return program.compile().as_text().count(" fusion(")
-
-
-def test_an_expert_layer_is_a_few_kernels():
-    def layer(x, ids, weights, *arrays, group):
-        choices = ma.RouterChoices(ids, weights)
-        experts = ma.Experts(*arrays, activation=jax.nn.silu)
-        return ma.moe_mlp(x, choices, experts, group=group, num_experts=8)
-
-    def gradients(x, ids, *weights, group):
-        def loss(*args):
-            return layer(args[0], ids, *args[1:], group=group).sum()
-
-        return jax.grad(loss, (0, 1, 2, 3))(x, *weights)
-
-    assert num_kernels(layer) <= 39
-    assert num_kernels(gradients) <= 56

@@ -38,12 +38,7 @@ CASES = {
         POLICIES.save_only_these_names("rows", ma.ROUTING_CHECKPOINT_NAME),
         dict(route=1, dispatch=2),
     ),
-    "names_but_rows": (POLICIES.save_any_names_but_these("rows"), dict(route=1, dispatch=3)),
     "route_primitive": (saves_results_of("route"), dict(route=1, dispatch=3)),
-    "route_and_dispatch_primitives": (
-        saves_results_of("route", "dispatch"),
-        dict(route=1, dispatch=2),
-    ),
     "dispatch_primitive": (saves_results_of("dispatch"), dict(route=2, dispatch=2)),
     "routed_dispatch_primitive": (saves_results_of("routed_dispatch"), None),
     "combine_primitive": (saves_results_of("weighted_combine"), dict(route=2, dispatch=3)),
@@ -160,29 +155,19 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 
 
 @pytest.mark.exchanges(0)
-def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
+@pytest.mark.parametrize("name", ("nothing", "routing", "rows"))
+@pytest.mark.parametrize("is_inside", (False, True), ids=("around", "inside"))
+def test_a_batch_moves_rows_at_once_around_and_inside_a_checkpoint(is_inside, name):
+    """Few tokens of each element are routed and moved separately."""
+    policy, expected = CASES[name]
     floats, ids, _ = layers_problem()
-    for name in ("nothing", "routing", "rows"):
-        policy, expected = CASES[name]
-        layer = checkpointed(policy)
-        gradient = jax.vmap(
-            lambda x, t, w, ids: jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, t, w)
-        )
-        counted = in_parts(small_layer.counts(gradient, *floats, ids))
-        assert counted == dict(expected, combine=1, weighted_combine=1), name
-
-
-@pytest.mark.exchanges(0)
-def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
-    """Few tokens of each element, routed and moved separately."""
-    floats, ids, _ = layers_problem()
-    for name in ("nothing", "routing", "rows"):
-        policy, expected = CASES[name]
+    if is_inside:
         layer = jax.checkpoint(jax.vmap(layer_of_one_rank), policy=policy)
-        args = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (*floats, ids))
-        *own, own_ids = args
-        gradient = jax.value_and_grad(
-            small_layer.loss_of(small_layer.on_all_ranks(layer), own_ids), OF_FLOATS
-        )
-        counted = in_parts(small_layer.counts(gradient, *own))
-        assert counted == dict(expected, combine=1, weighted_combine=1), name
+        *floats, ids = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (*floats, ids))
+        gradient = small_layer.value_and_grads(small_layer.on_all_ranks(layer), ids)
+        counted = small_layer.counts(gradient, *floats)
+    else:
+        layer = checkpointed(policy)
+        gradient = lambda x, t, w, ids: small_layer.value_and_grads(layer, ids)(x, t, w)
+        counted = small_layer.counts(jax.vmap(gradient), *floats, ids)
+    assert in_parts(counted) == dict(expected, combine=1, weighted_combine=1)

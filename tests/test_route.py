@@ -53,20 +53,17 @@ def test_ids_of_any_integer_dtype_route_alike(dtype):
     harness.assert_routing_is(actual, expected_routing(layout, ids))
 
 
-def test_a_large_unsigned_id_is_invalid_and_not_masked():
-    """4294967295 has the bits of -1, yet it is out of range."""
+@pytest.mark.parametrize("dtype", ("uint32", "int64"))
+def test_ids_that_int32_does_not_hold_are_invalid(dtype):
+    """4294967295 has the bits of -1, yet it is not masked. The low bits of ids of 64 bits are valid
+    ids."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
-    ids = cases.Case(layout, "uniform").ids(ranks).astype(np.uint32)
-    ids[:, ::3, 1] = 0xFFFFFFFF
-    ids[:, 1::3, 0] = 0x80000000
-    harness.assert_routing_is(route_program(layout, ranks)(ids), expected_routing(layout, ids))
-
-
-def test_a_64_bit_id_does_not_wrap_around_to_a_valid_one():
-    layout, ranks = cases.PLAIN, harness.SEVERAL
-    ids = cases.Case(layout, "uniform").ids(ranks).astype(np.int64)
-    ids[:, ::3, 1] += 1 << 32
-    ids[:, 1::3, 2] -= 1 << 33
-    with jax.enable_x64(True):
+    ids = cases.Case(layout, "uniform").ids(ranks).astype(dtype)
+    if dtype == "uint32":
+        ids[:, ::3, 1], ids[:, 1::3, 0] = 0xFFFFFFFF, 0x80000000
+    else:
+        ids[:, ::3, 1] += 1 << 32
+        ids[:, 1::3, 2] -= 1 << 33
+    with jax.enable_x64(dtype == "int64"):
         actual = route_program(layout, ranks)(ids)
     harness.assert_routing_is(actual, expected_routing(layout, ids))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import small_layer
 from jax.sharding import Mesh, PartitionSpec
-from small_layer import LAYOUT, route_args
+from small_layer import route_args
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import api
@@ -107,61 +107,6 @@ def test_tangents_and_cotangents_use_the_existing_routing():
     assert out.rows.dtype == np.float32
     others = [leaf for leaf in jax.tree.leaves(out) if leaf is not out.rows]
     assert others and all(leaf.dtype == jax.dtypes.float0 for leaf in others)
-
-
-def linear_maps(of_ids, checkpoint):
-    """Return linear functions of x for known ids: dispatch, round trip, and half of a payload."""
-    group = harness.group_of(RANKS)
-    ids = small_layer.arguments(RANKS).ids
-
-    def there(x, ids):
-        return of_ids(x, ids, **route_args(group)).rows
-
-    def there_and_back(x, ids):
-        recv = of_ids(x, ids, **route_args(group))
-        return ma.combine(recv.rows * 2, recv)
-
-    def beside_known(x, ids):
-        payload = {"x": x, "known": jnp.ones_like(x)}
-        return of_ids(payload, ids, **route_args(group)).rows["x"]
-
-    for fn in (there, there_and_back, beside_known):
-        mapped = small_layer.on_all_ranks(jax.checkpoint(fn) if checkpoint else fn)
-        yield lambda x, mapped=mapped: mapped(x, ids)
-
-
-@pytest.mark.exchanges(lambda checkpoint: 18 if checkpoint else 15)
-@pytest.mark.parametrize(
-    "within, checkpoint", ((jax.jit, False), (lambda fn: fn, True)), ids=("jit", "checkpoint")
-)
-def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint):
-    """Only the dispatch is linear, also for exchanges by the routing of a result."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(-8, 9, (RANKS, LAYOUT.tokens, LAYOUT.hidden)).astype(np.float32)
-    maps = zip(linear_maps(at_once, checkpoint), linear_maps(in_two_calls, checkpoint))
-    for fn, expected_fn in ((within(a), within(b)) for a, b in maps):
-        out = jax.eval_shape(fn, x)
-        ct = rng.integers(-8, 9, out.shape).astype(np.float32)
-
-        def transposed(ct, fn=fn):
-            return jax.linear_transpose(fn, x)(ct)[0]
-
-        def twice(x, out=out, transposed=transposed):
-            return jax.linear_transpose(transposed, out)(x)[0]
-
-        def expected(ct, fn=expected_fn):
-            return jax.linear_transpose(fn, x)(ct)[0]
-
-        @small_layer.compiled
-        def program(x, ct, fns=(fn, transposed, twice, expected)):
-            fn, transposed, twice, expected = fns
-            return fn(x), transposed(ct), twice(x), expected(ct)
-
-        y, ct_x, again, ct_expected = program(x, ct)
-        small_layer.assert_same(again, y)
-        small_layer.assert_same(ct_x, ct_expected)
-        assert np.vdot(y, ct) == np.vdot(x, ct_x) != 0
-        assert small_layer.counts(transposed, ct) == small_layer.counts(expected, ct)
 
 
 @pytest.mark.several_devices("it needs a second mesh axis")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.layer import top_k
 
 pytestmark = pytest.mark.exchanges(0)
 
@@ -202,10 +203,24 @@ def test_zeros_of_both_signs_are_equal():
         assert route(zeros, 3, **options).ids.tolist() == [[0, 1, 3]]
 
 
+@pytest.mark.parametrize("dtype", (np.float32, np.float64))
+def test_few_scores_are_compared_and_have_the_order_of_top_k(dtype):
+    rng = np.random.default_rng(0)
+    keys = rng.choice([-np.inf, -3, -0.0, 0.0, 1e-30, 2, 2.5, np.inf, np.nan], (50, 2, 12))
+    with jax.enable_x64(dtype == np.float64):
+        keys = keys.astype(dtype)
+        values, ids = jax.lax.top_k(np.where(keys == 0, 0, keys).astype(dtype), 5)
+        found = jax.jit(functools.partial(top_k._best, number=5))(keys)
+        assert "top_k" not in str(jax.make_jaxpr(lambda keys: top_k._best(keys, 5))(keys))
+    np.testing.assert_array_equal(found[1], ids)
+    harness.assert_same_bytes(found[0], values, "values")
+
+
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
-def test_ids_alone_are_right_over_auto_axes(options):
+def test_ids_alone_are_right_over_auto_axes(options, monkeypatch):
     """For lax.top_k alone, XLA returns zeros of another shape on GPUs."""
+    monkeypatch.setattr(top_k, "MOST_COMPARISONS", 0)
     devices = np.array(harness.devices(harness.SEVERAL))
     mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     logits = logits_of(14)
@@ -283,30 +298,21 @@ def balance(logits, axis_name=None):
     return balance_loss + z_loss, (balance_loss, z_loss, bias)
 
 
-def assert_balance_is_that_of_all_tokens(on_ranks, logits, put=jnp.asarray):
-    gradient, found = harness.jit(jax.grad(on_ranks, has_aux=True))(put(logits))
+def test_losses_and_bias_of_all_ranks():
+    """The ranks are those of two axes."""
+    mesh = harness.mesh_of(harness.SEVERAL)
+    of_ranks = functools.partial(balance, axis_name=("data", harness.AXIS))
+    of_data = jax.vmap(of_ranks, axis_name="data", out_axes=None)
+    of_all = harness.over_ranks(of_data, mesh, out_axes=None)
+    logits = logits_of(11, harness.SEVERAL, 3)
+    gradient, found = harness.jit(jax.grad(of_all, has_aux=True))(
+        harness.put(logits, harness.placement(mesh))
+    )
     tokens = logits.reshape(-1, EXPERTS)
     expected_gradient, expected = jax.jit(jax.grad(balance, has_aux=True))(tokens)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
     gradient = np.reshape(gradient, tokens.shape)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_losses_and_bias_of_all_ranks():
-    mesh = harness.mesh_of(harness.SEVERAL)
-    on_ranks = functools.partial(balance, axis_name=harness.AXIS)
-    assert_balance_is_that_of_all_tokens(
-        harness.over_ranks(on_ranks, mesh, out_axes=None),
-        logits_of(11, harness.SEVERAL),
-        put=lambda logits: harness.put(logits, harness.placement(mesh)),
-    )
-
-
-def test_losses_and_bias_over_two_axes():
-    on_ranks = functools.partial(balance, axis_name=("data", "ep"))
-    for name in "ep", "data":
-        on_ranks = jax.vmap(on_ranks, axis_name=name, out_axes=None)
-    assert_balance_is_that_of_all_tokens(on_ranks, logits_of(12, 2, 3))
 
 
 def test_bias_follows_the_choices_before_drops():
@@ -363,81 +369,49 @@ MASK = np.ones(TOKENS, bool)
 IDS = np.zeros((TOKENS, TOP_K), np.int32)
 
 
-@pytest.mark.parametrize(
-    "changed, naming",
-    (
-        (dict(logits=LOGITS.astype(int)), ("logits must hold floats", "int", "Cast")),
-        (dict(logits=np.float32(1)), (r"logits must be .*\[\.\.\., num_experts\]", r"float32\[\]")),
-        (dict(k=0), ("k must be at least 1; got 0",)),
-        (dict(k=2.0), (r"k must be an int; got 2.0", "use int")),
-        (dict(k=17), ("k of TopK must be at most the number of experts, 16; got 17", "last axis")),
-        (dict(logits=np.zeros((2, 64), "f"), k=33), ("^k must", "32", "33")),
-        (dict(score="tanh"), ('score must be "softmax" or "sigmoid"; got \'tanh\'',)),
-        (dict(select_bias=BIAS[:4]), (r"select_bias must .* \[16\]", r"float32\[4\]", "one layer")),
-        (dict(select_bias=BIAS.astype(int)), ("select_bias must hold floats", "Cast")),
-        (dict(num_groups=4), ("num_groups and top_groups must both", "num_groups=4", "top_groups")),
-        (dict(num_groups=5, top_groups=2), ("num_groups must divide the 16 exp", "got 5", "Omit")),
-        (dict(num_groups=16, top_groups=4), ("num_groups must divide", "2 or more; got 16")),
-        (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "k=4", "got 1")),
-        (dict(num_groups=8, top_groups=9), ("at most num_groups=8; got 9",)),
-        (dict(renormalize=1), ("renormalize must be a bool; got 1",)),
-        (dict(scale=0), ("scale must be a finite number above 0; got 0",)),
-        (dict(mask=MASK[:4]), (r"mask must have a boolean for each token, \[24\]", r"bool\[4\]")),
-        (dict(mask=IDS[:, 0]), ("mask must hold booleans", "int32", "mask != 0")),
-    ),
+OF_CHOICE = (
+    (dict(logits=LOGITS.astype(int)), ("logits must hold floats", "int", "Cast")),
+    (dict(logits=np.float32(1)), (r"logits must be .*\[\.\.\., num_experts\]", r"float32\[\]")),
+    (dict(k=0), ("k must be at least 1; got 0",)),
+    (dict(k=2.0), (r"k must be an int; got 2.0", "use int")),
+    (dict(k=17), ("k of TopK must be at most the number of experts, 16; got 17", "last axis")),
+    (dict(logits=np.zeros((2, 64), "f"), k=33), ("^k must", "32", "33")),
+    (dict(score="tanh"), ('score must be "softmax" or "sigmoid"; got \'tanh\'',)),
+    (dict(select_bias=BIAS[:4]), (r"select_bias must .* \[16\]", r"float32\[4\]", "one layer")),
+    (dict(select_bias=BIAS.astype(int)), ("select_bias must hold floats", "Cast")),
+    (dict(num_groups=4), ("num_groups and top_groups must both", "num_groups=4", "top_groups")),
+    (dict(num_groups=5, top_groups=2), ("num_groups must divide the 16 exp", "got 5", "Omit")),
+    (dict(num_groups=16, top_groups=4), ("num_groups must divide", "2 or more; got 16")),
+    (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "k=4", "got 1")),
+    (dict(num_groups=8, top_groups=9), ("at most num_groups=8; got 9",)),
+    (dict(renormalize=1), ("renormalize must be a bool; got 1",)),
+    (dict(scale=0), ("scale must be a finite number above 0; got 0",)),
+    (dict(mask=MASK[:4]), (r"mask must have a boolean for each token, \[24\]", r"bool\[4\]")),
+    (dict(mask=IDS[:, 0]), ("mask must hold booleans", "int32", "mask != 0")),
 )
-def test_bad_arguments_of_a_router_are_refused(changed, naming):
-    arguments = dict(logits=LOGITS, k=TOP_K) | changed
-    assert_refuses(lambda: choose(**arguments), naming)
-
-
-@pytest.mark.parametrize(
-    "call, naming",
-    (
-        (
-            lambda: ma.load_balancing_loss(LOGITS, IDS[:4]),
-            (r"ids must have the shape \[24\]", r"int32\[4,4\]", "same tokens"),
-        ),
-        (
-            lambda: ma.load_balancing_loss(IDS, LOGITS),
-            ("scores must hold floats", "int32", "Cast"),
-        ),
-        (lambda: ma.load_balancing_loss(LOGITS, LOGITS), ("ids must hold integers", "float32")),
-        (lambda: ma.router_z_loss(LOGITS, mask=MASK[:4]), ("mask must", r"\[24\]", r"bool\[4\]")),
-        (lambda: ma.router_z_loss(LOGITS, axis_name=0), ("axis_name must be a name", "got 0")),
-        (
-            lambda: ma.router_z_loss(LOGITS, axis_name=("ep",)),
-            ("axis_name must name axes in scope", "'ep' is not", "shard_map"),
-        ),
-        (
-            lambda: ma.update_select_bias(BIAS, IDS[0]),
-            ("counts and bias must have the same shape", r"int32\[4\]", "for each expert"),
-        ),
-        (
-            lambda: ma.update_select_bias(BIAS.astype(np.float16), BIAS),
-            ("bias must hold floats of 32 bits", "float16", "Keep the bias in float32"),
-        ),
-        (
-            lambda: ma.update_select_bias(BIAS, BIAS > 0),
-            ("counts must hold integers or floats", "bool", "Cast"),
-        ),
-        (
-            lambda: ma.update_select_bias(BIAS, BIAS, recenter=1),
-            ("recenter must be a bool; got 1",),
-        ),
-        (
-            lambda: ma.update_select_bias(BIAS, BIAS, rate=-1),
-            ("rate must be a finite number above 0; got -1",),
-        ),
-    ),
+balance_of = functools.partial(dict, scores=LOGITS, ids=IDS)
+update_of = functools.partial(dict, bias=BIAS, counts=BIAS)
+OF_OTHERS = (
+    (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24\]", r"int32\[4,4\]")),
+    (ma.load_balancing_loss, balance_of(scores=IDS), ("scores must hold floats", "int32", "Cast")),
+    (ma.load_balancing_loss, balance_of(ids=LOGITS), ("ids must hold integers", "float32")),
+    (ma.router_z_loss, dict(logits=LOGITS, mask=MASK[:4]), ("mask must", r"\[24\]", r"bool\[4\]")),
+    (ma.router_z_loss, dict(logits=LOGITS, axis_name=0), ("axis_name must be a name", "got 0")),
+    (ma.router_z_loss, dict(logits=LOGITS, axis_name=("ep",)), ("axes in scope", "'ep' is not")),
+    (ma.update_select_bias, update_of(counts=IDS[0]), ("counts and bias .* shape", r"int32\[4\]")),
+    (ma.update_select_bias, update_of(bias=BIAS.astype("f2")), ("32 bits", "float16", "Keep the")),
+    (ma.update_select_bias, update_of(counts=BIAS > 0), ("counts must hold integers", "bool")),
+    (ma.update_select_bias, update_of(recenter=1), ("recenter must be a bool; got 1",)),
+    (ma.update_select_bias, update_of(rate=-1), ("rate must be a finite number above 0; got -1",)),
 )
-def test_bad_arguments_of_losses_and_updates_are_refused(call, naming):
-    assert_refuses(call, naming)
+# of `choose`, and of other functions
+ERRORS = [(choose, dict(logits=LOGITS, k=TOP_K) | own, naming) for own, naming in OF_CHOICE]
 
 
-def assert_refuses(call, naming):
+@pytest.mark.parametrize("function, arguments, naming", (*ERRORS, *OF_OTHERS))
+def test_bad_arguments_are_refused(function, arguments, naming):
     with pytest.raises((TypeError, ValueError)) as refusal:
-        jax.eval_shape(call)
+        jax.eval_shape(functools.partial(function, **arguments))
     for pattern in naming:
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
 

@@ -110,16 +110,6 @@ def test_weights_and_gradients_have_the_dtype_of_the_probs(dtype):
         np.testing.assert_array_equal(gradient, wanted)
 
 
-def test_a_tangent_moves_as_its_prob():
-    routing_map, probs = inputs((6, 9))
-    _, tangent = inputs((6, 9), seed=1)
-    tangent = np.where(routing_map, 1.5 * probs, tangent)
-    _, moved = jax.jvp(
-        lambda p: ma.choices_from_map(routing_map, p, top_k=3)[0].weights, (probs,), (tangent,)
-    )
-    np.testing.assert_array_equal(moved, expected(routing_map, tangent, 3)[1])
-
-
 def test_vmap_is_a_loop():
     maps, probs = zip(*(inputs((6, 5), seed=seed) for seed in range(4)), strict=True)
     batched = jax.vmap(functools.partial(ma.choices_from_map, top_k=2))

@@ -348,46 +348,6 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
     small_layer.assert_same(small_layer.compiled(on_all)(x, rows, ids), rows)
 
 
-@pytest.mark.exchanges(1, split=4)
-def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
-    """The comparison is exact, on small integers."""
-    _, ids, _ = problem()
-    rng = np.random.default_rng(0)
-    x, y = (
-        rng.integers(-8, 9, (RANKS, n, LAYOUT.hidden)).astype(np.float32)
-        for n in (LAYOUT.tokens, LAYOUT.capacity)
-    )
-
-    def dispatch(x):
-        def of_one_rank(x, ids):
-            return ma.dispatch_done(ma.dispatch_start(x, ids, **route_args(GROUP))).rows
-
-        return small_layer.on_all_ranks(of_one_rank)(x, ids)
-
-    def combine(y):
-        def of_one_rank(y, ids):
-            routing = ma.route(ids, **route_args(GROUP))
-            return ma.combine_done(ma.combine_start(y, routing))
-
-        return small_layer.on_all_ranks(of_one_rank)(y, ids)
-
-    def transposed(fn, like):
-        return lambda ct: jax.linear_transpose(fn, like)(ct)[0]
-
-    assert pairs.num_pairs(jax.make_jaxpr(transposed(dispatch, x))(y)) == {"combine_start": 1}
-    assert pairs.num_pairs(jax.make_jaxpr(transposed(combine, y))(x)) == {"dispatch_start": 1}
-    ct_x, out, ct_y, rows = small_layer.compiled(
-        lambda x, y: (
-            transposed(dispatch, x)(y),
-            combine(y),
-            transposed(combine, y)(x),
-            dispatch(x),
-        )
-    )(x, y)
-    small_layer.assert_same(ct_x, out)
-    small_layer.assert_same(ct_y, rows)
-
-
 def test_an_unused_exchange_is_neither_started_nor_done():
     """The work that ran with it remains."""
 
@@ -492,13 +452,17 @@ def wrong_tokens(inflight, x):
 
 
 ONCE = "inflight must be used once; dispatch_done got an InFlight that was"
-OF_START = "inflight must be the result of (dispatch|combine)_start; got "
+OF_START = "inflight must be the result of combine_start; got InFlight"
 CROSSES = "inflight must be used in the function that started it"
 STAYS = "must stay in the function that started it"
 MISUSES = {
     "twice": (done_twice, ValueError, ONCE),
     "after overlap": (done_after_overlap_took_it, ValueError, ONCE),
     "done of a dispatch": (lambda f, x: ma.combine_done(f), TypeError, OF_START),
+    "done of a combine": (
+        lambda f, x: ma.dispatch_done(ma.combine_start((recv := ma.dispatch_done(f)).rows, recv)),
+        *(TypeError, "dispatch_start; got InFlight"),
+    ),
     "overlap of an array": (
         *(lambda f, x: ma.overlap(x, jnp.sin, x), TypeError),
         "inflight must be an InFlight",

@@ -103,22 +103,6 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
     assert is_invalid.sum() >= 4 and np.isnan(expected[is_invalid].astype("float32")).all()
 
 
-def test_tiles_keep_the_scales_of_tokens():
-    scales = scales_of_tokens(1, 130)[0]
-    x = tokens_of(scales[None], (96,), "bfloat16")[0]
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(x, scales, layout):
-        fmt = ma.NvFp4(global_scale=scales, scale_layout=layout)
-        quantized = fmt.encode(x)
-        return quantized.scales, fmt.row_major(quantized), fmt.decode(quantized, "bfloat16")
-
-    (tiles, *found), (_, *expected) = (run(x, scales, layout) for layout in ("tiles", "rows"))
-    assert tiles.shape == (2, 2, 32, 16)
-    for actual, part in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        harness.assert_same_bytes(actual, part)
-
-
 # Dispatch
 
 
@@ -180,46 +164,6 @@ def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dt
     assert none is None
     if not harness.ON_GPU:
         assert np.isnan(global_scales[~written]).all()
-
-
-@pytest.mark.exchanges(lambda replicated: 2 + replicated)
-@pytest.mark.parametrize("replicated", (False, True), ids=("own_tokens", "replicated"))
-def test_shared_experts_and_replicated_tokens(replicated):
-    """The shared expert is one more choice of a token."""
-    scales = scales_of_tokens(RANKS, LAYOUT.tokens)
-    ids = cases.Case(LAYOUT, "masked").ids(RANKS)
-    if replicated:
-        scales, ids = (np.broadcast_to(a[:1], a.shape) for a in (scales, ids))
-    x = tokens_of(scales, (64,), "bfloat16")
-    if replicated:
-        x = np.broadcast_to(x[:1], x.shape)
-    group = harness.group_of(RANKS)
-
-    def rows(x, ids, scales):
-        options = dict(
-            dataclasses.replace(LAYOUT, capacity=None).route_args(group),
-            shared_expert=True,
-            replicated=replicated,
-            token_format=ma.NvFp4(global_scale=scales),
-        )
-        recv = ma.dispatch(x, ids, **harness.exchanging(options))
-        rows = (*recv.rows, recv.global_scales)
-        return (
-            rows,
-            recv.src_info,
-            ma.dispatch(x, ids, decode=True, **harness.exchanging(options)).rows,
-        )
-
-    quantized, source, decoded = harness.on_each_rank(rows, group.mesh)(x, ids, scales)
-    is_row = source.rank >= 0
-    assert (source.k == LAYOUT.top_k).any()
-    parts = (*format_oracle.encode_tokens(x, scales), scales)
-    for field, actual, part in zip(PARTS, quantized, parts, strict=True):
-        of_source = part[source.rank, source.token]
-        harness.assert_same_bytes(actual[is_row], of_source[is_row], field)
-        assert not actual[~is_row].view(np.uint8).any()
-    expected = format_oracle.decode_tokens(*parts, x.dtype.name)[source.rank, source.token]
-    harness.assert_same_bytes(decoded[is_row], expected[is_row])
 
 
 # Transforms, of ranks that `vmap` emulates. A global scale has no derivative.
@@ -340,7 +284,6 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     ("form", "axes"),
     (
         ("ids", (0, 0, 0)),
-        ("ids", (None, 0, 0)),
         ("ids", (None, None, 0)),
         ("ids", (None, 0, None)),
         ("halves", (None, None, 0)),
@@ -368,9 +311,6 @@ def test_a_batch_has_the_rows_of_each_element(form, axes):
     batch, each = emulated(compare)(ids, x, scales)
     for actual, expected in zip(jax.tree.leaves(batch), jax.tree.leaves(each), strict=True):
         harness.assert_same_bytes(np.asarray(actual), np.asarray(expected))
-
-
-# One scale for each expert (docs/formats.md): each choice travels as a token of its own.
 
 
 # Errors and estimates

@@ -111,6 +111,8 @@ def test_a_build_without_kernels_asks_for_nothing_of_them(monkeypatch):
     assert backend.get_requires_for_build_wheel() == []  # not even a C++ compiler
     monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
     assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch)
+    monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)
+    assert backend.for_kernels(None) == backend.KERNELS_NEED
 
 
 @pytest.mark.parametrize(
@@ -132,14 +134,6 @@ def test_the_build_is_for_the_gpus_of_the_machine(tmp_path, gpus, expected):
         smi.write_text(f"#!/bin/sh\necho '{gpus}'\n")
         smi.chmod(program.stat().st_mode)
     assert nvcc.architectures(str(program)) == expected
-
-
-def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):
-    requirements(monkeypatch)
-    import backend
-
-    monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)
-    assert backend.for_kernels(None) == backend.KERNELS_NEED
 
 
 @pytest.mark.parametrize(

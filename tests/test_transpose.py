@@ -1,16 +1,20 @@
-"""Dispatch and combine are each other's transpose. The comparison is exact, on small integers in
-float32."""
+"""Dispatch and combine are each other's transpose, and a gradient moves rows once each way.
+
+Comparisons are exact: on small integers in float32, or with the sums of the oracle.
+"""
 
 import dataclasses
 import functools
 
+import cases
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import small_layer
-from small_layer import LAYOUT, route_args
+from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
@@ -173,3 +177,95 @@ def test_only_leaves_with_a_cotangent_are_moved_back():
     assert gradient(lambda recv: [recv.rows["b"]]) == [([(capacity, 2)], [])]
     assert gradient(lambda recv: [recv.weights]) == [([], [(capacity,)])]
     assert gradient(lambda recv: [recv.rows["a"], recv.weights]) == [([ROWS], [(capacity,)])]
+
+
+# The sums and the movements of gradients
+
+
+def transpose_of_dispatch(layout, ranks, wire_dtype):
+    """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
+    x and topk_weights."""
+    group = harness.group_of(ranks)
+
+    def transposed(ids, x, topk_weights, ct_rows, ct_weights):
+        def dispatch(x, topk_weights):
+            recv = ma.dispatch(
+                x,
+                ids,
+                topk_weights,
+                **harness.exchanging(layout.route_args(group), wire_dtype=wire_dtype),
+            )
+            return recv.rows, recv.weights
+
+        return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
+
+    # A combine for each of the three dtypes; what is dispatched is not used.
+    return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
+
+
+@pytest.mark.parametrize(
+    "layout, wire_dtype",
+    [(cases.PADDED, None), (cases.PADDED, "float32"), (cases.CUT, None)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
+    """Exactly the oracle's sum; NaN cotangents of rows without a token reach nothing."""
+    ranks = harness.SEVERAL
+    program = transpose_of_dispatch(layout, ranks, wire_dtype)
+    rng = np.random.default_rng(0)
+    tokens, rows = (ranks, layout.tokens, 7), (ranks, layout.rows(ranks), 7)
+    for routing in ("skewed", "masked", "repeated", "first_expert_only"):
+        (ids, _, weights, _), expected = harness.exchange_inputs(cases.Case(layout, routing), ranks)
+        x = {name: cases.normal(rng, tokens, name) for name in cases.SUMMED_DTYPES}
+        ct_rows = {name: cases.normal(rng, rows, name) for name in cases.SUMMED_DTYPES}
+        ct_weights = cases.normal(rng, (ranks, layout.rows(ranks)), "float32")
+        for cotangent in (*ct_rows.values(), ct_weights):
+            cotangent[expected.row_token < 0] = np.nan
+        ct_x, ct_topk = program(ids, x, weights, ct_rows, ct_weights)
+        for name, rows_of in ct_rows.items():
+            wire = cases.dtype(wire_dtype or name)
+            sums = oracle.combine(rows_of, expected, None, wire)
+            harness.assert_sums_agree(ct_x[name], *sums, f"{routing}: {name}")
+        back = oracle.combine_choices(ct_weights, expected)
+        harness.assert_same_bytes(ct_topk, back, routing)
+
+
+WHOLE = {"routed_dispatch": 1, "weighted_combine": 1, "weighted_dispatch": 1, "combine": 1}
+
+
+@pytest.mark.exchanges(0)
+def test_the_gradient_of_a_layer_moves_rows_once_each_way():
+    floats, ids, _ = small_layer.arguments(RANKS)
+    loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
+    assert harness.count_primitives(jaxpr) == WHOLE
+    # Forward: rows and weights together. Backward: the gradient of the result, once, for both.
+    (dispatch,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
+    (back,) = small_layer.equations(jaxpr, "weighted_dispatch")
+    assert small_layer.shapes_of_one_rank(back)[0] == TOKENS
+    (combine,) = small_layer.equations(jaxpr, "combine")
+    both = [ROWS], [ROWS[:1]]
+    assert small_layer.payload(back) == small_layer.payload(combine) == both
+    (weighted,) = small_layer.equations(jaxpr, "weighted_combine")
+    assert weighted.params["num_leaves"] == 1
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("shared", (True, False), ids=("shared_routing", "own_routings"))
+def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_share_it(shared):
+    group = harness.group_of(RANKS)
+    floats, ids, _ = small_layer.arguments(RANKS)
+
+    def layers(x, topk_weights, w, ids):
+        routing = ma.route(ids, **route_args(group)) if shared else ids
+        for _ in range(3):
+            recv = ma.dispatch(x, routing, topk_weights, **route_args(group))
+            x = x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
+        return x
+
+    gradient = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layers), ids), OF_FLOATS)
+    expected = {name: 3 * count for name, count in WHOLE.items()}
+    if shared:
+        expected |= {"route": 1, "dispatch": expected.pop("routed_dispatch")}
+    assert small_layer.counts(gradient, *floats) == expected

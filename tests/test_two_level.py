@@ -218,42 +218,6 @@ def test_sums_are_rounded_to_the_wire_dtype_as_stated():
             harness.assert_sums_agree(out, *sums, (wire, name))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [("float32", ma.MxFp8()), ("float16", "bfloat16"), ("float32", "bfloat16")],
-    ids=("format", "equally_wide", "narrower"),
-)
-def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weights_only_moves(
-    dtype, wire
-):
-    """For every wire dtype."""
-    layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
-    rng = np.random.default_rng(0)
-    ids = cases.Case(layout, "masked").ids(RANKS)
-    x = cases.normal(rng, (RANKS, layout.tokens, layout.hidden), dtype)
-    topk_weights = cases.normal(rng, ids.shape, "float32")
-    ct_rows = cases.normal(rng, (RANKS, layout.rows(RANKS), layout.hidden), dtype)
-    ct_weights = cases.normal(rng, ct_rows.shape[:2], "float32")
-    group = group_of(HOSTS)
-
-    def gradients(ids, x, topk_weights, ct_rows, ct_weights):
-        routing = ma.route(ids, **route_args(group, layout))
-
-        def dispatch(x, topk_weights):
-            recv = ma.dispatch(x, routing, topk_weights, exchange=ma.Exchange(wire_dtype=wire))
-            return recv.rows, recv.weights
-
-        transposed = jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
-        return *transposed, ma.combine(ct_rows, routing, wire_dtype=wire)
-
-    of_x, of_weights, expected = on_each_rank(gradients, group.mesh)(
-        ids, x, topk_weights, ct_rows, ct_weights
-    )
-    harness.assert_same_bytes(of_x, expected)
-    routing = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
-    np.testing.assert_array_equal(of_weights, oracle.combine_choices(ct_weights, routing))
-
-
 EXCHANGES = {
     "dispatch": lambda x, ids, route, **options: ma.dispatch(
         x, ids, **harness.exchanging(route, options)

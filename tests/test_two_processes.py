@@ -12,10 +12,10 @@ pytestmark = [
     pytest.mark.several_devices("it starts processes, each with its devices"),
 ]
 
-# Rows and sums of the oracle in one program; value and gradients of a layer; what vmap makes of it.
+# Sums of the oracle; value and gradients of a layer; what vmap makes of it.
 CHOSEN = (
     "tests/test_coordination.py::test_processes_tell_each_other_and_silence_is_none",
-    "tests/test_several_layers.py::test_layers_that_interleave_are_the_oracles",
+    "tests/test_combine.py::test_weights_come_from_recv_an_array_or_nowhere",
     "tests/test_shard_map.py::test_without_check_vma_the_layer_equals_the_dense_layer",
     "tests/test_shard_map.py::test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program",
 )

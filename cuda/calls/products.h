@@ -44,6 +44,7 @@
 #include "gemm/fp8_gemm.h"
 #include "gemm/grouped_gemm.h"
 #include "layout.h"
+#include "library/library_gemm.h"
 #include "lists.h"
 #include "placement/fill_slots.h"
 #include "runtime/problem.h"
@@ -187,6 +188,35 @@ struct GroupedGemmCall {
   static Problem Launch(GroupedGemm& gemm, int sms, cudaStream_t stream) {
     gemm.num_sms = sms;
     return LaunchGroupedGemm(gemm, stream);
+  }
+};
+
+// The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
+// [LibraryScratch(groups)]. `mean_rows` of a group is what the library expects.
+struct LibraryGemmCall : GroupedGemmCall {
+  int64_t mean_rows;
+
+  static constexpr const char* kTarget = "moe_a2a_library_gemm";
+  using Params = LibraryGemm;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return GroupedGemmCall::Read(read) && read("mean_rows", &mean_rows);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, LibraryGemm* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
+    const int64_t one = 1;
+    Array d_and_counter[] = {results[0], results[1]};
+    d_and_counter[1].dimensions = {&one, 1};
+    params->mean_rows = mean_rows;
+    MOE_A2A_TRY(GroupedGemmCall::Describe(args, {d_and_counter, 2}, &params->gemm));
+    return CheckShape(results[1], "the scratch memory", kInt32,
+                      {LibraryScratch(params->gemm.num_groups)});
+  }
+
+  static Problem Launch(const LibraryGemm& params, int sms, cudaStream_t stream) {
+    return LaunchLibraryGemm(params, sms, stream);
   }
 };
 
@@ -515,8 +545,8 @@ struct FillSlotsCall {
 };
 
 #ifdef MOE_A2A_GROUPED_GEMM
-using ProductCalls = Types<FillSlotsCall, GroupedGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
-                           ActEncodeCall, EncodeSquaresCall>;
+using ProductCalls = Types<FillSlotsCall, GroupedGemmCall, LibraryGemmCall, DotActCall,
+                           ActDotGradCall, Fp8GemmCall, ActEncodeCall, EncodeSquaresCall>;
 #else
 using ProductCalls = Types<FillSlotsCall>;
 #endif

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -68,7 +69,10 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   if ((loaded & device) != 0) return ffi::Error::Success();
   const DeviceScope scope;
   cudaError_t error = cudaSuccess;
-  if constexpr (std::is_same_v<Call, FillSlotsCall>) {
+  if constexpr (std::is_same_v<typename Call::Params, LibraryGemm>) {
+    error = cudaSetDevice(ordinal);
+    if (error == cudaSuccess) error = LoadGroupArrays();
+  } else if constexpr (std::is_same_v<Call, FillSlotsCall>) {
     error = cudaSetDevice(ordinal);
     if (error == cudaSuccess) error = LoadFillSlots();
   } else {
@@ -85,14 +89,20 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Attrs()
-                                   .RemainingArgs()
-                                   .RemainingRets()
-                                   .To(Execute<Call>, {ffi::Traits::kCmdBufferCompatible})
-                                   .release();
+  const auto bind = [](std::initializer_list<ffi::Traits> traits) {
+    return ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Ctx<ffi::DeviceOrdinal>()
+        .Attrs()
+        .RemainingArgs()
+        .RemainingRets()
+        .To(Execute<Call>, traits)
+        .release();
+  };
+  // cuBLASLt loads a kernel at its first launch, which a graph must not capture.
+  static const auto* handler = std::is_same_v<typename Call::Params, LibraryGemm>
+                                   ? bind({})
+                                   : bind({ffi::Traits::kCmdBufferCompatible});
   return handler->Call(frame);
 }
 

@@ -15,18 +15,14 @@ from . import compat
 
 
 def accumulation_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
-    complex."""
+    """Return the dtype of sums: float32, or ``dtype`` itself if it is wider or complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated.
-
-    Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
-    add their cotangents without overflow.
-    """
+    """Return True if a payload of this dtype is differentiated: not integers, and not floats of 8
+    bits or fewer, because JAX could not add their cotangents without overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -41,8 +37,7 @@ def is_zero(tangent: Any) -> bool:
 
 
 def aval_of(x: Any) -> Any:
-    """Return the type of an array, an undefined primal or a symbolic zero. The symbolic zero of an
-    integer has dtype float0."""
+    """Return the type of an array, undefined primal or symbolic zero (float0 for an integer)."""
     return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
 
 
@@ -118,10 +113,8 @@ fixed_p = compat.Primitive("fixed")
 
 
 def fixed(x: jax.Array) -> jax.Array:
-    """Return ``x``, which derivatives treat as a constant.
-
-    ``lax.stop_gradient`` does the same, but ``jax.linear_transpose`` refuses it.
-    """
+    """Return ``x``, which derivatives treat as a constant. ``jax.linear_transpose`` accepts it,
+    unlike ``lax.stop_gradient``."""
     return fixed_p.bind(x)
 
 

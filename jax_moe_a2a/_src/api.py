@@ -169,8 +169,8 @@ def bind_dispatch(arguments: DispatchArguments) -> Recv:
         return arguments.recv(*route_and_dispatch(source, arguments.payload, **arguments.params))
     routing = routing_of(arguments)
     if routing.has_levels:
-        moved = bind(DISPATCH, arguments.encoded_payload, routing, **arguments.encoded_params)
-        return arguments.recv_of_encoded(routing, moved)
+        payload, params = arguments.encoded
+        return arguments.recv_of_encoded(routing, bind(DISPATCH, payload, routing, **params))
     return arguments.recv(routing, bind(DISPATCH, arguments.payload, routing, **arguments.params))
 
 
@@ -288,9 +288,9 @@ def dispatch_start(
     arrays = x, topk_ids, topk_weights, shared_weights
     given = RouteArguments(group, num_experts, check_exchange(exchange))
     arguments = check_dispatch(*arrays, given, decode=decode, tail=tail)
-    routing, params = routing_of(arguments), arguments.encoded_params
+    routing, (payload, params) = routing_of(arguments), arguments.encoded
     check_start("dispatch", routing)
-    in_flight, bind_done = bind_start(DISPATCH, arguments.encoded_payload, routing, **params)
+    in_flight, bind_done = bind_start(DISPATCH, payload, routing, **params)
 
     def finish(in_flight: Sequence[jax.Array]) -> Recv:
         return arguments.recv_of_encoded(routing, bind_done(in_flight))

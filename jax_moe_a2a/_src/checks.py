@@ -15,8 +15,7 @@ Tail: TypeAlias = Literal["zero", "unspecified"]  # content of a result after th
 
 
 def short(x: Any) -> str:
-    """Return dtype and shape for a message, for example ``float32[4,8]``; or a type's name, for an
-    object that is no array."""
+    """Return dtype and shape, such as ``float32[4,8]``; for another object, its type."""
     if x.dtype == object and not x.shape:
         return type(x.item()).__name__
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -32,10 +31,8 @@ def merge_axes(name: str, array: Any, ndim: int) -> str:
 
 
 def as_array(x: object) -> Any:
-    """Return a jax array unchanged, and anything else as a numpy array.
-
-    ``jnp.asarray`` would wrap integers of 64 bits.
-    """
+    """Return a jax array unchanged, and anything else as a numpy array, because ``jnp.asarray``
+    would wrap integers of 64 bits."""
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
@@ -47,10 +44,8 @@ def is_known(x: object) -> bool:
 
 
 def check_static(name: str, array: Any) -> None:
-    """Raise an error if a size of the array is a symbolic dimension of ``jax.export``.
-
-    An exported program of such arrays can be made, but XLA ends the process that calls the program.
-    """
+    """Raise an error if a size of the array is a symbolic dimension of ``jax.export``, because XLA
+    ends the process that calls such a program."""
     if not all(isinstance(size, int) for size in array.shape):
         raise ValueError(
             f"{name} must have a static shape; got {short(array)} with a symbolic size: use "
@@ -78,8 +73,7 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message: which numbers of experts ``size`` ranks can divide, and which
-    number of ranks can divide ``num_experts``."""
+    """Return the end of a message: numbers of experts and of ranks that fit."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1
@@ -108,11 +102,8 @@ def _remedy(value: Any, kind: str) -> str:
 
 
 def check_tail(tail: Any) -> Tail:
-    """Return the ``Tail`` to use, or raise an error if ``tail`` is not a ``Tail``.
-
-    Under ``jax.debug_nans``, it is always ``"zero"``, because JAX would report NaN after the last
-    group as an error of the program.
-    """
+    """Return the ``Tail`` to use: under ``jax.debug_nans`` it is ``"zero"``, because JAX would
+    report NaN after the last group as an error of the program."""
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
     return "zero" if jax.debug_nans.value else tail

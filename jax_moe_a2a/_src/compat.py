@@ -40,11 +40,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
-    """Cast all arrays to vary over the same mesh axes: ``axes``, and all axes of any array.
-
-    Axes that are not manual in the mesh in scope are left out, for example axes of ``vmap``. Under
-    check_vma=False, ``lax.pcast`` changes nothing.
-    """
+    """Cast all arrays to vary over the same mesh axes: ``axes``, and all axes of any array. Axes
+    that are not manual in the mesh in scope are left out, for example axes of ``vmap``."""
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     wanted = frozenset(axis for axis in axes if axis in manual_axes)
     wanted = wanted.union(*(varying_axes(arg) for arg in args))
@@ -57,8 +54,7 @@ def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
 
 
 def varying_unchecked() -> AbstractContextManager[None]:
-    """Return a context in which types do not vary over mesh axes, as in
-    ``jax.shard_map(check_vma=False)``."""
+    """Return a context like ``jax.shard_map(check_vma=False)``: types do not vary over axes."""
     return config._check_vma(False)
 
 
@@ -102,11 +98,10 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 
 def scopes_of(ctx: Context) -> tuple[str, ...]:
     """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
-    first.
+    first. Inside a loop or an inner ``jit``, only the names within it are known.
 
-    Frameworks assign such names to modules. The names that JAX adds are left out (transforms,
-    ``jit``, ``checkpoint``), so that a call and its repetition in a derivative have equal names.
-    Inside a loop or an inner ``jit``, only the names within it are known.
+    The names that JAX adds are left out, so that a call and its repetition in a derivative have
+    equal names.
     """
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
@@ -119,8 +114,8 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without such a mesh, or
-    inside ``jax.shard_map`` over another mesh, which then has the devices."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; None without one, and inside
+    ``jax.shard_map`` over another mesh, which then has the devices."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -157,11 +152,8 @@ def lower_for_devices(primitive: Primitive) -> None:
 def register_lowering_per_call(
     primitive: Primitive, *, cuda: Callable[..., Any], others: Callable[..., Any]
 ) -> None:
-    """Register a lowering for CUDA and one for other platforms, which run for every call.
-
-    By default, JAX caches the lowering of a primitive for calls with equal shapes. These lowerings
-    are not cached, because they depend on the scopes around a call.
-    """
+    """Register a lowering for CUDA and one for other platforms. JAX does not cache them for calls
+    with equal shapes, because they depend on the scopes around a call."""
 
     def rule(ctx: Context, *operands: Any, **params: object) -> Any:
         # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
@@ -177,8 +169,7 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)`` for equations of which some
-    result is used. Other equations are removed."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``. Some output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         eqn = args[-1]  # newer versions insert the live inputs
@@ -190,12 +181,9 @@ def register_dce_rule(
 def register_partial_eval_rule(
     primitive: Primitive, choose: Callable[..., Callable[..., list[Any]] | None]
 ) -> None:
-    """Register a rule that replaces a primitive if some of its operands are known.
-
-    ``choose(known, **params)`` returns a function of the operands and parameters, which binds other
-    primitives, or None to keep the primitive. Results of these primitives are known if they depend
-    only on known operands.
-    """
+    """Register a rule that replaces a primitive if some of its operands are known:
+    ``choose(known, **params)`` returns a function of the operands and parameters that binds other
+    primitives, of which some may be known, or None to keep the primitive."""
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
         bind_others = choose([tracer.is_known() for tracer in tracers], **params)
@@ -208,13 +196,11 @@ def register_partial_eval_rule(
 
 
 def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> None:
-    """Register ``rule(saves, unknown, instantiated, eqn)`` for ``jax.checkpoint``.
-    ``saves(primitive, *avals, **params)`` returns True if the policy saves the results of a
-    primitive.
+    """Register ``rule(saves, unknown, instantiated, eqn)`` for ``jax.checkpoint``, where
+    ``saves(primitive, *avals, **params)`` tells if the policy saves the results of a primitive.
 
-    The rule returns a tuple of five: the equation of the forward pass, the equation of the backward
-    pass, which outputs are unknown, which outputs the backward pass computes, and the variables
-    that the backward pass needs from the forward pass.
+    The rule returns the equations of the forward and of the backward pass, which outputs are
+    unknown, which outputs the backward pass computes, and the variables that it needs.
     """
 
     def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
@@ -234,8 +220,7 @@ ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 def never_saved(
     saves: Callable[..., bool], unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Equation
 ) -> tuple:
-    """Apply the remat rule of a primitive whose results no policy saves (for
-    ``register_remat_rule``)."""
+    """Apply the remat rule of a primitive whose results no policy saves."""
     del saves
     needs = [
         x
@@ -247,12 +232,8 @@ def never_saved(
 
 
 def traced_function() -> object | None:
-    """Return the function that JAX traces now, as an object to compare by identity.
-
-    It is the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on.
-    Derivatives and batches of a function count as the same function. Return None if operations run
-    eagerly.
-    """
+    """Return the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on
+    that JAX traces now, as an object to compare by identity; None if operations run eagerly."""
     trace: Any = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -268,8 +249,7 @@ def with_variables(eqn: Equation) -> Any:
 
 
 def process_id() -> int:
-    """Return the index of this process, even if JAX finds no devices; 0 without
-    ``jax.distributed``."""
+    """Return the index of this process, even if JAX finds no devices."""
     return distributed.global_state.process_id or 0
 
 
@@ -279,11 +259,8 @@ def coordination_set(key: str, value: str) -> None:
 
 
 def coordination_get(key: str, timeout: float) -> str | None:
-    """Wait for a value and return it. Return None if no process publishes it in ``timeout``
-    seconds.
-
-    The wait is split into waits of one second, so that Python handles signals such as Ctrl-C.
-    """
+    """Wait for a value and return it; None if no process publishes it in ``timeout`` seconds. Each
+    wait takes one second at most, so that Python handles signals such as Ctrl-C."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -298,8 +275,7 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def coordination_barrier(name: str, timeout: float) -> str:
-    """Wait up to ``timeout`` seconds for all processes. Return '' if all have come, otherwise why
-    the wait failed, with the processes that have not come."""
+    """Wait up to ``timeout`` seconds for all processes. Return why the wait failed, or ''."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -308,12 +284,8 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``make`` once in a job of ``jax.distributed`` and keeps the
-    result.
-
-    A job lasts until ``jax.distributed.shutdown()`` and ``initialize()``. While a thread calls
-    ``make``, others wait for the result. The function's attribute ``forget`` drops the result.
-    """
+    """Return a function that calls ``make`` once in a job of ``jax.distributed``, which lasts until
+    its ``shutdown``, and keeps the result. The attribute ``forget`` drops the result."""
     kept: list[tuple[Any, T]] = []
     lock = threading.Lock()
 

@@ -147,8 +147,7 @@ class _Walk:
         self.counts: dict[tuple[str, str, str, str, str], int] = {}
 
     def visit(self, jaxpr: Any, times: int, where: str, mesh: Any) -> None:
-        """Add the calls of a jaxpr, which runs ``times`` times. ``mesh`` is that of the
-        ``shard_map`` around it, with its manual axes, or None."""
+        """Add the calls of a jaxpr inside a ``shard_map`` over a mesh, with its manual axes."""
         for eqn in jaxpr.eqns:
             params, inner_where, inner_times, inner_mesh = eqn.params, where, times, mesh
             if eqn.primitive in paths.choosers or eqn.primitive in paths.compositions:

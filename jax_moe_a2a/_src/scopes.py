@@ -47,6 +47,5 @@ shared_expert = _in_scope("moe_shared_expert")
 
 
 def of_user(ctx: compat.Context) -> tuple[str, ...]:
-    """Return the scopes around a primitive that is being lowered, except for those of this
-    package."""
+    """Return the scopes around a primitive that is being lowered, without our own."""
     return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

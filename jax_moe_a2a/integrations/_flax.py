@@ -68,16 +68,14 @@ class Layer:
         x: jax.Array,
         *,
         select_bias: jax.Array | None,
-        mask: ArrayLike | None,
-        router_input: ArrayLike | None,
         replay: ArrayLike | None,
         per_token: object,
         whole: object,
-        shared_weights: ArrayLike | None,
         experts: ma.Experts | None,
-        placement: ma.Placement | None,
+        **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer. The router computes in the larger one of its dtype and ``dtype``."""
+        """Apply the layer, with more options of ``moe``. The router computes in the larger one of
+        its dtype and ``dtype``."""
         arguments = self._arguments(arrays)
         router = arguments["router"]
         router = router.replace(select_bias=select_bias, per_token=per_token, whole=whole)
@@ -90,12 +88,9 @@ class Layer:
             x.astype(self.dtype),
             **arguments,
             axes=self.axes,
-            shared_weights=shared_weights,
-            mask=mask,
-            router_input=router_input,
             exchange=self.exchange,
-            placement=placement,
             outputs=self.outputs,
+            **options,
         )
 
     def _draw(self, key: jax.Array, axes: AxesLike | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 import jax_moe_a2a as ma
 
 from .._src.checks import check_bool
+from .._src.layer.parameters import names_of
 from .._src.plan.options import check_exchange
 
 
@@ -258,18 +259,13 @@ class _Axes(NamedTuple):
     @property
     def divided(self) -> tuple[str, ...]:
         """Return the axes that divide the tokens."""
-        return tuple(axis for entry in self.tokens for axis in _names(entry))
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return tuple(axis for entry in self.tokens for axis in names_of(entry))
 
 
 def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
     """Return the axes of a layer for a batch of tokens, or raise an error."""
     size = lambda axes: math.prod(layer.mesh.shape[axis] for axis in axes)
-    present = lambda names: tuple(axis for axis in _names(names) if axis in layer.mesh.shape)
+    present = lambda names: tuple(axis for axis in names_of(names) if axis in layer.mesh.shape)
     expert = present(layer._expert_parallelism_name)
     if not expert:
         raise ValueError(
@@ -280,10 +276,10 @@ def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
     batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
     spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
     first, second, *_ = (*tuple(spec), None, None)
-    if size(expert) == 1 and batch_size % size(_names(first)):
+    if size(expert) == 1 and batch_size % size(names_of(first)):
         first = None
     tokens = P(first, second)
-    divided = {axis for entry in tokens for axis in _names(entry)}
+    divided = {axis for entry in tokens for axis in names_of(entry)}
     missing = [axis for axis in expert if axis not in divided and layer.mesh.shape[axis] > 1]
     if missing and divided & {axis for axis in expert if layer.mesh.shape[axis] > 1}:
         raise ValueError(
@@ -305,10 +301,7 @@ def _sparse_matmul(
     forced_routed_experts: jax.Array | None = None,
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return the layer's outputs, its balance loss and its update of the router's bias.
-
-    This is ``RoutedMoE.sparse_matmul``.
-    """
+    """Return the outputs, balance loss and bias update of ``RoutedMoE.sparse_matmul``."""
     _check_config(layer)  # a class that was derived before enable has its own __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
@@ -447,10 +440,7 @@ def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
 def _balance_loss(
     layer: _RoutedMoE, scores: jax.Array, ids: jax.Array, num_chunks: int, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return the mean of the loss over all tokens, or None if the layer does not compute it here.
-
-    MaxText has a loss for each chunk of the tokens.
-    """
+    """Return the mean loss of all tokens' chunks, or None if the layer does not compute it here."""
     if not _has_loss(layer) or _is_loss_of_sequences(layer):
         return None
     probabilities = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(layer.dtype)
@@ -462,8 +452,7 @@ def _balance_loss(
 def _bias_updates(
     version: _Version, layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Return what loss-free balancing adds to the bias of the router, from the counts of all
-    tokens, or None if the layer has no such bias."""
+    """Return what loss-free balancing adds to the router's bias, or None without such a bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

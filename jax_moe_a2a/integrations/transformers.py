@@ -57,9 +57,8 @@ def from_state_dict(
 ) -> dict[str, Any]:
     """Return the parameters of one block of Mixtral, Qwen3-MoE, DeepSeek-V3 or GPT-OSS.
 
-    A block has one tensor for all experts, as in transformers 5, or one for each expert, as in
-    transformers 4 and in published files. The function accepts both. Values and dtypes are
-    unchanged, and the result shares no memory with the state dict.
+    A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
+    transformers 4 and in published files. Values and dtypes are unchanged, and copied.
 
     Args:
       state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more. Names
@@ -83,28 +82,6 @@ def from_state_dict(
         array have different dtypes.
       ValueError: if the model is unknown, a name is missing or unexpected, or a tensor does not
         have the shape that the configuration implies.
-
-    Example:
-      A block of Qwen3-MoE that has one expert of width 3 for tokens with two features:
-
-      ```python
-      import numpy as np
-      from jax_moe_a2a.integrations import transformers as hf
-
-      config = dict(model_type="qwen3_moe", hidden_size=2, moe_intermediate_size=3, num_experts=1)
-      config |= dict(num_experts_per_tok=1, norm_topk_prob=True, hidden_act="silu")
-      state_dict = {
-          "mlp.gate.weight": np.zeros((1, 2)),
-          "mlp.experts.gate_up_proj": np.arange(12).reshape(1, 6, 2) / 1,
-          "mlp.experts.down_proj": np.zeros((1, 2, 3)),
-      }
-      gate, up = hf.from_state_dict(state_dict, config, "mlp")["experts"].w_in[0, 0]
-      print(gate, up)
-      ```
-
-      ```text
-      [0. 2. 4.] [ 6.  8. 10.]
-      ```
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
@@ -201,18 +178,6 @@ def moe_config(config: Config) -> ma.MoEConfig:
 
     Raises:
       ValueError: if the model or its activation is unknown, or the configuration lacks a field.
-
-    Example:
-      ```python
-      from jax_moe_a2a.integrations import transformers as hf
-
-      config = dict(model_type="mixtral", hidden_size=2, intermediate_size=3, hidden_act="silu")
-      print(hf.moe_config(config | dict(num_local_experts=4, num_experts_per_tok=2)).choose)
-      ```
-
-      ```text
-      TopK(k=2, score='softmax', num_groups=None, top_groups=None, renormalize=True, scale=1.0)
-      ```
     """
     model = _model_of(config)
     width = _field(config, model.width)

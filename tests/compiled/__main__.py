@@ -42,24 +42,33 @@ def main():
         if arguments.hlo:
             arguments.hlo.mkdir(parents=True, exist_ok=True)
             (arguments.hlo / f"{name}.txt").write_text(text)
-        rows = hlo.rows_of_table(text, program.rows)
-        return "\n".join([f"{name} ({program.rows} rows)", *(f"  {row}" for row in rows), ""])
+        return program.rows, hlo.rows_of_table(text, program.rows)
 
     start = time.perf_counter()
     makers = programs.all_of(gpus.devices())
     with ThreadPoolExecutor(2) as pool:
-        blocks = []
+        found = {}
         for name, make in makers.items():
             if arguments.only in name:
                 program = make()
                 lowered = gpus.lower(program.function, program.args, program.mesh)
-                blocks.append(pool.submit(compiled, name, program, lowered))
-        table = "\n".join([HEAD, *(block.result() for block in blocks)])
+                found[name] = pool.submit(compiled, name, program, lowered)
+        blocks = blocks_of({name: block.result() for name, block in found.items()})
+        table = "\n".join([HEAD, *blocks])
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if arguments.write and not arguments.only:
         TABLE.write_text(table)
     else:
         print(table, end="")
+
+
+def blocks_of(found):
+    """Yield the text of each program. A program with the rows of an earlier one names that one."""
+    names = {}
+    for name, (num_rows, rows) in found.items():
+        first = names.setdefault((num_rows, *rows), name)
+        rows = rows if first == name else [f'the same as "{first}"']
+        yield "\n".join([f"{name} ({num_rows} rows)", *(f"  {row}" for row in rows), ""])
 
 
 if __name__ == "__main__":

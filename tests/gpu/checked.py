@@ -469,27 +469,25 @@ class Noted:
 # Orders: (shape, group, step) -> counts, of one rank.
 
 
-def whole(shape, group, step):
-    """Route, dispatch and combine."""
-    routing = route(shape, group, step)
-    recv = dispatch(shape, group, step, routing)
-    out = combine(shape, group, recv)
-    return (
-        count_routing(shape, group, step, routing)
-        + count_rows(shape, step, recv)
-        + count_sums(shape, group, step, own_ids(shape, group, step), out)
-    )
-
-
-def at_once(shape, group, step):
-    """Exchange with a dispatch of ids."""
-    recv = routed_dispatch(shape, group, step)
+def received(shape, group, step, recv):
+    """Check a dispatch, and the combine of its rows."""
     out = combine(shape, group, recv)
     return (
         count_routing(shape, group, step, recv.routing)
         + count_rows(shape, step, recv)
         + count_sums(shape, group, step, own_ids(shape, group, step), out)
     )
+
+
+def whole(shape, group, step):
+    """Route, dispatch and combine."""
+    routing = route(shape, group, step)
+    return received(shape, group, step, dispatch(shape, group, step, routing))
+
+
+def at_once(shape, group, step):
+    """Exchange with a dispatch of ids."""
+    return received(shape, group, step, routed_dispatch(shape, group, step))
 
 
 def routed_dispatch_only(shape, group, step):

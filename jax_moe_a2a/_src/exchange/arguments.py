@@ -10,21 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ad import with_tangent
-from ..checks import PyTree, Tail, check_floats, short
-from ..formats.formats import NvFp4, TokenFormat, paired, with_global_scales
+from ..ad import carries_tangent, with_tangent
+from ..checks import (
+    PyTree,
+    Tail,
+    check_bool,
+    check_floats,
+    check_static,
+    check_tail,
+    merge_axes,
+    short,
+)
+from ..formats.formats import NvFp4, TokenFormat, WireDtype, as_wire_dtype, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
+from . import reference
 from .bind import bind
 from .dispatch_combine import DISPATCH
-from .payload_checks import (
-    check_leaves,
-    check_options,
-    check_weights,
-    check_wire_dtype,
-    with_shared_weights,
-)
 from .record import Options
 from .recv import Recv, recv_of
 
@@ -32,9 +35,9 @@ from .recv import Recv, recv_of
 class DispatchArguments(NamedTuple):
     """The checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    If the primitive applies the token format, bind it with ``payload`` and ``params``. If XLA
-    applies the format before and after the primitive, use ``encoded_payload`` and
-    ``encoded_params``.
+    If the primitive applies the token format, bind it with ``payload`` and ``params``, and pass the
+    results to ``recv``. If XLA applies the format before and after the primitive, use ``encoded``
+    and ``recv_of_encoded``.
     """
 
     source: CheckedIds | AnyRouting
@@ -77,91 +80,54 @@ class DispatchArguments(NamedTuple):
         return [jnp.broadcast_to(scale, self.leaves[0].shape[:1])]
 
     @property
-    def _travelling_scales(self) -> list[jax.Array]:
-        """Return the bits of the global scale of each token, uint32 [T], which travel with its row;
-        [] if the format has none. They are integers because they have no derivative."""
-        scales = (
-            None if self.options.token_format is None else self.options.token_format.token_scales
-        )
-        return [] if scales is None else [lax.bitcast_convert_type(scales, jnp.uint32)]
-
-    @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return these bits as a choice array [T, K], as the kernels deliver them to quantized
-        rows; [] if the kernels decode rows."""
-        if self.options.decode:
+        """Return the bits of the tokens' global scales as a choice array, uint32 [T, K], as the
+        kernels deliver them to quantized rows; [] without such scales, or if rows are decoded."""
+        fmt, source = self.options.token_format, self.source
+        if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
-        source = self.source
         top_k = source.ids.shape[1] if isinstance(source, CheckedIds) else source.top_k
         num_choices = top_k + self.route_options.shared_expert
-        return [
-            jnp.broadcast_to(bits[:, None], (bits.size, num_choices))
-            for bits in self._travelling_scales
-        ]
+        bits = lax.bitcast_convert_type(fmt.token_scales, jnp.uint32)
+        return [jnp.broadcast_to(bits[:, None], (bits.size, num_choices))]
 
     @property
-    def encoded_payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that does not quantize, without the routing."""
-        fmt = self.options.token_format
-        leaves = self.leaves
-        if fmt is not None:
-            leaves = [part for leaf in leaves for part in fmt.travelling.encode(leaf)]
-        return [*leaves, *self._travelling_scales, *self.choice_arrays]
-
-    @property
-    def encoded_params(self) -> dict[str, Any]:
-        """Return the parameters of a dispatch that does not quantize."""
+    def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
+        """Return payload and parameters of a dispatch that does not quantize."""
         if self.options.token_format is None:
-            return self.params
-        # The wire dtype is for the gradient, and values and scales have no gradient.
-        options = self.options.unencoded._replace(wire_dtype=None)
-        num_leaves = 2 * len(self.leaves) + len(self._travelling_scales)
-        return dict(
-            num_leaves=num_leaves, num_choice_arrays=len(self.choice_arrays), options=options
-        )
+            return self.payload, self.params
+        return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return the ``Recv`` of the results of a dispatch that quantizes."""
-        num_scales = len(self._scales_of_choices)
-        num_rows = len(moved) - len(self.choice_arrays) - num_scales
-        rows, weights = moved[:num_rows], moved[num_rows : len(moved) - num_scales]
-        return self._recv(routing, rows, moved[len(moved) - num_scales :], weights)
-
-    def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return the ``Recv`` of the results of a dispatch that does not quantize."""
-        if self.options.token_format is None:
-            return self.recv(routing, moved)
-        num_parts = 2 * len(self.leaves)
-        num_leaves = num_parts + len(self._travelling_scales)
-        parts, bits, weights = (
-            moved[:num_parts],
-            moved[num_parts:num_leaves],
-            moved[num_leaves:],
-        )
-        if self.options.decode:
-            parts = _decoded(parts, self.leaves, routing, self.options, _as_scales(bits))
-        return self._recv(routing, parts, bits, weights)
-
-    def _recv(
-        self,
-        routing: AnyRouting,
-        rows: Sequence[Any],
-        bits: Sequence[jax.Array],
-        weights: Sequence[jax.Array],
-    ) -> Recv:
-        """Return the ``Recv`` of rows, or of their parts, with the bits of the global scales and
-        the weights of the rows: one array or none each."""
-        scales = None
-        if self.options.token_format is not None and not self.options.decode:
-            rows = [self.options.token_format.laid_out(pair) for pair in paired(rows)]
-            scales = _as_scales(bits)
+        scales_of_choices, fmt = self._scales_of_choices, self.options.token_format
+        end = len(moved) - len(scales_of_choices)
+        first = end - len(self.choice_arrays)
+        rows: Sequence[Any] = moved[:first]
+        weights, bits = moved[first:end], moved[end:]
+        if fmt is not None and not self.options.decode:
+            rows = [fmt.laid_out(pair) for pair in paired(rows)]
+        scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
         rows = jax.tree.unflatten(self.treedef, rows)
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
+    def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
+        """Return the ``Recv`` of the results of a dispatch that does not quantize."""
+        if self.options.decode:
+            num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
+            found = reference.decoded(moved, dtypes, self.params["options"])
+            rows, rest = found[:num_leaves], found[num_leaves:]
+            options = self.options.unencoded
+            params = dict(num_leaves=num_leaves, num_choice_arrays=0, options=options)
 
-def _as_scales(bits: Sequence[jax.Array]) -> jax.Array | None:
-    """Return the float32 with these bits, or None if there are none."""
-    return lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
+            # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the
+            # format. The rows are D Q(x), but their derivative is defined as the derivative of
+            # D x: d rows = D dx. The transpose is ct(x) = D^T ct(rows), a combine.
+            def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
+                return bind(DISPATCH, tangents[0], primals[1], **params)
+
+            moved = [*with_tangent(rows, tangent_of, self.leaves, routing), *rest]
+        return self.recv(routing, moved)
 
 
 def check_dispatch(
@@ -201,36 +167,6 @@ def check_dispatch(
     if has_shared_weights:
         choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]
     return DispatchArguments(source, leaves, treedef, choice_arrays, options)
-
-
-# Rows of a dispatch whose primitive does not decode: of a split one, or of one over two levels
-
-
-def _decoded(
-    parts: Sequence[jax.Array],
-    x: Sequence[jax.Array],
-    routing: AnyRouting,
-    options: Options,
-    global_scales: jax.Array | None,
-) -> list[jax.Array]:
-    """Return the rows [C, ...] of each array of ``x``, with straight-through derivatives.
-
-    The dispatched values and scales alternate in ``parts``. The global scale of each row is in
-    ``global_scales`` [C], or is the format's. The wire dtype of the options is for the gradient.
-    """
-    pairs = zip(paired(parts), x, strict=True)
-    assert options.token_format is not None
-    fmt = with_global_scales(options.token_format.travelling, global_scales)
-    rows = [fmt.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    params = dict(num_leaves=len(x), num_choice_arrays=0, options=options.unencoded)
-
-    # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format.
-    # The rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx.
-    # The transpose is ct(x) = D^T ct(rows), a combine.
-    def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
-        return bind(DISPATCH, tangents[0], primals[1], **params)
-
-    return with_tangent(rows, tangent_of, list(x), routing)
 
 
 class CombineArguments(NamedTuple):
@@ -309,8 +245,7 @@ def _check_addends(
     rows: Sequence[jax.Array],
     treedef: jax.tree_util.PyTreeDef,
 ) -> list[jax.Array]:
-    """Return the arrays of ``add``, which are like the sums of ``rows``, or raise the errors of
-    ``combine``."""
+    """Return the arrays of ``add``, which are like the sums of ``rows``."""
     leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
     if routing.replicated:
         raise ValueError(
@@ -329,3 +264,122 @@ def _check_addends(
                 f"{short(leaf)}. Reshape or cast it"
             )
     return leaves
+
+
+# Checks of the options and of the payload
+
+
+def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: bool) -> Options:
+    """Return the checked options of a dispatch, or raise the errors of ``dispatch``."""
+    check_bool("decode", options.decode)
+    check_format(options.token_format, options.decode, leaves)
+    wire = check_wire_dtype(options.wire_dtype, "x", leaves, has_levels=has_levels)
+    return options._replace(wire_dtype=wire, tail=check_tail(options.tail))
+
+
+def check_leaves(
+    name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
+) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The message about
+    another leading axis ends with ``remedy``."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
+
+
+def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.Array:
+    try:
+        leaf = jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
+    check_static(name, leaf)
+    if leaf.ndim < 1 or leaf.shape[0] != size:
+        if leaf.ndim > 2 and leaf.shape[0] * leaf.shape[1] == size:
+            remedy = merge_axes(name, leaf, leaf.ndim - 1)
+        raise ValueError(
+            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}{remedy}"
+        )
+    return leaf
+
+
+def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
+    """Return weights as float32, or float64 if given as float64."""
+    array = jnp.asarray(weights)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+    if array.shape != shape:
+        raise ValueError(
+            f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
+            f"{merge_axes(name, array, len(shape))}"
+        )
+    return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
+
+
+def with_shared_weights(topk_weights: jax.Array, shared_weights: ArrayLike | None) -> jax.Array:
+    """Return checked router weights [T, K] as [T, K + 1], with the shared expert's weights last."""
+    num_tokens = len(topk_weights)
+    weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
+    if weights.ndim == 0:
+        weights = jnp.broadcast_to(weights, num_tokens)
+    weights = check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
+    dtype = topk_weights.dtype  # also the dtype of a Python number
+    if weights.dtype.itemsize > dtype.itemsize and not weights.weak_type:
+        dtype = weights.dtype
+    return jnp.concatenate([topk_weights.astype(dtype), weights.astype(dtype)[:, None]], axis=1)
+
+
+def check_wire_dtype(
+    wire_dtype: DTypeLike | TokenFormat | None,
+    name: str,
+    leaves: Sequence[jax.Array],
+    *,
+    has_levels: bool,
+) -> WireDtype:
+    """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
+    With levels, it must not be wider than the dtype of a leaf, to which the sum of a host is
+    rounded."""
+    dtype = as_wire_dtype(wire_dtype)
+    if isinstance(dtype, TokenFormat):
+        for leaf in leaves:
+            if carries_tangent(leaf.dtype):
+                _check_quantizable(dtype.travelling, "wire_dtype", name, leaf)
+        return dtype.travelling
+    if dtype is None or not has_levels:
+        return dtype
+    for leaf in leaves:
+        is_summed = jnp.issubdtype(leaf.dtype, jnp.floating) and carries_tangent(leaf.dtype)
+        if is_summed and dtype.itemsize > leaf.dtype.itemsize:
+            raise ValueError(
+                f"wire_dtype must not be wider than the dtype of {name} if the group has two "
+                f"levels; got {dtype} for {short(leaf)}. Use wire_dtype=None, or cast {name} to "
+                f"{dtype}"
+            )
+    return dtype
+
+
+def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
+    """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
+    if fmt is None:
+        if decode:
+            raise ValueError(
+                "decode must be False without a token_format; got True. Pass "
+                "exchange=ma.Exchange(token_format=...)"
+            )
+        return
+    for leaf in leaves:
+        _check_quantizable(fmt, "token_format", "x", leaf)
+    if fmt.token_scales is not None and fmt.token_scales.ndim > 1:
+        raise ValueError(
+            "global_scale must be a float, or a float32 array [] or [num_tokens], in dispatch; got "
+            f"{short(fmt.token_scales)}. Pass one scale for each token"
+        )
+
+
+def _check_quantizable(fmt: TokenFormat, option: str, name: str, leaf: jax.Array) -> None:
+    if leaf.ndim < 2:
+        raise ValueError(
+            f"{name} must hold arrays [..., hidden] of two axes or more with a token format as "
+            f"{option}; got {short(leaf)}"
+        )
+    fmt.check_numbers(leaf, name)

@@ -66,9 +66,9 @@ def bind_start(
     """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
     that binds the done, and maps the arrays in flight to the results of the exchange."""
     if isinstance(routing, TwoLevelRouting):
-        in_flight = two_level.bind_start(exchange, payload, routing, **params)
-        done = partial(two_level.bind_done, exchange, routing=routing, **params)
-        return in_flight, scopes.exchange(done)
+        done_of_levels = partial(two_level.bind, exchange, routing=routing, phase="done", **params)
+        in_flight = two_level.bind(exchange, payload, routing, phase="start", **params)
+        return in_flight, scopes.exchange(done_of_levels)
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
@@ -85,13 +85,11 @@ def bind_start(
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
     """Return the ids and the options of ``route_p``."""
-    num_tokens, top_k = ids.shape
-    sizes = options.sizes(num_tokens, top_k)
     first_choice = None  # the capacity holds any routing
-    if options.capacity < sizes.rows():  # the shared expert's choice, or the router's first
-        first_choice = top_k if options.shared_expert else 0
+    if options.may_drop(*ids.shape):  # the shared expert's choice, or the router's first
+        first_choice = ids.shape[1] if options.shared_expert else 0
     if options.shared_expert or options.replicated:
-        ids = renumbered_ids(ids, own_rank(options.group), sizes)
+        ids = renumbered_ids(ids, own_rank(options.group), options.sizes(*ids.shape))
     return ids, PlanOptions(
         options.num_local_experts, options.capacity, options.alignment, first_choice
     )

@@ -1,15 +1,12 @@
 """Define dispatch and combine.
 
-A dispatch with a format quantizes its leaves, and may have the global scales of the tokens as one
-more operand. It is linear except for the rounding, and has the derivatives of a dispatch without a
-format.
+A dispatch with a format is linear except for the rounding, and has the derivatives of a dispatch
+without a format. The global scales of the tokens may be its last operand.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group. The transpose is a combine, which does not read these rows and has no ``tail``. The
-transpose of a combine writes zeros to these rows, because the function that computed the rows may
-read all of their cotangent. With ``tail="unspecified"``, a combine declares that this function
-reads no cotangent after the last group. Its transpose then is a dispatch with
-``tail="unspecified"``.
+last group, which its transpose, a combine, does not read. The transpose of a combine writes zeros
+to these rows, because the function that computed the rows may read their cotangent. With
+``tail="unspecified"``, a combine declares that the function does not, and has such a transpose.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import aval_of, carries_tangent, cotangents_of, is_zero, select, zero_tangent
-from ..formats.formats import NvFp4, Quantized, TokenFormat
+from ..formats.formats import NvFp4, TokenFormat
 from ..group import native
 from ..plan.plan import RoutingArrays
 from . import reference, rules
@@ -57,32 +54,21 @@ def _combine_layouts(
 
 
 def _dispatch_types(
-    results: list[Any],
-    payload: Sequence[jax.Array],
-    *,
-    num_leaves: int,
-    options: Options,
-    **_: object,
+    results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
     """Return the result types. If rows are not decoded, each leaf has values and scales."""
-    del payload
     if options.token_format is None or options.decode:
         return results
     rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]
-    return [part for row in rows for part in _quantized(row, options.token_format)] + others
+    fmt = options.token_format
+    parts = (fmt.values_per_item, fmt.value_dtype), (fmt.group_size, fmt.scale_dtype)
 
+    def part(row: Any, size: int, dtype: DTypeLike) -> Any:
+        *lead, hidden = row.shape
+        shape = (*lead, hidden // size)
+        return compat.result_aval(row, shape, jnp.dtype(dtype), row.sharding.spec)
 
-def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
-    """Return the types of values and scales of rows [..., H]. They are sharded like the rows."""
-    *lead, hidden = rows.shape
-
-    def part(items: int, dtype: DTypeLike) -> Any:
-        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
-
-    return Quantized(
-        part(hidden // fmt.values_per_item, fmt.value_dtype),
-        part(hidden // fmt.group_size, fmt.scale_dtype),
-    )
+    return [part(row, *of_part) for row in rows for of_part in parts] + others
 
 
 # Kernel calls
@@ -115,8 +101,7 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
 def dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
-    quantizes the leaves if there is a format."""
+    """Return the call of a dispatch, whole or split, which moves all arrays as bytes."""
     options: Options = params["options"]
     arrays, attributes = range(len(payload)), dispatch_attributes(params)
     if options.token_format is None:
@@ -130,7 +115,7 @@ def combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
     """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
-    the first call also moves the choice arrays. The payload may end with addends of the leaves."""
+    the first call also moves the choice arrays."""
     num_leaves, wire = params["num_leaves"], params["options"].wire_dtype
     leaves, num_moved = payload[:num_leaves], num_leaves + params["num_choice_arrays"]
     has_addends = params["options"].num_addends > 0
@@ -159,20 +144,13 @@ def combine_call(
     """Return a call whose partial sums of ``dtype`` rows travel in ``wire``: a dtype, a token
     format, or None for ``dtype``. If ``dtype`` is None, there are no sums."""
     fmt = wire if isinstance(wire, TokenFormat) else None
-    num_sms = None
+    num_sms, name = None, ""
     if fmt and call_placement.group.size > 1:
         num_sms = call_placement.group.sms_of("combine") or FORMAT_NUM_SMS
-    attributes = dict(counts, wire=_wire_name(wire, dtype), global_scale=global_scale(fmt))
+    if dtype is not None:
+        name = type(fmt).__name__ if fmt else native.type_name(dtype if wire is None else wire)
+    attributes = dict(counts, wire=name, global_scale=global_scale(fmt))
     return KernelCall("moe_a2a_combine", arrays, results, attributes, num_sms)
-
-
-def _wire_name(wire: Any, dtype: DTypeLike | None) -> str:
-    """Return the kernels' name of ``wire``; '' if there are no sums."""
-    if dtype is None:
-        return ""
-    if isinstance(wire, TokenFormat):
-        return type(wire).__name__
-    return native.type_name(dtype if wire is None else wire)
 
 
 # The primitives
@@ -206,8 +184,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a dispatch or combine that moves only the kept leaves and choice
-    arrays."""
+    """Return the parameters of an exchange of only the kept leaves and choice arrays."""
     first = params["num_leaves"]  # of the choice arrays
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded
@@ -318,8 +295,8 @@ def _transpose(
 def used_payload(
     used_results: Sequence[bool], params: dict[str, Any]
 ) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands of a dispatch or combine are used, and which results are kept.
-    All results of a used operand are kept."""
+    """Return which payload operands are used, and which results are kept: all results of a used
+    operand."""
     layouts = _dispatch_layouts(**params)
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):
@@ -355,11 +332,10 @@ def _divide_known(
     **_: object,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that binds one exchange of the known leaves and choice arrays and one of
-    the unknown ones.
+    the unknown ones, or None if that is not possible.
 
-    Return None if the routing is unknown, if all or none of the leaves and choice arrays are known,
-    or if there are addends. Without the division, all rows would be unknown, and a product of two
-    rows would not be linear in the unknown arrays.
+    Without the division, all rows would be unknown, and a product of two rows would not be linear
+    in the unknown arrays.
     """
     num_moved = num_leaves + num_choice_arrays
     payload_known, routing_known = split_routing(known)

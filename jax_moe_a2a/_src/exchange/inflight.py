@@ -136,7 +136,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return the same arrays and tree. None of their arrays is available before all of them are."""
+    """Return arrays and tree, of which nothing is available before all of it is."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     tied = tie(*arrays, *select(is_array, leaves))

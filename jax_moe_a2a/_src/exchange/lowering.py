@@ -1,8 +1,6 @@
 """Lower primitives to custom calls of the CUDA kernels, or to the portable path.
 
-A device finds its rank from the mesh axes of the program, and the ``route`` kernel checks this rank
-against the rank of the workspace. If ranks share a GPU, one call runs all of them, and its arrays
-have a leading axis of ranks. The lowering rules see the arrays of one rank.
+If ranks share a GPU, one call runs all of them, and its arrays have a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why it takes the portable path. Raise a ValueError if
-    the group requires the kernels, and the devices of the program are not known."""
+    """Return where the kernels run a call, or why it takes the portable path."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -103,10 +100,9 @@ def register(
     """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
 
     Args:
-      reference: computes the results with jnp and lax from the operands and parameters.
-      kernels: chooses custom calls. ``kernels(ctx, call_placement, *operands, **params)`` returns a
-        function that emits them and returns the results. It raises ``Refused`` if the kernels do
-        not support the call. It reads the types of ``ctx`` only.
+      reference: computes the results from the operands and parameters.
+      kernels: ``kernels(ctx, call_placement, *operands, **params)`` returns a function that emits
+        custom calls and returns the results, or raises ``Refused``. It reads only types of ``ctx``.
       unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
         replacement binds other exchanges, which may run the kernels.
     """
@@ -201,8 +197,7 @@ def half_bytes_of(
     avals_in: Sequence[compat.Aval],
     avals_out: Sequence[compat.Aval],
 ) -> int:
-    """Return the bytes of a ring half that a call needs. Raise ``Refused`` if the kernels do not
-    support it."""
+    """Return the bytes of a ring half that a call needs, or raise ``Refused``."""
     operands, results = (map(call_placement.of_rank, avals) for avals in (avals_in, avals_out))
     why, half_bytes = native.why_not(
         target, attributes, operands, results, call_placement.topology, bool(call_placement.lead)
@@ -224,8 +219,7 @@ def custom_call(
     is_split: bool = False,
     aliases: dict[int, int] | None = None,
 ) -> list[Any]:
-    """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
-    and the bytes of a ring half to reserve."""
+    """Emit the call of a handler, with the attributes that all handlers have."""
     native.register_targets()
     group, topology = call_placement.group, call_placement.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
@@ -280,8 +274,7 @@ class KernelCall(NamedTuple):
 
 
 def _inputs(operands: Sequence[Any]) -> list[Any]:
-    """Return the payload of an exchange, then the routing arrays that the kernels read, from the
-    operands of its primitive or from their types."""
+    """Return the payload and the routing arrays that the kernels read, or their types."""
     payload, routing = split_routing(operands)
     return [*payload, *(getattr(routing, name) for name in READ_BY_KERNELS)]
 
@@ -291,39 +284,73 @@ def _of_call(call: KernelCall, inputs: Sequence[Any]) -> list[Any]:
     return [*(inputs[i] for i in call.arrays), *inputs[-len(READ_BY_KERNELS) :]]
 
 
-def whole(
+def lower_by_kernels(
     exchange: Record,
+    phase: str,
     ctx: compat.Context,
     call_placement: CallPlacement,
     *operands: compat.Value,
     **params: Any,
 ) -> Callable[[], list[Any]]:
-    """Choose the calls of an exchange, and return the function that emits them."""
-    avals, inputs = _inputs(ctx.avals_in), _inputs(operands)
-    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-    return partial(_make, exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out)
+    """Choose the calls of an exchange, or of its start or done, and return the function that emits
+    them and returns the results.
 
-
-def start(
-    exchange: Record,
-    ctx: compat.Context,
-    call_placement: CallPlacement,
-    *operands: compat.Value,
-    **params: Any,
-) -> Callable[[], list[Any]]:
-    """Do what ``whole`` does, for the start of an exchange."""
-    avals = _inputs(ctx.avals_in)
-    sources = exchange.layouts(**params).sources
+    The calls of a done have the operands of the start, so that XLA keeps them in place, and the
+    arrays in flight, which become the results.
+    """
+    sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
-    # In flight, the arrays at the tokens come before the arrays at the rows.
-    is_outward = exchange.is_outward
-    avals_out = ctx.avals_out[num_results:] if is_outward else ctx.avals_out[:num_results]
-    calls = _kernel_calls(exchange, call_placement, avals, avals_out, params)
+
+    def divide(arrays: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """Return the operands of the whole exchange or its start, and the results in flight."""
+        if phase != "done":
+            return _inputs(arrays), []
+        moved, routing = split_routing(arrays)
+        at_tokens, at_rows = moved[:num_results], moved[num_results : 2 * num_results]
+        if is_outward:
+            return _inputs([*at_tokens, *routing]), at_rows
+        return _inputs([*(moved[2 * num_results :] or at_rows), *routing]), at_tokens
+
+    avals, in_flight_avals = divide(ctx.avals_in)
+    avals_out = ctx.avals_out
+    if phase == "start":  # The arrays at the tokens come before the arrays at the rows.
+        avals_out = avals_out[num_results:] if is_outward else avals_out[:num_results]
+    payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
+    calls = []
+    for call in exchange.kernel_calls(call_placement, payload, params):
+        types = _of_call(call, avals), [avals_out[i] for i in call.results]
+        half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
+        calls.append((call, *types, half_bytes))
+    num_sms = _num_sms_of_exchange(exchange, phase, call_placement, avals)
 
     def emit() -> list[Any]:
-        held = _held(ctx, _inputs(operands), avals)
-        results = _make(exchange, calls, ctx, call_placement, held, avals, avals_out, phase="start")
-        payload = held[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
+        inputs, in_flight = divide(operands)
+        if phase:
+            held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
+            inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
+        results: list[Any] = [None] * len(avals_out)
+        for call, call_avals_in, call_avals_out, half_bytes in calls:
+            become_results = [in_flight[i] for i in call.results] if phase == "done" else []
+            num_inputs, num_aliased = len(call_avals_in), len(become_results)
+            call_results = custom_call(
+                ctx.replace(
+                    avals_in=[*call_avals_in, *call_avals_out[:num_aliased]],
+                    avals_out=call_avals_out,
+                ),
+                f"{call.target}_{phase}" if phase else call.target,
+                [*_of_call(call, inputs), *become_results],
+                call_placement,
+                call.attributes,
+                num_sms=num_sms if phase else call.num_sms or num_sms,
+                half_bytes=half_bytes,
+                is_split=bool(phase),
+                aliases={num_inputs + i: i for i in range(num_aliased)},
+            )
+            for i, result in zip(call.results, call_results, strict=True):
+                results[i] = result
+        if phase != "start":
+            return results
+        payload = inputs[: -len(READ_BY_KERNELS)]  # The done reads the same memory.
         if is_outward:
             return [*payload, *results]
         return [*results, *(payload[source[0]] for source in sources)]
@@ -331,58 +358,15 @@ def start(
     return emit
 
 
-def done(
-    exchange: Record,
-    ctx: compat.Context,
-    call_placement: CallPlacement,
-    *operands: compat.Value,
-    **params: Any,
-) -> Callable[[], list[Any]]:
-    """Do what ``whole`` does, for the done of an exchange.
-
-    The done has the operands of its start, so that XLA keeps them in place. Its other operands are
-    the arrays in flight, which become its results.
-    """
-    num_results = len(exchange.layouts(**params).results)
-
-    def divide(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the inputs of the start, and the results in flight."""
-        moved, routing = split_routing(arrays)
-        at_tokens, at_rows = moved[:num_results], moved[num_results : 2 * num_results]
-        if exchange.is_outward:
-            return _inputs([*at_tokens, *routing]), at_rows
-        kept_payload = moved[2 * num_results :]
-        return _inputs([*(kept_payload or at_rows), *routing]), at_tokens
-
-    avals, in_flight_avals = divide(ctx.avals_in)
-    calls = _kernel_calls(exchange, call_placement, avals, ctx.avals_out, params)
-
-    def emit() -> list[Any]:
-        inputs, in_flight = divide(operands)
-        held = _held(ctx, [*inputs, *in_flight], [*avals, *in_flight_avals])
-        inputs, in_flight = held[: len(inputs)], held[len(inputs) :]
-        args = exchange, calls, ctx, call_placement, inputs, avals, ctx.avals_out
-        return _make(*args, phase="done", in_flight=in_flight)
-
-    return emit
-
-
-def _kernel_calls(
-    exchange: Record,
-    call_placement: CallPlacement,
-    avals: Sequence[compat.Aval],
-    avals_out: Sequence[compat.Aval],
-    params: dict[str, Any],
-) -> list[tuple[KernelCall, int]]:
-    """Return the calls of an exchange, each with the bytes of a ring half that it needs. Raise
-    ``Refused`` if the kernels do not support a call."""
-    payload = [call_placement.of_rank(aval) for aval in avals[: -len(READ_BY_KERNELS)]]
-    found = []
-    for call in exchange.kernel_calls(call_placement, payload, params):
-        types = _of_call(call, avals), [avals_out[i] for i in call.results]
-        half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
-        found.append((call, half_bytes))
-    return found
+def _num_sms_of_exchange(
+    exchange: Record, phase: str, call_placement: CallPlacement, avals: Sequence[compat.Aval]
+) -> int:
+    """Return the default SMs of the calls of an exchange or of a phase."""
+    group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"
+    if phase:
+        return group.sms_of(operation) or SPLIT_NUM_SMS
+    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
+    return num_sms_of(group, operation, choice_rank.shape[call_placement.lead])
 
 
 def _hold(*arrays: jax.Array) -> Any:
@@ -396,56 +380,11 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays after one barrier for all of them.
+    """Return arrays in the calls' layout, after one barrier, so that XLA copies none in flight: the
+    done must read the memory of the start.
 
-    The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
-    call with slices of its operands, and with the update of a larger array by a result. XLA would
-    also copy a constant for each call that reads it, but the done must read the memory of the
-    start. Where XLA chooses another layout, such as for a batch axis that was moved, it would copy
-    an array for the start and again for the done: so the arrays already have the calls' layout.
+    Otherwise, XLA's dynamic_slice_fusion would fuse a call with slices of its operands, and with
+    the update of a larger array by a result. XLA would also copy a constant for each call that
+    reads it, and an array in another layout, for the start and again for the done.
     """
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
-
-
-def _make(
-    exchange: Record,
-    calls: Sequence[tuple[KernelCall, int]],
-    ctx: compat.Context,
-    call_placement: CallPlacement,
-    inputs: Sequence[Any],
-    avals: Sequence[compat.Aval],
-    avals_out: Sequence[compat.Aval],
-    *,
-    phase: str = "",
-    in_flight: Sequence[Any] = (),
-) -> list[Any]:
-    """Emit the calls of an exchange or of a phase, and return the results."""
-    group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"
-    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
-    num_slots = choice_rank.shape[call_placement.lead]
-    results: list[Any] = [None] * len(avals_out)
-    for call, half_bytes in calls:
-        results_in_flight = [in_flight[i] for i in call.results] if in_flight else []
-        call_avals_out = [avals_out[i] for i in call.results]
-        call_avals_in = _of_call(call, avals)
-        num_inputs = len(call_avals_in)
-        num_sms = call.num_sms or num_sms_of(group, operation, num_slots)
-        if phase:
-            num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
-        call_results = custom_call(
-            ctx.replace(
-                avals_in=[*call_avals_in, *call_avals_out[: len(results_in_flight)]],
-                avals_out=call_avals_out,
-            ),
-            f"{call.target}_{phase}" if phase else call.target,
-            [*_of_call(call, inputs), *results_in_flight],
-            call_placement,
-            call.attributes,
-            num_sms=num_sms,
-            half_bytes=half_bytes,
-            is_split=bool(phase),
-            aliases={num_inputs + i: i for i in range(len(results_in_flight))},
-        )
-        for i, result in zip(call.results, call_results, strict=True):
-            results[i] = result
-    return results

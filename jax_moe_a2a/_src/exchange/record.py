@@ -2,6 +2,7 @@
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
 Given the routing (integers), it is linear in its payload, or bilinear in pairs of rows and weights.
+Dispatch and combine are transposes of each other, and so are their weighted forms.
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
@@ -39,8 +40,7 @@ class Options(NamedTuple):
     """The options of an exchange that do not concern its routing, as the caller passed them,
     checked, or as the static parameter of its primitive. A combine has no format.
 
-    Options derived from others keep all fields that the derivation does not name. So a new option
-    reaches each exchange of a split, quantized, transposed or two-level one."""
+    Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
     wire_dtype: Any = None
     """How partial sums travel: a dtype, a token format, or None for the array's dtype."""

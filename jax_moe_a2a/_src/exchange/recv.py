@@ -81,8 +81,7 @@ def recv_of(
     weights: jax.Array | None,
     global_scales: jax.Array | None = None,
 ) -> Recv:
-    """Return the ``Recv`` of rows, and of their weights and global scales, that were dispatched
-    with a routing."""
+    """Return the ``Recv`` of rows that were dispatched with a routing."""
     num_experts = routing.num_experts // routing.group.size  # of the router
     first_expert = own_rank(routing.group) * num_experts
     expert_ids = first_expert + jnp.arange(num_experts, dtype=jnp.int32)

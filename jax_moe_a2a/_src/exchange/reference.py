@@ -8,6 +8,7 @@ all ranks on one device, and the swap is a transposition.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from .. import compat
 from ..ad import accumulation_dtype
-from ..formats.formats import TokenFormat, paired, with_global_scales
+from ..formats.formats import NvFp4, TokenFormat, paired
 from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
@@ -39,8 +40,7 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
-    the same leading axes."""
+    """Route ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with the same lead."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -66,23 +66,21 @@ def dispatch(
     """Dispatch leaves [T, ...] and choice arrays [T, K, ...] by a routing. Return both as [C, ...].
 
     With a format, return values and scales [C, ...] of each leaf, or decoded rows. The global
-    scales [T] may follow the choice arrays as one more operand. With ``tail="unspecified"``, the
-    rows after the last group hold NaN or extreme integers, so that a test detects code that reads
-    them.
+    scales [T] may follow the choice arrays. With ``tail="unspecified"``, the rows after the last
+    group hold NaN or extreme integers, so that a test detects code that reads them.
     """
     params: dict[str, Any] = dict(group=group, emulated=emulated)
     if options.token_format is not None:
         params.update(num_leaves=num_leaves, num_choice_arrays=num_choice_arrays, options=options)
         return encode_and_decode(dispatch, *operands, **params)
     payload, routing = split_routing(operands)
-    move: Callable[..., jax.Array] = partial(_move, send_tokens, routing=routing, **params)
 
-    def receive(half: Callable[..., jax.Array], x: jax.Array) -> Callable[..., jax.Array]:
-        return partial(half, tail_value=_poison(x.dtype) if options.tail == "unspecified" else 0)
+    def move(x: jax.Array, of_choices: bool) -> jax.Array:
+        tail_value = _poison(x.dtype) if options.tail == "unspecified" else 0
+        receive = partial(receive_rows, of_choices=of_choices, tail_value=tail_value)
+        return _move(send_tokens, receive, x, routing=routing, **params)
 
-    return [move(receive(receive_rows, x), x) for x in payload[:num_leaves]] + [
-        move(receive(receive_row_choices, x), x) for x in payload[num_leaves:]
-    ]
+    return [move(x, i >= num_leaves) for i, x in enumerate(payload)]
 
 
 def encode_and_decode(
@@ -95,26 +93,52 @@ def encode_and_decode(
 ) -> list[jax.Array]:
     """Encode leaves, move values and scales as leaves by ``dispatch``, and decode rows."""
     payload, routing = split_routing(operands)
+    parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
+    moved = dispatch(*parts, *routing, **of_parts, **params)
+    return decoded(moved, [x.dtype for x in payload[:num_leaves]], options)
+
+
+def encoded(
+    payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Return payload and parameters of the dispatch without a format that moves the values and
+    scales of leaves. If rows are decoded, global scales travel with them."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
-
-    def format_of(scales: Sequence[jax.Array]) -> TokenFormat:
-        assert options.token_format is not None
-        return with_global_scales(options.token_format, scales[0] if scales else None)
-
-    parts = [part for x in leaves for part in format_of(token_scales).encode(x)]
-    num_parts = len(parts)
+    fmt = _format_of(options, token_scales)
+    parts = [part for x in leaves for part in fmt.encode(x)]
     if options.decode:
-        parts += token_scales
-    params.update(
-        num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options.unencoded
-    )
-    moved = dispatch(*parts, *choice_arrays, *routing, **params)
+        # As integers, which have no derivative.
+        parts += [lax.bitcast_convert_type(x, jnp.uint32) for x in token_scales]
+    # The wire dtype is for the gradient, and values and scales have no gradient.
+    options = options.unencoded._replace(wire_dtype=None)
+    params = dict(num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options)
+    return [*parts, *choice_arrays], params
+
+
+def decoded(
+    moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
+) -> list[jax.Array]:
+    """Return the results of a dispatch with a format of leaves with these dtypes, given those of
+    the dispatch of ``encoded``."""
     if not options.decode:
-        return moved
-    fmt, pairs = format_of(moved[num_parts : len(parts)]), paired(moved[:num_parts])
-    rows = [fmt.decode(pair, x.dtype) for pair, x in zip(pairs, leaves, strict=True)]
-    return [*rows, *moved[len(parts) :]]
+        return list(moved)
+    first = 2 * len(dtypes)
+    end = first + options.has_token_scales
+    scales = [lax.bitcast_convert_type(x, jnp.float32) for x in moved[first:end]]
+    fmt = _format_of(options, scales)
+    pairs = zip(paired(moved[:first]), dtypes, strict=True)
+    return [*(fmt.decode(pair, dtype) for pair, dtype in pairs), *moved[end:]]
+
+
+def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:
+    """Return the format, with these global scales of tokens or rows: one array, or none."""
+    fmt = options.token_format
+    if scales:
+        assert isinstance(fmt, NvFp4)
+        return dataclasses.replace(fmt, global_scale=scales[0])
+    assert fmt is not None
+    return fmt
 
 
 def combine(
@@ -124,9 +148,8 @@ def combine(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Combine leaves [C, ...] and choice arrays [C, ...] by a routing. Return sums [T, ...] and
-    choice arrays [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays. The
-    ``tail`` is for the transpose only."""
+    """Combine leaves and choice arrays [C, ...] by a routing. Return sums [T, ...] and choice
+    arrays [T, K, ...]. Addends [T, ...], one for each sum, may follow the choice arrays."""
     payload, routing = split_routing(operands)
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, addends = rest[:num_choice_arrays], rest[num_choice_arrays:]
@@ -164,12 +187,8 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Dispatch g [T, *W, ...] to G by ``dispatch``, and weigh rows_1..m [C, *W, ...] and
-    weights_1..n [C, *W] with it.
-
-    Return weights_i * G [C, *W, ...] for each i, then the dot products <rows_i, G> [C, *W] for each
-    i.
-    """
+    """Dispatch g [T, *W, ...] to G by ``dispatch``. Return weights_i * G for weights_1..n [C, *W],
+    and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
@@ -219,8 +238,7 @@ def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Arr
 
 
 def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.Array]:
-    """Compute the done of an exchange: arrays in flight, payload if it is kept, routing ->
-    results."""
+    """Compute the done of an exchange: arrays in flight, kept payload, routing -> results."""
     payload, routing = split_routing(operands)
     num_results = len(exchange.layouts(**params).results)
     at_rows = payload[num_results : 2 * num_results]
@@ -230,8 +248,7 @@ def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.A
 
 
 def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Return zeros with the shape of ``x`` at the tokens, where ``x`` is an array at the rows. The
-    first ``num_axes`` axes are those of [T, K]."""
+    """Return zeros like ``x``, with the first ``num_axes`` axes of [T, K] in place of C."""
     core = routing.choice_rank.shape[lead : lead + num_axes]
     return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
 
@@ -244,12 +261,9 @@ def scale_and_dot(
     *,
     num_axes: int,
 ) -> list[jax.Array]:
-    """Compute the local step of ``weighted_dispatch``.
-
-    Return weights_i * moved in the dtype of ``moved``, then <rows_i, moved> over the axes after the
-    first ``num_axes``, in the accumulation dtype. Rows without a token are masked, because they may
-    hold NaN.
-    """
+    """Compute the local step of ``weighted_dispatch``: products in the dtype of ``moved``, then dot
+    products over the axes after the first ``num_axes``, in the accumulation dtype. Rows without a
+    token are masked, because they may hold NaN."""
     acc_dtype = accumulation_dtype(moved.dtype)
     wide = moved.astype(acc_dtype)
     is_row = routing.row_rank >= 0
@@ -301,39 +315,26 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...], one slot for each rank that a token goes to.
-
-    Slots that no token uses are not masked, because no rank reads them. XLA:CPU would compile the
-    mask once for each rank.
-    """
+    """Place tokens [T, ...] into slots [R, T, ...]. Slots that no token uses hold any token,
+    because no rank reads them, and XLA:CPU would compile a mask once for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 
-def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this rank.
-    Rows after the last group have the value ``tail_value``."""
-    num_tokens = landed.shape[1]
-    index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
-    return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail_value))
-
-
-def receive_row_choices(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
-    """Return a choice array as [C, ...]: for each row, the entry of its choice in the slots [R, T,
-    K, ...]. Rows after the last group have the value ``tail_value``."""
-    _, num_tokens, top_k = landed.shape[:3]
-    slot = routing.row_rank * num_tokens + routing.row_slot
-    index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
-    return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail_value))
-
-
-def _padding(dtype: DTypeLike, routing: RoutingArrays, tail_value: Any) -> jax.Array | None:
-    """Return the values [C] of rows without a token, or None for zeros. Rows after the last group
-    have the value ``tail_value``.
-    """
-    if tail_value == 0:
-        return None
-    of_tail, of_padding = np.array(tail_value, dtype), np.zeros((), dtype)
-    return jnp.where(routing.row_slot == TAIL_ROW, of_tail, of_padding)
+def receive_rows(
+    landed: jax.Array, routing: RoutingArrays, *, of_choices: bool, tail_value: Any
+) -> jax.Array:
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this rank;
+    or the entries of these choices in slots [R, T, K, ...] of a choice array. Rows after the last
+    group have the value ``tail_value``."""
+    index = routing.row_rank * landed.shape[1] + routing.row_slot
+    if of_choices:
+        index = index * landed.shape[2] + routing.row_k
+    index = jnp.where(routing.row_rank >= 0, index, -1)
+    without_token = None
+    if tail_value != 0:
+        of_tail, of_padding = np.array(tail_value, landed.dtype), np.zeros((), landed.dtype)
+        without_token = jnp.where(routing.row_slot == TAIL_ROW, of_tail, of_padding)
+    return take_rows(_merge(landed, 3 if of_choices else 2), index, without_token)
 
 
 def _poison(dtype: DTypeLike) -> Any:
@@ -358,11 +359,8 @@ def send_sums(
     acc_dtype: jnp.dtype,
     wire_dtype: jnp.dtype | None,
 ) -> jax.Array:
-    """Sum the rows [C, ...] of each slot, with weights [C, *W] or None. Return partial sums [R, T,
-    ...].
-
-    The sum runs over k in order, in ``acc_dtype``, and is then rounded to ``wire_dtype``.
-    """
+    """Sum the rows [C, ...] of each slot, with weights [C, *W] or None, over k in order and in
+    ``acc_dtype``. Return partial sums [R, T, ...], rounded to ``wire_dtype``."""
     num_ranks, num_tokens, _ = routing.slot_rows.shape
     zeros = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
     given = (x for pair in pairs for x in pair if x is not None)
@@ -391,12 +389,8 @@ def _sum_in_order(
     *,
     may_unroll: bool = True,
 ) -> jax.Array:
-    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other.
-
-    Args:
-      terms: returns arrays [..., *P] for an index [...], and [N, ..., *P] for all indices.
-      zeros: [..., *P].
-    """
+    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other. They
+    are [..., *P] like ``zeros`` for an index [...], and [N, ..., *P] for all indices."""
     num_indices = len(indices)
     if num_indices == 0:  # a loop traces its body even for no indices, and the body reads an index
         return zeros
@@ -423,8 +417,8 @@ def _sum_in_order(
 def _zeros_like_rows(
     lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: jnp.dtype
 ) -> Any:
-    """Return zeros [*lead, ...] whose other axes are those of ``rows`` after the first
-    ``num_lead``. They have the same sizes and, with Explicit mesh axes, the same sharding."""
+    """Return zeros [*lead, ...], whose other axes have the sizes and sharding of the axes of
+    ``rows`` after the first ``num_lead``."""
     zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
     sharded = jax.typeof(rows).sharding.spec[num_lead:]
     if all(axis is None for axis in sharded):
@@ -463,8 +457,7 @@ def send_row_choices(x: jax.Array, routing: RoutingArrays) -> jax.Array:
 
 
 def receive_choices(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Return a choice array as [T, K, ...]: for each choice, the entry that its rank returned in
-    the slots [R, T, K, ...]."""
+    """Return a choice array [T, K, ...] from the slots [R, T, K, ...] that ranks returned."""
     _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
@@ -490,8 +483,7 @@ def _move(
 def _partial_and_total_sums(
     pairs: Any, addends: Sequence[jax.Array], wire_dtype: jnp.dtype | None, **params: Any
 ) -> jax.Array:
-    """Compute partial sums and total sums in the accumulation dtype, and add the addends. Partial
-    sums are rounded once, to ``wire_dtype`` or to a token format."""
+    """Compute partial sums, rounded once to ``wire_dtype``, and total sums with addends."""
     dtype = pairs[0][0].dtype
     acc_dtype = accumulation_dtype(dtype)
     send = partial(send_sums, acc_dtype=acc_dtype)
@@ -517,8 +509,7 @@ def _partial_and_total_sums(
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Return floats of fewer than 32 bits as integers with the same bits, and other arrays
-    unchanged."""
+    """Return floats of fewer than 32 bits as integers with the same bits."""
     if not _travels_as_integers(x.dtype):
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")

@@ -70,8 +70,7 @@ def bind_routed_dispatch(
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
-    The routing depends only on the ids, so it does not vary over a mesh axis over which only the
-    payload varies. The routing has no checkpoint name here, because ``_routed_remat`` handles the
+    The routing varies over the mesh axes of the ids only. ``_routed_remat`` handles its checkpoint
     name.
     """
     axes = crossed_axes(group, emulated)
@@ -143,11 +142,8 @@ def _routed_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: An
 
 
 def _with_known_ids(known: Sequence[bool], **_: object) -> Callable[..., list[Any]] | None:
-    """Return the function that binds a routed dispatch with known ids and unknown payload.
-
-    It binds a route and a dispatch, which is linear in the payload. This dispatch and the exchanges
-    after it can be transposed, but ``routed_dispatch_p`` has no transpose rule.
-    """
+    """Return what binds a routed dispatch with known ids and unknown payload: a route, and a
+    dispatch, which can be transposed."""
     return _route_and_dispatch if known[0] and not all(known) else None
 
 
@@ -179,11 +175,7 @@ def _route_batch(
 def _routed_batch(
     axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch a routed dispatch.
-
-    Over the group's own axis, bind the same primitive with ``emulated``. For any other axis, apply
-    the batching rules of ``route_p`` and ``DISPATCH``.
-    """
+    """Batch the primitive over the group's own axis, and a route and a dispatch otherwise."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
         size = axis_data.size
@@ -247,11 +239,8 @@ def _dispatch_of(eqn: Any) -> Any:
 def _routed_remat(
     saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple:
-    """Apply the remat rule: ask the policy about the route and the dispatch separately.
-
-    The results of the route have their checkpoint name. If the policy saves the routing but not the
-    rows, the backward pass dispatches with the saved routing.
-    """
+    """Apply the remat rule: ask the policy about the route, whose results have their checkpoint
+    name, and about the dispatch. With a saved routing, the backward pass only dispatches."""
     eqn = compat.with_variables(eqn)
     route, dispatch = _route_of(eqn), _dispatch_of(eqn)
     plan, moved = _split_plan(eqn.outvars)
@@ -291,10 +280,7 @@ def _routed_remat(
 def _lower_route(
     ctx: Any, call_placement: CallPlacement, ids: compat.Value, **params: Any
 ) -> Callable[[], list[Any]]:
-    """Lower ``route_p`` to one call with two launches.
-
-    The rank of this device is an operand, because the exchange of ids needs it.
-    """
+    """Lower ``route_p`` to one call with two launches."""
     group = call_placement.group
     (aval,) = ctx.avals_in
     *lead, num_tokens, top_k = call_placement.of_rank(aval).shape
@@ -330,8 +316,7 @@ def _lower_routed_dispatch(
 
 
 def _attributes(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a route. ``first_choice`` is -1 if the capacity holds any
-    routing."""
+    """Return the attributes of a route."""
     options: PlanOptions = params["plan_options"]
     return dict(
         num_experts=options.num_local_experts * params["group"].size,
@@ -348,8 +333,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Choose a call whose first operand is the ids, and whose second operand is this device's
-    rank. Return the function that emits it, and drops its last results, the scratch arrays."""
+    """Choose a call of the ids, this device's rank and others, whose last results are scratch.
+    Return the function that emits it."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

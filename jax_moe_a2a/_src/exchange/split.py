@@ -55,9 +55,9 @@ def add_halves(whole: Record) -> None:
         ]
         return Layouts([*in_flight_layouts, *kept_layouts], layouts.results, sources)
 
-    for phase, layouts, compute, by_kernels in (
-        ("start", start_layouts, reference.start, lowering.start),
-        ("done", done_layouts, reference.done, lowering.done),
+    for phase, layouts, compute in (
+        ("start", start_layouts, reference.start),
+        ("done", done_layouts, reference.done),
     ):
         half = Record(
             f"{whole.name}_{phase}",
@@ -67,7 +67,8 @@ def add_halves(whole: Record) -> None:
             kernel_calls=whole.kernel_calls,
         )
         setattr(whole, phase, half)
-        lowering.register(half.primitive, half.reference, partial(by_kernels, whole))
+        by_kernels = partial(lowering.lower_by_kernels, whole, phase)
+        lowering.register(half.primitive, half.reference, by_kernels)
         rules.register_shapes(half)
 
 
@@ -80,14 +81,9 @@ def _half_jvp(
 ) -> tuple[list[Any], list[Any]]:
     payload, routing = split_routing(primals)
     out = half.bind(payload, routing, **params)
-    tangents = [
-        ad.instantiate_zeros(dx)
-        for x, dx in zip(payload, tangents, strict=False)
-        if carries_tangent(jax.typeof(x).dtype)
-    ]
+    tangents = select(_have_tangents(payload), tangents[: len(payload)])
     moved = _bind_kept(half, tangents, payload, routing, params)
-    has_tangent = [carries_tangent(jax.typeof(x).dtype) for x in out]
-    return out, spread(has_tangent, moved, [zero_tangent(x) for x in out])
+    return out, spread(_have_tangents(out), moved, [zero_tangent(x) for x in out])
 
 
 def _half_transpose(
@@ -95,12 +91,9 @@ def _half_transpose(
 ) -> list[Any]:
     params["options"] = of_transpose(half, params["options"])
     payload, routing = split_routing(operands)
-    cotangents = [
-        ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)
-    ]
+    cotangents = select(_have_tangents(cotangents), cotangents)
     moved = _bind_kept(half.transpose, cotangents, payload, routing, params)
-    has_tangent = [carries_tangent(aval_of(x).dtype) for x in payload]
-    found = spread(has_tangent, moved, [ad.Zero(aval_of(x)) for x in payload])
+    found = spread(_have_tangents(payload), moved, [ad.Zero(aval_of(x)) for x in payload])
     wanted = [ad.is_undefined_primal(x) for x in payload]
     return cotangents_of(payload, wanted, select(wanted, found)) + [None] * len(routing)
 
@@ -115,8 +108,12 @@ def _bind_kept(
     """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
     if not operands:
         return []
-    keep = [carries_tangent(aval_of(x).dtype) for x in payload]
-    return half.bind(operands, routing, **keep_arrays(keep, params))
+    operands = list(map(ad.instantiate_zeros, operands))
+    return half.bind(operands, routing, **keep_arrays(_have_tangents(payload), params))
+
+
+def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
+    return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
 # Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,

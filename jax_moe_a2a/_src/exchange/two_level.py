@@ -1,10 +1,9 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
-A token crosses to a host once, even if it goes to several ranks of the host. It first travels
-between ranks of equal local index (level ``hosts``). The rank where it lands then sends it to the
-ranks of its host (level ``ranks``). A combine sums within the host before the sums cross back. Both
-levels are ordinary exchanges, so derivatives, batching, the kernels and the portable path need no
-further code.
+A token first travels between ranks of equal local index (level ``hosts``), and crosses to a host
+once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
+within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
+batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. So the route within a host,
@@ -14,7 +13,7 @@ which drops rows in the order of choices, relayed tokens and ranks, drops those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +72,7 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of each token, [T, H, min(K, H)], given the host of each choice,
-    [T, H, K]."""
+    """Return the distinct hosts of tokens, [T, H, min(K, H)], from those of choices [T, H, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
@@ -121,44 +119,29 @@ def bind(
     routing: TwoLevelRouting,
     *,
     num_leaves: int,
+    phase: Literal["", "start", "done"] = "",
     **params: Any,
 ) -> list[Any]:
-    """Bind a whole exchange over both levels. The second level of a combine adds the addends."""
+    """Bind an exchange, or a phase of a split one, over both levels.
+
+    A split exchange splits only the level between hosts. The level within the host is whole: in a
+    dispatch it is part of the done, in a combine it is part of the start. The level between hosts
+    adds the addends.
+    """
     between, within = _levels(routing, params)
+    at_hosts = exchange if exchange.is_outward else COMBINE
+    at_hosts = getattr(at_hosts, phase) if phase else at_hosts
     if exchange.is_outward:
-        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
-        return within(exchange, relayed, num_leaves)
+        if phase != "done":
+            payload = _for_hosts(payload, num_leaves, routing)
+        relayed = between(at_hosts, payload, num_leaves)
+        return relayed if phase == "start" else within(exchange, relayed, num_leaves)
+    if phase == "done":
+        return between(at_hosts, payload, len(payload) // 2)
     options = params["options"]
     first = len(payload) - options.num_addends
     sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
-    return between(COMBINE, [*sums, *payload[first:]], len(sums))
-
-
-# A split exchange splits only the level between hosts. The level within the host is whole: in a
-# dispatch it is part of the done, in a combine it is part of the start.
-
-
-def bind_start(
-    exchange: Record, payload: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    """Bind the start of an exchange over both levels."""
-    num_leaves = params.pop("num_leaves")
-    between, within = _levels(routing, params)
-    if exchange.is_outward:
-        return between(exchange.start, _for_hosts(payload, num_leaves, routing), num_leaves)
-    sums = within(exchange, payload, num_leaves)
-    return between(COMBINE.start, sums, len(sums))
-
-
-def bind_done(
-    exchange: Record, in_flight: Sequence[jax.Array], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    """Bind the done of an exchange over both levels."""
-    num_leaves = params.pop("num_leaves")
-    between, within = _levels(routing, params)
-    if exchange.is_outward:
-        return within(exchange, between(exchange.done, in_flight, num_leaves), num_leaves)
-    return between(COMBINE.done, in_flight, len(in_flight) // 2)
+    return between(at_hosts, [*sums, *payload[first:]], len(sums))
 
 
 def _levels(
@@ -182,15 +165,12 @@ def _levels(
 def _for_hosts(
     payload: Sequence[jax.Array], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return the payload between hosts: leaves, and for each host of a token the entries of all its
-    choices."""
-    return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
-
-
-def _for_each_host(choice_arrays: jax.Array, routing: TwoLevelRouting) -> jax.Array:
-    """Return [T, min(K, H), K] from a choice array [T, K], because each host receives the entries
-    of all choices of a token. Unlike the gradient of leaves, their gradient is not rounded to
-    ``wire_dtype``."""
-    num_tokens, top_k = choice_arrays.shape
-    most_hosts = routing.hosts.choice_rank.shape[1]
-    return jnp.broadcast_to(choice_arrays[:, None], (num_tokens, most_hosts, top_k))
+    """Return the payload between hosts: leaves, and [T, min(K, H), K] for a choice array [T, K],
+    because each host receives the entries of all choices of a token. Unlike the gradient of leaves,
+    the gradient of choice arrays is not rounded to ``wire_dtype``."""
+    num_tokens, most_hosts = routing.hosts.choice_rank.shape
+    arrays = (
+        jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))
+        for x in payload[num_leaves:]
+    )
+    return [*payload[:num_leaves], *arrays]

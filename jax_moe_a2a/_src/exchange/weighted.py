@@ -45,7 +45,6 @@ def _dispatch_layouts(*, num_leaves: int, num_choice_arrays: int, **_: object) -
 
 def _dispatch_types(
     results: list[Any],
-    payload: Sequence[Any],
     *,
     lead: tuple[int, ...],
     num_leaves: int,
@@ -53,8 +52,7 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: object,
 ) -> list[Any]:
-    """Return the types of the results: scaled rows, then dot products. Check the shapes of rows and
-    weights."""
+    """Return the types of the results: scaled rows, then dot products."""
     if not results:
         return results
     moved = results[0]
@@ -65,20 +63,13 @@ def _dispatch_types(
         accumulation_dtype(moved.dtype),
         moved.sharding.spec[len(lead) + 1 : num_axes],
     )
-    expected = [moved.shape] * num_leaves + [dotted.shape] * num_choice_arrays
-    for aval, shape in zip(payload[1:], expected, strict=True):
-        if aval.shape != shape:
-            raise TypeError(
-                f"{WEIGHTED_DISPATCH.primitive} needs an operand {shape}; got {aval.str_short()}"
-            )
     return [moved] * num_choice_arrays + [dotted] * num_leaves
 
 
 def _combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
-    them. The payload may end with an addend."""
+    """Return the call of a weighted combine, whole or split."""
     num_pairs = params["num_leaves"]
     options = params["options"]
     counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
@@ -147,10 +138,8 @@ def combine_jvp(
     options: Options,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Compute the jvp of a weighted combine or of one of its halves.
-
-    In a done, the array in flight comes before the pairs and has its own tangent.
-    """
+    """Compute the jvp of a weighted combine or of one of its halves. In a done, the array in flight
+    comes before the pairs and has its own tangent."""
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
     end = len(payload) - options.num_addends  # of the pairs
@@ -202,8 +191,7 @@ def _weigh(
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind a weighted dispatch for the wanted cotangents, in the dtypes of the payload: first each
-    of the weights times G, then each of the rows dot G."""
+    """Bind a weighted dispatch for the wanted cotangents, in the dtypes of the payload."""
     scale_by = select(wanted[: len(weights)], weights)
     dot_with = select(wanted[len(weights) :], rows)
     params = dict(params, num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
@@ -274,11 +262,8 @@ def _dispatch_transpose(
 def _dispatch_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch a weighted dispatch.
-
-    If the batch shares the routing, batch the unfused form, because no kernel weighs a batch of
-    rows if ``g`` is unbatched.
-    """
+    """Batch a weighted dispatch. If the batch shares the routing, batch the unfused form, because
+    no kernel weighs a batch of rows if ``g`` is unbatched."""
     _, routing_dims = split_routing(dims)
     if (
         all(dim is None for dim in dims)

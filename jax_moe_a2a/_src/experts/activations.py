@@ -1,10 +1,9 @@
 """Define the activations that the kernels compute, and recognize them in a user's function.
 
-A function is recognized by its program: the jaxpr of its value and its tangent is compared with
-those of the listed functions. The tangent is compared because a function may define its own
-derivative. So the spelling in Python does not matter, and a function that reads arrays of the
-enclosing function is never recognized. A function of [..., 2I] that divides its argument itself is
-recognized like one of ``gated``.
+A function is recognized by its program: the jaxpr of its value, and of its tangent, which a
+function may define itself, is compared with those of the listed functions. A function that reads
+arrays of the enclosing function is never recognized. A function of [..., 2I] that divides its
+argument itself is recognized like one of ``gated``.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Return ``x * cdf(x)``. JAX derives all its derivatives: the first one is ``cdf(x) + x *
-    density(x)``, and further ones are those of the density."""
+    """Return ``x * cdf(x)``."""
     return x * _normal_cdf(x)
 
 
@@ -176,8 +174,7 @@ def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | 
 def _programs_of_spelling(
     spelling: int, divides: bool, dtype: jnp.dtype, around: Any
 ) -> tuple[str, ...]:
-    """Return the programs of a spelling in its own dtype, and computed in float32. If ``divides``,
-    they are those of its gated form."""
+    """Return the programs of a spelling, gated if ``divides``, in its dtype and in float32."""
     del around  # part of the key, because programs depend on it
     _, act = _SPELLINGS[spelling]
     acc = accumulation_dtype(dtype)
@@ -203,8 +200,8 @@ def _has_x64() -> bool:
 
 
 def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
-    """Return a digest of the value and the tangent of a function, without names and without the
-    shape of its rows; '' if no program of one of the spellings can be equal."""
+    """Return a digest of value and tangent of a function, without names and the shape of its rows;
+    '' if it cannot equal a listed one."""
 
     def value_and_tangent(x: jax.Array, dx: jax.Array) -> Any:
         return jax.jvp(fn, (x,), (dx,))

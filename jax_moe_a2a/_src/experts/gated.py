@@ -38,26 +38,12 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
 
     Returns:
       A function of one array [..., 2I]. It raises a ValueError if the last axis is odd.
-
-    Example:
-      ```python
-      import jax
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      print(ma.gated(jax.nn.relu)(jnp.array([[1.0, -2.0, 10.0, 20.0]])))
-      ```
-
-      ```text
-      [[10.  0.]]
-      ```
     """
     return Gated(activation)
 
 
 def halves(x: jax.Array) -> list[jax.Array]:
-    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums. Raise a ValueError
-    if the last axis is odd."""
+    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums."""
     if x.ndim < 1 or x.shape[-1] % 2:
         raise ValueError(
             f"a gated activation needs an array [..., 2I], gate and up side by side; got {short(x)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,43 +27,47 @@ def _sizes(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[int, int, i
     return sizes_of(rows, sizes, arrays_of(w)[0].shape)
 
 
-def why_no_dot_act(
-    *avals: Any, tree: jax.tree_util.PyTreeDef, activation: FusedActivation, **_: object
-) -> str:
+def of_operands(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a function of operands into a function of their leaves and their ``tree``."""
+
+    @functools.wraps(function)
+    def of_leaves(*leaves: Any, tree: jax.tree_util.PyTreeDef, **params: object) -> Any:
+        return function(tree.unflatten(leaves), **params)
+
+    return of_leaves
+
+
+@of_operands
+def why_no_dot_act(o: Any, *, activation: FusedActivation, **_: object) -> str:
     """Return why no kernel computes ``dot_act_p`` of these types, or ''."""
-    o = tree.unflatten(avals)
     num_rows, num_groups, k, width = _sizes(o.rows, o.w, o.sizes)
     of_columns = (width, width // activation.width(1))  # of the product, and of its activations
     whys = (grouped.why_no_kernel(o.rows.dtype, num_rows, num_groups, k, n) for n in of_columns)
     return next(filter(None, whys), "")
 
 
-def why_no_dot_bias(*avals: Any, tree: jax.tree_util.PyTreeDef, **_: object) -> str:
+@of_operands
+def why_no_dot_bias(o: Any, **_: object) -> str:
     """Return why no kernel computes ``dot_bias_p`` of these types, or ''."""
-    o = tree.unflatten(avals)
     return grouped.why_no_kernel(o.rows.dtype, *_sizes(o.rows, o.w, o.sizes))
 
 
-def why_no_act_dot_grad(*avals: Any, tree: jax.tree_util.PyTreeDef, **_: object) -> str:
+@of_operands
+def why_no_act_dot_grad(o: Any, **_: object) -> str:
     """Return why no kernel computes ``act_dot_grad_p`` of these types, or ''."""
-    o = tree.unflatten(avals)
     return grouped.why_no_kernel(o.ct.dtype, *_sizes(o.ct, o.w_out, o.sizes))
 
 
+@of_operands
 def dot_act(
-    *operands: jax.Array,
-    tree: jax.tree_util.PyTreeDef,
-    activation: FusedActivation,
-    keep: bool,
-    num_sms: int | None,
+    o: Any, *, activation: FusedActivation, keep: bool, num_sms: int | None
 ) -> list[jax.Array]:
-    o = tree.unflatten(operands)
     columns = arrays_of(o.w)[0].shape[-1] // activation.width(1)
     return _product(o, columns, keep, num_sms, activation.attributes)
 
 
-def dot_bias(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int | None) -> jax.Array:
-    o = tree.unflatten(operands)
+@of_operands
+def dot_bias(o: Any, *, num_sms: int | None) -> jax.Array:
     attributes = dict(FusedActivation("silu").attributes, activation=SCALED_BIAS)
     columns = arrays_of(o.w)[0].shape[-1]
     return _product(o, columns, False, num_sms, attributes)[0]
@@ -71,7 +76,7 @@ def dot_bias(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int |
 def _product(
     operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel that has an activation in the epilogue of a ``Product``. Return a result with
+    """Call the kernel with an activation in the epilogue of a ``Product``. Return its result of
     this number of columns and, with ``keep``, the product itself."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
@@ -99,13 +104,11 @@ def _product(
     return [x.reshape(*rows.shape[:-1], x.shape[-1]) for x in found]
 
 
+@of_operands
 def act_dot_grad(
-    *operands: jax.Array,
-    tree: jax.tree_util.PyTreeDef,
-    activation: FusedActivation,
-    num_sms: int | None,
+    operands: Any, *, activation: FusedActivation, num_sms: int | None
 ) -> list[jax.Array]:
-    ct, pre, weights, w_out, sizes = tree.unflatten(operands)
+    ct, pre, weights, w_out, sizes = operands
     ws = arrays_of(w_out)
     columns = ws[0].shape[-2]
     leads = [w.shape[:-2] for w in ws]

@@ -59,6 +59,7 @@ from ..grouped.reference import arrays_of, scaled
 from ..grouped.totals import bind_add_outer, bind_passing
 from . import lowering as lowered
 from .activations import FusedActivation
+from .lowering import of_operands
 
 experts_p = compat.Primitive("moe_a2a_experts")
 dot_act_p = compat.Primitive("moe_a2a_dot_act")
@@ -190,42 +191,43 @@ def _pre(
     return pre + bias_of_rows(bias, jnp.ones(rows.shape[:-1], rows.dtype), sizes, num_sms)
 
 
+@of_operands
 def _dot_act(
-    *operands: jax.Array,
-    tree: jax.tree_util.PyTreeDef,
+    o: Product,
+    *,
     activation: FusedActivation,
     keep: bool,
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
-    rows, w, bias, weights, sizes = tree.unflatten(operands)
+    rows, w, bias, weights, sizes = o
     pre = _pre(rows, w, bias, sizes, num_sms)
     h = scaled(activation(pre), weights, selects).astype(rows.dtype)
     return [h, pre] if keep else [h]
 
 
-def _experts(*operands: jax.Array, tree: jax.tree_util.PyTreeDef, **params: Any) -> list[jax.Array]:
-    o = tree.unflatten(operands)
+@of_operands
+def _experts(o: ExpertOperands, **params: Any) -> list[jax.Array]:
     (h,) = _bind_dot_act(o, keep=False, **params)
     return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
 
 
-def _dot_bias(
-    *operands: jax.Array, tree: jax.tree_util.PyTreeDef, num_sms: int | None
-) -> jax.Array:
-    h, w_out, b_out, weights, sizes = tree.unflatten(operands)
+@of_operands
+def _dot_bias(o: Product, *, num_sms: int | None) -> jax.Array:
+    h, w_out, b_out, weights, sizes = o
     return _dot(h, w_out, sizes, num_sms) + bias_of_rows(b_out, weights, sizes, num_sms)
 
 
+@of_operands
 def _act_dot_tangent(
-    *operands: jax.Array,
-    tree: jax.tree_util.PyTreeDef,
+    o: TangentOperands,
+    *,
     activation: FusedActivation,
     passes: bool,
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
-    d_pre, d_weights, d_w_out, pre, weights, w_out, sizes = tree.unflatten(operands)
+    d_pre, d_weights, d_w_out, pre, weights, w_out, sizes = o
     act, terms = None, []
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
@@ -243,14 +245,11 @@ def _act_dot_tangent(
     return [sum(out[1:], out[0]), *([d_w_out] if passes else [])]
 
 
+@of_operands
 def _act_dot_grad(
-    *operands: jax.Array,
-    tree: jax.tree_util.PyTreeDef,
-    activation: FusedActivation,
-    num_sms: int | None,
-    selects: bool = True,
+    o: Gradient, *, activation: FusedActivation, num_sms: int | None, selects: bool = True
 ) -> list[jax.Array]:
-    ct, pre, weights, w_out, sizes = tree.unflatten(operands)
+    ct, pre, weights, w_out, sizes = o
     ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
     act, transpose = jax.vjp(activation, pre)
     (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
@@ -264,40 +263,26 @@ def _act_dot_grad(
 # Abstract values
 
 
-def _dot_act_abstract(
-    *avals: compat.Aval,
-    tree: jax.tree_util.PyTreeDef,
-    keep: bool,
-    activation: FusedActivation,
-    **_: object,
+def _product_of(rows: Any, w: Any) -> Any:
+    """Return the type of the product of rows and weights."""
+    return rows_like(rows, arrays_of(w)[0].shape[-1])
+
+
+def _dot_act_types(
+    o: Product, *, keep: bool, activation: FusedActivation, **_: object
 ) -> list[Any]:
-    rows, w, *_others = tree.unflatten(avals)
-    width = arrays_of(w)[0].shape[-1]
-    h = rows_like(rows, width // activation.width(1))
-    return [h, rows_like(rows, width)] if keep else [h]
+    pre = _product_of(o.rows, o.w)
+    h = rows_like(o.rows, pre.shape[-1] // activation.width(1))
+    return [h, pre] if keep else [h]
 
 
-def _experts_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> list[Any]:
-    o = tree.unflatten(avals)
-    return [rows_like(o.rows, arrays_of(o.w_out)[0].shape[-1]), *o.totals]
+def _tangent_types(o: TangentOperands, *, passes: bool, **_: object) -> list[Any]:
+    return [_product_of(o.pre, o.w_out), *([o.d_w_out] if passes else [])]
 
 
-def _dot_bias_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> Any:
-    o = tree.unflatten(avals)
-    return rows_like(o.rows, arrays_of(o.w)[0].shape[-1])
-
-
-def _tangent_abstract(
-    *avals: compat.Aval, tree: jax.tree_util.PyTreeDef, passes: bool, **_: object
-) -> list[Any]:
-    o = tree.unflatten(avals)
-    y = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-1])
-    return [y, *([o.d_w_out] if passes else [])]
-
-
-def _grad_abstract(*avals: compat.Aval, tree: jax.tree_util.PyTreeDef, **_: object) -> list[Any]:
-    _, pre, weights, w_out, _ = tree.unflatten(avals)
-    return [rows_like(pre, pre.shape[-1]), rows_like(pre, arrays_of(w_out)[0].shape[-2]), weights]
+def _grad_types(o: Gradient, **_: object) -> list[Any]:
+    h = rows_like(o.pre, arrays_of(o.w_out)[0].shape[-2])
+    return [rows_like(o.pre, o.pre.shape[-1]), h, o.weights]
 
 
 # Derivatives
@@ -516,7 +501,7 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 register(
     experts_p,
-    abstract=_experts_abstract,
+    abstract=of_operands(lambda o, **_: [_product_of(o.rows, o.w_out), *o.totals]),
     jvp=_experts_jvp,
     is_full=_is_full,
     passed=lambda tree, **_: _places(tree).totals,
@@ -524,7 +509,7 @@ register(
 )
 register(
     dot_act_p,
-    abstract=_dot_act_abstract,
+    abstract=of_operands(_dot_act_types),
     jvp=_dot_act_jvp,
     is_full=_is_full,
     composition=_dot_act,
@@ -532,7 +517,7 @@ register(
 )
 register(
     dot_bias_p,
-    abstract=_dot_bias_abstract,
+    abstract=of_operands(lambda o, **_: _product_of(o.rows, o.w)),
     jvp=_dot_bias_jvp,
     is_full=_is_full,
     composition=_dot_bias,
@@ -540,7 +525,7 @@ register(
 )
 register(
     act_dot_tangent_p,
-    abstract=_tangent_abstract,
+    abstract=of_operands(_tangent_types),
     jvp=_tangent_jvp,
     transpose=_tangent_transpose,
     is_full=_is_full,
@@ -549,7 +534,7 @@ register(
 )
 register(
     act_dot_grad_p,
-    abstract=_grad_abstract,
+    abstract=of_operands(_grad_types),
     jvp=_grad_jvp,
     transpose=_grad_transpose,
     is_full=_is_full,

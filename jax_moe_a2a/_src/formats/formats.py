@@ -132,8 +132,7 @@ class TokenFormat:
         return None
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
-        """Raise the errors of ``encode`` if it does not accept ``x``. Messages call the array
-        ``name``."""
+        """Raise the errors of ``encode`` if it does not accept ``x``, called ``name``."""
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be {ANY_DTYPE} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
@@ -207,8 +206,7 @@ class TokenFormat:
     values_per_item: ClassVar[int] = 1
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return codes (uint8) and scales of groups. Magnitudes (bits of a float32) and signs (0 or
-        1) are uint32."""
+        """Return codes (uint8) and scales of groups, from what ``_float32_bits`` returns."""
         raise NotImplementedError
 
     def _to_values(self, codes: jax.Array) -> jax.Array:
@@ -262,8 +260,7 @@ class _PowerOfTwoScales(TokenFormat):
         raise NotImplementedError
 
     def encode_blocks(self, x: jax.Array, axes: int | tuple[int, ...]) -> Quantized:
-        """Return values like ``x``, and the scale of each block of numbers along ``axes``, which
-        have size one."""
+        """Return values like ``x``, and scales of blocks along ``axes``, which have size one."""
         codes, scales = self._encode_groups(*_float32_bits(x), axes)
         return Quantized(self._to_values(codes), scales)
 
@@ -395,10 +392,8 @@ class NvFp4(TokenFormat):
             )
 
     def _global_scale_bits(self, num_axes: int) -> tuple[jax.Array, jax.Array]:
-        """Return the bits of the global scale, clipped to its range, and whether it is valid.
-
-        Scales of tokens get axes of size one until they have ``num_axes`` axes.
-        """
+        """Return the bits of the global scale, clipped to its range, and whether it is valid, with
+        axes of size one until scales of tokens have ``num_axes`` axes."""
         scale = jnp.asarray(self.global_scale, jnp.float32)
         if scale.ndim:
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
@@ -468,20 +463,9 @@ def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def with_global_scales(fmt: TokenFormat, global_scales: jax.Array | None) -> TokenFormat:
-    """Return ``fmt``, with these global scales of tokens or rows if given."""
-    if global_scales is None:
-        return fmt
-    assert isinstance(fmt, NvFp4)
-    return dataclasses.replace(fmt, global_scale=global_scales)
-
-
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the magnitude (bits of a float32) and the sign (0 or 1) of ``x``, uint32.
-
-    Subnormal float32 become zero. The function avoids ``astype``, because XLA may merge it with the
-    rounding that computed ``x``.
-    """
+    """Return the magnitude (bits of a float32, 0 for a subnormal one) and the sign (0 or 1) of
+    ``x``, uint32. XLA may merge ``astype`` with the rounding that computed ``x``."""
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
@@ -506,11 +490,9 @@ def _exponent(magnitude: jax.Array) -> jax.Array:
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32.
-
-    Rounding is to nearest, ties to even; numbers larger than 448 become 448. Magnitudes are bits of
-    a float32; subnormal numbers count as zero.
-    """
+    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32, rounded to nearest,
+    ties to even, and 448 at most. Magnitudes are bits of a float32; subnormal ones count as
+    zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
@@ -525,11 +507,9 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 if the scale is 0.
-
-    Rounding is to nearest, ties to even; numbers larger than 6 become 6. To avoid a division, y is
-    compared with the scale times the midpoint of two neighbouring values, which is exact.
-    """
+    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32, rounded to nearest, ties
+    to even, and 6 at most; 0 if the scale is 0. To avoid a division, y is compared with the scale
+    times the midpoint of two neighbouring values, which is exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
@@ -543,11 +523,8 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, given the bits of a float32 x.
-
-    x and 1 / x must be normal and positive. The function divides integers digit by digit, because
-    XLA:GPU's division of floats is not correctly rounded.
-    """
+    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x; both are normal
+    and positive. XLA:GPU's division is not correctly rounded, so integers are divided by digits."""
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
     rest = jnp.full_like(bits, MIN_NORMAL)

@@ -25,23 +25,6 @@ class ScaleLayout(NamedTuple):
     """Maps (scales in this layout, C, S) to scales [C, S]."""
 
 
-# "columns": the scales of a group of columns are adjacent, and start at multiples of 16 bytes.
-# DeepGEMM reads this layout as its "TMA-aligned and transposed" scales of the left operand.
-
-
-def _columns_shape(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    return num_groups, num_rows + -num_rows % 4
-
-
-def _to_columns(scales: jax.Array) -> jax.Array:
-    return jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T
-
-
-def _from_columns(scales: jax.Array, num_rows: int, num_groups: int) -> jax.Array:
-    del num_groups
-    return scales.T[:num_rows]
-
-
 # "tiles": tiles of 128 rows and 4 groups, which cuBLAS and CUTLASS read. The scale of row r and
 # group s of a tile is at [r % 32, r // 32 * 4 + s].
 
@@ -67,6 +50,12 @@ def _from_tiles(scales: jax.Array, num_rows: int, num_groups: int) -> jax.Array:
 
 
 LAYOUTS = {
-    "columns": ScaleLayout(_columns_shape, _to_columns, _from_columns),
+    # The scales of a group of columns are adjacent, and start at multiples of 16 bytes. DeepGEMM
+    # reads this layout as its "TMA-aligned and transposed" scales of the left operand.
+    "columns": ScaleLayout(
+        shape=lambda num_rows, num_groups: (num_groups, num_rows + -num_rows % 4),
+        lay_out=lambda scales: jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T,
+        row_major=lambda scales, num_rows, num_groups: scales.T[:num_rows],
+    ),
     "tiles": ScaleLayout(_tiles_shape, _to_tiles, _from_tiles),
 }

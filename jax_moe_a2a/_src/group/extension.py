@@ -4,10 +4,8 @@ A build from source installs the extension into this package. Wheels with kernel
 distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
 them.
 
-A program that is started in a clone of the repository imports the clone's sources, although the
-extension is in the installed package. So a folder of sources also uses the extension of another
-installation. Kernels and Python agree on layouts and on the protocol, so an extension must have
-been built from the sources next to which it runs.
+A program that is started in a clone of the repository imports the clone's sources, and uses the
+extension of the installed package if that was built from the same sources.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import sys
-import urllib.parse
 import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -36,12 +32,8 @@ NAME = f"{IMPORTED_AS}._native"
 
 
 def load() -> ModuleType | None:
-    """Return the extension, or None. Without the extension, every call takes the portable path.
-
-    Raises:
-      ImportError: if an extension is installed that was built from other sources, or a wheel whose
-        version differs from this package's, or if the extension cannot be loaded.
-    """
+    """Return the extension, or None without one. Raise an ImportError if it was built from other
+    sources, is a wheel of another version, or cannot be loaded."""
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = _find() or _find_wheel()
@@ -111,24 +103,21 @@ def _find_wheel() -> ModuleSpec | None:
     """Return the extension of the installed wheel with kernels, or None."""
     for wheel in WHEELS:
         module = wheel.replace("-", "_")
-        if importlib.util.find_spec(module):
-            _check_version(wheel)
-            return importlib.util.find_spec(f"{module}._native")
+        if not importlib.util.find_spec(module):
+            continue
+        if (found := version_of(wheel)) != VERSION:
+            raise ImportError(
+                f"{PACKAGE} {VERSION} in {FOLDER} needs {wheel} of the same version; found "
+                f"{found or 'no version'}: install both from the same folder of wheels, or "
+                f"pip uninstall {wheel}"
+            )
+        return importlib.util.find_spec(f"{module}._native")
     return None
 
 
-def _check_version(wheel: str) -> None:
-    if (found := version_of(wheel)) != VERSION:
-        raise ImportError(
-            f"{PACKAGE} {VERSION} in {FOLDER} needs {wheel} of the same version; found "
-            f"{found or 'no version'}: install both from the same folder of wheels, or "
-            f"pip uninstall {wheel}"
-        )
-
-
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Refuse another installation's extension, and warn about this package's own, if the extension
-    was not built from this clone's sources."""
+    """Refuse another installation's extension, and warn about this package's own, if it was not
+    built from this clone's sources."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():
@@ -160,20 +149,7 @@ def sources_digest() -> str:
 
 
 def how_to_build() -> str:
-    """Return the command that builds and installs this package with kernels. No release is on an
-    index yet, so the command needs a clone."""
-    clone = FOLDER.parent if is_clone() else _installed_from()
+    """Return the command that builds and installs this package with kernels, from a clone."""
     command = "MOE_A2A_CUDA=ON pip install"
-    return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
-
-
-def _installed_from() -> Path | None:
-    """Return the clone from which pip installed this package, if it is still there."""
-    try:
-        text = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    url = urllib.parse.urlparse(json.loads(text or "{}").get("url", ""))
-    folder = Path(urllib.parse.unquote(url.path))
-    is_there = url.scheme == "file" and (folder / "cuda" / "ext.cc").exists()
-    return folder if is_there else None
+    clone = f"{command} {FOLDER.parent}"
+    return clone if is_clone() else f"in a clone of the repository, {command} ."

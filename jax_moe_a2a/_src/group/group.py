@@ -1,14 +1,34 @@
-"""Define ``Group``, the value that names the ranks of an exchange, with methods that act on it."""
+"""Define ``Group``, the value that names the ranks of an exchange, with methods that act on it.
+
+The methods choose a path, and open, report and close workspaces. This module has all state that a
+process keeps for groups. It also announces the process to other processes (``announce``), always
+before it waits for another process.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import dataclasses
+import warnings
+from typing import Any, NamedTuple, Self
 
+import jax
 from jax.sharding import Mesh
 
-from ..plan.memory import DeviceMemory, MemoryEstimate
-from . import native, runtime
-from .value import GroupValue
+from .. import compat, paths
+from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
+from ..plan.options import check_exchange
+from . import extension, native, processes
+from .value import (
+    GroupValue,
+    check_seconds,
+    device_ids,
+    devices_of,
+    domains_of,
+    how_to_divide,
+    spans_processes,
+)
+
+LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
 
 
 class Group(GroupValue):
@@ -18,11 +38,9 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process must announce itself to the others. A
-    process does so when it first lowers a program with an exchange of the group, or first uses
-    ``path`` or ``reserve``. Both may wait until the other processes have
-    announced themselves, so use them in all processes. See "When processes announce themselves" in
-    ``docs/processes.md``.
+    If a group has GPUs of several processes, each process announces itself to the others when it
+    first lowers a program with an exchange of the group, or first uses ``path`` or ``reserve``.
+    These may wait for the other processes, so use them in all of them (``docs/processes.md``).
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -106,8 +124,46 @@ class Group(GroupValue):
 
     @property
     def _why_portable(self) -> str:
-        """Return why the kernels do not run on the group's devices, or '' if they do."""
-        return runtime.why_portable(self)
+        """Return why the kernels do not run on the group's devices, or ''.
+
+        With two levels, each reason begins with its level. If the devices belong to several
+        processes, the property waits until all of them have announced themselves, except for
+        ``explain``, to which it raises ``Unknown``. If a group over two mesh axes could run the
+        kernels within each host, the reason ends with the lines that make this group, and is also
+        a Python warning.
+        """
+        if self.two_level:
+            between, within = (level._why_portable for level in self.levels)
+            if between == within:
+                return between and f"within and between hosts: {between}"
+            reasons = {"within": within, "between": between}
+            return "; ".join(f"{where} hosts: {why}" for where, why in reasons.items() if why)
+        group = self.placed_on(compat.mesh_in_context())
+        announce(group)  # even if this process has its answer, because another one may wait
+        if why := _why_no_workspace(group):
+            return why
+        if paths.named_gpu():
+            return ""
+        if not isinstance(group.mesh, Mesh):
+            return native.why_not_on_one_gpu(group.size)
+        if spans_processes(group):
+            if paths.is_explaining():
+                raise paths.Unknown(
+                    "the GPUs belong to several processes, which decide together when the program "
+                    "is lowered. Group.path in all processes returns their choice, and the log the "
+                    "reason"
+                )
+            domains = domains_of(group)
+            if why := processes.why_not_together(domains, group.patience):
+                ranks_of_host = processes.ranks_of_a_host(domains, group.patience)
+                if ranks_of_host and (how := how_to_divide(group, ranks_of_host)):
+                    why += f". To run the kernels within each host, {how}"
+                    if group.implementation is None:
+                        message = f"jax_moe_a2a: {group} takes the portable path: {why}"
+                        warnings.warn(message, stacklevel=2)
+                return why
+            processes.meet((device.process_index for device in devices_of(group)), group.patience)
+        return ""
 
     @property
     def topology(self) -> native.Topology:
@@ -116,11 +172,24 @@ class Group(GroupValue):
         A group without devices uses the mesh of ``jax.set_mesh``. Without such a mesh, all ranks
         share the default GPU.
         """
-        return runtime.topology(self)
+        placed = self.placed_on(compat.mesh_in_context())
+        if isinstance(placed.mesh, Mesh):
+            announce(placed)
+            return _topology_of(placed)
+        device = native.default_gpu()
+        return native.on_one_gpu(None if device is None else device.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return what ``placed_on`` returns, for a program that is being lowered."""
-        return runtime.placed_by(self, program_mesh)
+        """Return what ``placed_on`` returns, for a program that is being lowered.
+
+        Afterwards ``memory``, ``check`` and ``close`` include these devices, and this process has
+        announced itself.
+        """
+        placed = self.placed_on(program_mesh)
+        if placed is not self and not paths.is_explaining():
+            _of_programs.setdefault(self, {})[placed] = None
+        announce(placed)
+        return placed
 
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
         """Open or grow the workspace before a program needs it, and return the estimate.
@@ -144,7 +213,23 @@ class Group(GroupValue):
             the error is a ``jax.errors.JaxRuntimeError`` that starts with ``RESOURCE_EXHAUSTED``,
             like XLA's own errors.
         """
-        return runtime.reserve(self, split, sizes)
+        replicated = check_exchange(sizes.get("exchange")).replicated
+        levels = (self.single_rank,) if replicated else self.levels
+        group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else self.size
+        estimate = memory_estimate(group_size=group_size, **sizes)
+        workspace_bytes, collective_bytes = estimate.workspace_bytes, estimate.collective_bytes
+        for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
+            if level._why_portable:
+                continue
+            # In a split exchange, the level within the host is whole.
+            kind = native.SPLIT if split and level is levels[0] else native.WHOLE
+            native.reserve(level.topology, of_level.half_bytes, self.timeout, kind)
+            if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
+                collective_bytes = 0
+                workspace_bytes += of_level.workspace_bytes
+        return dataclasses.replace(
+            estimate, workspace_bytes=workspace_bytes, collective_bytes=collective_bytes
+        )
 
     def memory(self) -> tuple[DeviceMemory, ...]:
         """Report what the workspace has mapped on each device of this process.
@@ -158,7 +243,17 @@ class Group(GroupValue):
           One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the
           workspace is closed.
         """
-        return runtime.memory(self)
+        found = []
+        for of_devices, own_devices in _all_places(self):
+            for kind in native.WORKSPACE_KINDS:
+                half_bytes = native.reserved_bytes(of_devices, kind)
+                mapped = native.mapped_bytes(of_devices, kind)
+                for device, mapped_bytes in zip(own_devices, mapped, strict=True):
+                    if mapped_bytes:
+                        found.append(
+                            DeviceMemory(device, HEADER_BYTES, half_bytes, RING_DEPTH, mapped_bytes)
+                        )
+        return tuple(found)
 
     def check(self) -> None:
         """Raise the error that a kernel of the group has reported, if there is one.
@@ -176,7 +271,15 @@ class Group(GroupValue):
           RuntimeError: if an exchange has failed. The message names the operation, the phase, the
             ranks, and the value that was found. Also if the CUDA runtime reports an error.
         """
-        runtime.check(self)
+        topologies = [place.topology for place in _all_places(self)]
+        failures = map(native.failure, topologies)
+        for failure in filter(None, failures):
+            several = isinstance(self.mesh, Mesh) and spans_processes(self)
+            where = " in every process" if several else ""
+            raise RuntimeError(
+                f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
+                f"{where}."
+            )
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the group's devices and free its workspace.
@@ -195,4 +298,89 @@ class Group(GroupValue):
             and says whether it runs an exchange of the group or other work. The workspace then
             stays open and keeps its memory, and it can be closed later.
         """
-        runtime.close(self, timeout)
+        if timeout is None:
+            timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
+        check_seconds("timeout", timeout)
+        topologies = [place.topology for place in _all_places(self)]
+        for each in topologies:  # Wait first, so that either all close or none.
+            native.wait(each, timeout)
+        for each in topologies:
+            native.close(each, timeout)
+
+
+# For a group without devices: the group with the devices of each program lowered for it.
+_of_programs: dict[Group, dict[Group, None]] = {}
+
+
+class _Place(NamedTuple):
+    """A topology, and the devices of this process in the order of the topology."""
+
+    topology: native.Topology
+    own_devices: tuple[jax.Device, ...]
+
+
+def announce(group: Group) -> None:
+    """Publish the notice of this process, once in a job. Never wait for another process.
+
+    Every function here that may wait for another process calls ``announce`` first, and so does the
+    lowering of every program (``placed_by``). So no two processes wait for each other's
+    announcement, in whatever order they lower their programs. A process without kernels announces
+    itself too, because the other processes wait for it.
+    """
+    if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
+        return
+    if paths.is_explaining():
+        return
+    if spans_processes(group) and all(d.platform == "gpu" for d in group.mesh.devices.flat):
+        processes.publish()
+
+
+def _why_no_workspace(group: Group) -> str:
+    """Return why this process alone cannot run the kernels on the group's devices, or ''."""
+    if group.implementation == "portable":
+        return "the group asks for the portable path"
+    if not native.has_kernels():
+        return extension.why_missing()
+    if group.size > native.limit("MAX_RANKS"):
+        return f"the group has {group.size} ranks, more than {native.limit('MAX_RANKS')}"
+    gpu = paths.named_gpu()
+    if not gpu and not isinstance(group.mesh, Mesh):
+        if group.implementation == "cuda":
+            return ""
+        return (
+            "the group has no devices (its mesh is None or abstract), so the program decides. In "
+            "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
+            "over the axis, they run only with implementation='cuda'"
+        )
+    devices: list[Any] = [gpu] if gpu else devices_of(group)
+    if any(d.platform != "gpu" for d in devices):
+        return "the mesh has devices that are not GPUs"
+    if not all(map(native.is_new_enough, devices)):
+        oldest = native.OLDEST_CAPABILITY
+        return f"the mesh has GPUs older than Hopper (compute capability {oldest})"
+    return "" if gpu else native.why_unreachable(_topology_of(group))
+
+
+def _topology_of(group: Group) -> native.Topology:
+    """Return the topology of a group with devices."""
+    return native.Topology(device_ids(group), group.size)
+
+
+def _places(group: Group) -> list[_Place]:
+    """Return the places where a workspace may be open, without those of other levels."""
+    if isinstance(group.mesh, Mesh):
+        if _why_no_workspace(group):
+            return []
+        own = (d for d in devices_of(group) if d.process_index == jax.process_index())
+        return [_Place(_topology_of(group), tuple(own))]
+    places = [place for placed in _of_programs.get(group, ()) for place in _places(placed)]
+    if group.implementation == "cuda" and native.has_kernels():
+        for gpu in native.local_gpus():
+            places.append(_Place(native.on_one_gpu(gpu.id, group.size), (gpu,) * group.size))
+    return places
+
+
+def _all_places(group: Group) -> list[_Place]:
+    """Return the distinct places of all levels and of replicated tokens."""
+    groups = (*group.levels, group.single_rank)
+    return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))

@@ -96,6 +96,18 @@ def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
     return why
 
 
+def library_version() -> tuple[int, ...]:
+    """Return the version of cuBLASLt in this process: major, minor and patch; zeros without a
+    library that has grouped products."""
+    version = _native.library_version()
+    return version // 10_000, version // 100 % 100, version % 100
+
+
+def library_scratch(num_groups: int) -> int:
+    """Return the numbers, int32, that cuBLASLt needs for a product of so many groups."""
+    return int(_native.library_scratch(num_groups))
+
+
 @functools.cache
 def register_targets() -> None:
     """Register the kernels with XLA, once, at the first lowering that calls one."""
@@ -116,8 +128,8 @@ def choose_kernel(
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
 ) -> Choice:
-    """Choose a function that calls a kernel. If ``why`` says why no kernel applies, choose
-    ``composition``, which ``what`` describes in words."""
+    """Choose a function that calls a kernel, or ``composition`` if there is a reason ``why`` none
+    applies. ``what`` describes the composition in words."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -138,17 +150,13 @@ def call_product(
     aliases: dict[int, int] | None = None,
     **attributes: int | float,
 ) -> list[jax.Array]:
-    """Call a kernel that runs without other ranks (``cuda/calls/products.h``). Raise a RuntimeError
-    if the call is malformed, which is a bug of the lowering."""
+    """Call a kernel that runs without other ranks (``cuda/calls/products.h``)."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     if why := _native.why_not_product(target, attributes, *arrays):
         raise malformed(target, why)
     kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
-    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
-    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
-    # prevents the copy. Each result has a barrier of its own, because XLA removes unused results
-    # from a shared barrier. Two equal calls would then not be merged.
+    # So that XLA does not compute the product twice, as in ``custom_call`` of exchange/lowering.py.
     return [lax.optimization_barrier(x) for x in found]
 
 
@@ -170,8 +178,7 @@ def limit(name: str) -> int:
 
 
 def tuning(name: str) -> int:
-    """Return a measured number by its name in ``kLoweringTuning`` of ``cuda/tuning.h``. Without the
-    extension, return 0, which no kernel uses."""
+    """Return a number of ``kLoweringTuning`` in ``cuda/tuning.h``; 0 without the extension."""
     return _native.tuning[name] if _native is not None else 0
 
 
@@ -194,9 +201,8 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or '', and the bytes of a ring half that the
-    call needs (``cuda/calls/why_not.h``). Operands and results are the abstract values of a rank.
-    Raise a RuntimeError if the call is malformed, which is a bug of the lowering."""
+    """Return why the kernels do not support a call, or '', and the bytes of a ring half that it
+    needs (``cuda/calls/why_not.h``). Operands and results are the types of a rank."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated
@@ -215,8 +221,7 @@ def malformed(target: str, why: str) -> RuntimeError:
 
 
 def local_gpus() -> list[Any]:
-    """Return the GPUs of this process, or the GPU that ``explain`` assumes; [] if JAX sees no
-    GPU."""
+    """Return the GPUs of this process, or the GPU that ``explain`` assumes."""
     if gpu := paths.named_gpu():
         return [gpu]
     try:
@@ -234,8 +239,7 @@ def is_new_enough(gpu: jax.Device) -> bool:
 
 
 def default_gpu() -> jax.Device | None:
-    """Return the GPU of programs without a placement: JAX's default device, or the first GPU.
-    Return None if JAX sees no GPU."""
+    """Return the GPU of programs without a placement: JAX's default device, or the first GPU."""
     gpus = local_gpus()
     default = getattr(jax.config, "jax_default_device", None)  # unknown to the types of jax 0.10
     return default if default in gpus else next(iter(gpus), None)
@@ -266,8 +270,7 @@ def why_unreachable(topology: Topology) -> str:
 
 
 def why_no_gpus() -> str:
-    """Return why other processes cannot use the GPUs of this process (no kernels, no peer access),
-    or ''."""
+    """Return why other processes cannot use the GPUs of this process, or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
@@ -276,11 +279,7 @@ def why_no_gpus() -> str:
 
 
 def failure(topology: Topology) -> str:
-    """Return the first failure of this topology, or ''.
-
-    Either a kernel of this process recorded the failure, or another rank reported it to a rank of
-    this process.
-    """
+    """Return the first failure of this topology that this process knows, or ''."""
     if not has_kernels():
         return ""
     for kind in WORKSPACE_KINDS:
@@ -293,8 +292,7 @@ def failure(topology: Topology) -> str:
 
 @compat.per_job
 def introduce_devices() -> None:
-    """Register the GPUs of all processes with the extension, once in a job. Call it before the
-    extension receives a topology with these GPUs."""
+    """Register the GPUs of all processes with the extension, before it gets a topology."""
     for device in jax.devices("gpu"):
         is_here = device.process_index == jax.process_index()
         ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
@@ -302,10 +300,8 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Register the socket at which another process of this host answers requests for memory.
-
-    ``pid`` is its process id, or 0 if the id is not known.
-    """
+    """Register the socket at which another process of this host answers requests for memory. Its
+    ``pid`` is 0 if it is not known."""
     _native.add_process(index, socket, secret, pid)
 
 
@@ -316,8 +312,7 @@ def has_ended(index: int) -> bool:
 
 @functools.cache
 def listen() -> tuple[str, str]:
-    """Start to answer other processes' requests for memory, once. Return the name of the socket and
-    the secret that each request must contain."""
+    """Start to answer requests for memory. Return the socket, and the secret that requests need."""
     problem, socket, secret = _native.listen()
     _raise(problem)
     return socket, secret
@@ -329,43 +324,33 @@ def reserved_bytes(topology: Topology, kind: int = WHOLE) -> int:
 
 
 def mapped_bytes(topology: Topology, kind: int = WHOLE) -> list[int]:
-    """Return the bytes that each device of the topology has mapped; 0 while the workspace is
-    closed."""
+    """Return the bytes that each device has mapped; 0 while the workspace is closed."""
     return _native.mapped_bytes(*topology, kind)
 
 
 def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHOLE) -> None:
     """Open or grow the workspace so that every ring half holds ``half_bytes``. Wait ``timeout``
-    seconds for the answers of other processes.
-
-    Raise an error if the CUDA runtime or driver fails, or if a process has not answered.
-    """
+    seconds for the answers of other processes."""
     _raise(_native.reserve(*topology, kind, half_bytes, int(timeout * 1e9)))
 
 
 def wait(topology: Topology, timeout: float) -> None:
-    """Wait until the devices of this process have finished all of their work, if the workspace is
-    open.
-
-    Raises:
-      RuntimeError: if the devices have not finished after ``timeout`` seconds; the message says
-        what they still run. Also if the CUDA runtime fails.
-    """
+    """Wait until the devices of this process have finished their work, if the workspace is open, or
+    raise a RuntimeError that says what they still run."""
     if has_kernels():
         for kind in WORKSPACE_KINDS:
             _raise(_native.wait(*topology, kind, int(timeout * 1e9)))
 
 
 def close(topology: Topology, timeout: float) -> None:
-    """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
-    again. If the wait fails, nothing changes. No signal such as Ctrl-C comes in between."""
+    """Wait for the devices like ``wait``, then free their workspaces. If the wait fails, nothing
+    changes. No signal such as Ctrl-C comes in between."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 
 
 def _raise(problem: tuple[str, bool]) -> None:
-    """Raise an error if the text of a problem is not ''. The bool is True if a device lacks
-    memory."""
+    """Raise the error of a problem, unless its text is ''."""
     text, lacks_memory = problem
     if lacks_memory:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")

@@ -2,7 +2,7 @@
 
 Each process publishes a notice through JAX's coordination service. The notice has the socket at
 which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
-``runtime.py`` says when a process publishes its notice. Every function here publishes it before it
+``group.py`` says when a process publishes its notice. Every function here publishes it before it
 waits for another process.
 """
 
@@ -66,8 +66,7 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ. Arguments
-    and errors are those of ``why_not_together``."""
+    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
@@ -111,11 +110,8 @@ def _why_different(notices: dict[int, Notice]) -> str:
 
 
 def meet(indices: Iterable[int], timeout: float) -> None:
-    """Register other processes of this host with the extension.
-
-    If a process has ended, its notice is read again, because the process may have been restarted.
-    Errors are those of ``why_not_together``.
-    """
+    """Register other processes of this host with the extension. The notice of a process that has
+    ended is read again, because the process may have been restarted."""
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):
             _notices().pop(index, None)
@@ -177,11 +173,8 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return a text that must be equal in two installations, in addition to the package's version.
-
-    The text has no digest of the compiled library, because two builds of the same sources may
-    differ.
-    """
+    """Return a text that must be equal in two installations. It has no digest of the compiled
+    library, because two builds of the same sources may differ."""
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

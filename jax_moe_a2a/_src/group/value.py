@@ -1,8 +1,7 @@
 """Define the value of a group: its mesh, axes and options, and what follows from them alone.
 
-Nothing here uses JAX's backends, the kernels or another process. ``runtime.py`` has the functions
-that act on a group. ``Group`` in ``group.py`` is the public class; its methods call these
-functions.
+Nothing here uses JAX's backends, the kernels or another process. ``Group`` in ``group.py``, the
+public class, has the methods that do.
 """
 
 from __future__ import annotations
@@ -117,11 +116,7 @@ class GroupValue:
         return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
-        """Return the SMs of an operation, or None if the package chooses.
-
-        Args:
-          operation: ``"route"``, ``"dispatch"`` or ``"combine"``.
-        """
+        """Return the SMs of an operation, such as ``"route"``, or None if the package chooses."""
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
         return self.num_sms
@@ -143,11 +138,8 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the groups that exchange in turn.
-
-        With one level, it is the group itself. With two levels, the first group has the ranks of
-        equal local index on all hosts, and the second group has the ranks of a host.
-        """
+        """Return the groups that exchange in turn: the group itself, or with two levels the ranks
+        of equal local index on all hosts, and then the ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -167,9 +159,8 @@ class GroupValue:
         )
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Return a mesh of devices with the group's only axis divided into hosts and the ranks of a
-        host, and a group of two levels without devices over this mesh. Return None if the axis is
-        not on several hosts."""
+        """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
+        and a group of two levels without devices over it; or None if that is not possible."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -311,8 +302,7 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
     """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host,
-    given the host of each rank [domains, first axis, second axis]. With one rank on each host, a
-    second level would forward nothing."""
+    given the host of each rank [domains, first axis, second axis]."""
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False
@@ -322,8 +312,7 @@ def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
 
 
 def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[str, str]]:
-    """Return the mesh with one axis divided into hosts and the ranks of a host, and the names of
-    these two axes."""
+    """Return the mesh with one axis divided into hosts and ranks of a host, and their names."""
     names, at = list(mesh.axis_names), mesh.axis_names.index(axis)
     host = "host"
     while host in names:
@@ -338,8 +327,7 @@ def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[s
 
 def how_to_divide(group: GroupValue, ranks_of_host: int) -> str:
     """Return what makes a group of two levels from a group with devices, of which this many
-    consecutive ranks are on each host. Return '' if no such group exists, for example because each
-    host has a single rank."""
+    consecutive ranks are on each host; '' if no such group exists."""
     mesh = group.mesh
     assert isinstance(mesh, Mesh)
     hosts = group.size // ranks_of_host

@@ -30,8 +30,9 @@ def grouped_dot(
     """Multiply the rows of each group by the weights of that group.
 
     The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
-    package computes it for bfloat16 and float16. Otherwise JAX's Mosaic GPU kernels do, if K and N
-    are multiples of 128 and C is a multiple of 8, or ``lax.ragged_dot``. ``explain`` says which.
+    package computes it for bfloat16 and float16. On GPUs of compute capability 10.x, cuBLASLt 13.3
+    to 13.6 does. Otherwise JAX's Mosaic GPU kernels do, if K and N are multiples of 128 and C is a
+    multiple of 8, or ``lax.ragged_dot``. ``explain`` says which.
     All JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays
     is one launch of the kernel.
 

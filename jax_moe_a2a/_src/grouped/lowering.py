@@ -1,4 +1,4 @@
-"""Lower grouped products on NVIDIA GPUs to the kernel, or to the fastest implementation in JAX.
+"""Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or the fastest product in JAX.
 
 ``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
 axes of a product in one launch. The rows of all leading axes are then one array, and a table has
@@ -26,11 +26,16 @@ from . import reference
 from .reference import groups_of, lead_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
+LIBRARY_TARGET = "moe_a2a_library_gemm"
 # GroupedProduct in cuda/gemm/grouped_gemm.h (tests/test_layout.py compares).
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 # Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
+# The first version of cuBLAS whose grouped products are used on GPUs of a major compute capability,
+# and the first one that is not. Release notes of cuBLAS and its users report wrong results for the
+# others: before 13.3, gradients of groups without rows; from 13.7 on, products on Blackwell.
+LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
@@ -77,6 +82,31 @@ def _why_other_gpu() -> str:
     )
 
 
+def library_versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the range of ``LIBRARY_VERSIONS`` for the GPUs of this process, or None if they do not
+    use cuBLASLt."""
+    majors = {gpu.compute_capability.split(".")[0] for gpu in native.local_gpus()}
+    return LIBRARY_VERSIONS.get(majors.pop()) if len(majors) == 1 else None
+
+
+def why_no_library(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why cuBLASLt does not compute products of these sizes, on GPUs that use it; '' if it
+    does."""
+    assert (versions := library_versions())
+    oldest, wrong = versions
+    if not oldest <= (version := native.library_version()) < wrong:
+        found = _dotted(version) if any(version) else "none in this process"
+        return (
+            f"cuBLASLt needs nvidia-cublas>={_dotted(oldest)},<{_dotted(wrong)} on this GPU; "
+            f"found {found}"
+        )
+    return native.why_not_grouped_gemm(dtype, num_rows, 2 * num_groups, k, n)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
 def _why_no_mosaic(dtype: jnp.dtype, num_rows: int, k: int, n: int) -> str:
     """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
     if why := _why_other_gpu():
@@ -104,14 +134,14 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
 def dot_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
-    paths = _dot_kernel, reference.dot, mosaic_dot
+    paths = kernel_dot, reference.dot, mosaic_dot
     return _choose(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
 
 
 def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
-    paths = _outer_kernel, reference.outer, mosaic_outer
+    paths = kernel_outer, reference.outer, mosaic_outer
     weights = x.shape[-1], y.shape[-1]
     return _choose(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
 
@@ -134,6 +164,13 @@ def _choose(
     rows = ctx.avals_in[0]
     why = why_no_kernel(rows.dtype, *sizes)
     has_elements = 0 not in sizes
+    if why and has_elements and native.has_grouped_gemm() and library_versions():
+        if not (why_no := why_no_library(rows.dtype, *sizes)):
+            by_library = functools.partial(kernel, by_library=True)
+            chosen = native.choose_kernel(ctx, operands, params, by_library)
+            path = f"cuBLASLt {_dotted(native.library_version())}"
+            return chosen._replace(path=path, why=why)
+        why = f"{why}; {why_no}"
     if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
         others = dict(params, by=by_mosaic)
         lower = functools.partial(compat.lower_fun, ctx, reference, operands, others)
@@ -157,7 +194,7 @@ def by_kernel(
     return choose
 
 
-def _dot_kernel(
+def kernel_dot(
     rows: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
@@ -166,7 +203,9 @@ def _dot_kernel(
     dtype: jnp.dtype,
     tail: str,
     num_sms: int | None,
+    by_library: bool = False,
 ) -> jax.Array:
+    """Compute ``grouped_dot_p`` by the kernel, or by cuBLASLt."""
     num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
@@ -174,11 +213,28 @@ def _dot_kernel(
     groups = table(sizes, lead_of(rows), num_rows, *leads, has_tail=tail == "zero")
     rows2, *ws = flat(rows, 2), *(flat(x, 3) for x in (w, *spare))
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    (result,) = call(TARGET, [out], (rows2, ws[0], groups, *ws[1:]), num_sms, product=product)
+    result = _gemm(out, (rows2, ws[0], groups, *ws[1:]), num_sms, product, by_library)
     return result.reshape(*rows.shape[:-1], columns)
 
 
-def _outer_kernel(
+def _gemm(
+    out: jax.ShapeDtypeStruct,
+    operands: Sequence[jax.Array],
+    num_sms: int | None,
+    product: int,
+    by_library: bool,
+) -> jax.Array:
+    """Return a product by the kernel, or by cuBLASLt."""
+    if not by_library:
+        return call(TARGET, [out], operands, num_sms, product=product)[0]
+    rows, _, groups, *_ = operands
+    num_groups = groups.shape[1]
+    attributes: dict[str, Any] = dict(product=product, mean_rows=-(-rows.shape[0] // num_groups))
+    counters = native.library_scratch(num_groups)
+    return call(LIBRARY_TARGET, [out], operands, num_sms, counters=counters, **attributes)[0]
+
+
+def kernel_outer(
     x: jax.Array,
     y: jax.Array,
     sizes: jax.Array,
@@ -186,9 +242,11 @@ def _outer_kernel(
     parts: tuple[tuple[int, ...], ...],
     dtype: jnp.dtype,
     num_sms: int | None,
+    by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each part in a launch of its own, whose table has only the groups of the part."""
+    """Compute each part of ``grouped_outer_p`` in a launch of its own, whose table has only the
+    groups of the part."""
     batch, nums = lead_of(x), [num for *_, num in parts]
     leads = [(*batch, num) for num in nums]
     groups = table(sizes, batch, x.shape[-2], *leads, has_tail=False)
@@ -201,7 +259,7 @@ def _outer_kernel(
         own = (num, x.shape[-1], y.shape[-1])
         shape = jax.ShapeDtypeStruct((math.prod(batch) * num, *own[1:]), dtype)
         operands = flat(x, 2), flat(y, 2), groups
-        (out,) = call(TARGET, [shape], operands, num_sms, product=WEIGHT_GRADIENT)
+        out = _gemm(shape, operands, num_sms, WEIGHT_GRADIENT, by_library)
         found.append(sum_lead(out.reshape(*batch, *own), tuple(lead)))
         first += num
     return found
@@ -279,10 +337,11 @@ def call(
     operands: Sequence[jax.Array],
     num_sms: int | None,
     aliases: dict[int, int] | None = None,
+    counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel, and return its results without the counter, its last result."""
-    all_results = [*results, jax.ShapeDtypeStruct((1,), jnp.int32)]
+    """Call a kernel, and return its results without the counters, its last result."""
+    all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]
 

@@ -49,13 +49,13 @@ def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
     """Return the total of weights of any shape. A ``given`` total adds its tangent to theirs."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
-    return _total_of(_batched_like(total, w), w)
+    return _total_of(_batched_with(total, w), w)
 
 
-def _batched_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return ``x``, with the batch axes of ``other``, which its tangent has. XLA removes the
-    select."""
-    return lax.select(jnp.zeros(x.shape, bool), lax.stop_gradient(other).astype(x.dtype), x)
+def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Return x, batched under ``vmap`` if the other array is. A traced ``custom_jvp`` needs results
+    that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
+    return lax.select(False, other.astype(x.dtype), x)
 
 
 @jax.custom_jvp
@@ -74,9 +74,8 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
     """Return weights unchanged, whose tangent is that of their total."""
     w, total = compat.align_varying([w, total], ())
-    return with_tangent(
-        _batched_like(w, total), lambda _, tangents: tangents[0].astype(w.dtype), total
-    )
+    w = _batched_with(w, total)
+    return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)
 
 
 def summing_dot(
@@ -90,7 +89,7 @@ def summing_dot(
       w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.
     """
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
-    return _summing_dot(*tree.unflatten(compat.align_varying(leaves, ())))
+    return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
 
 
 @jax.custom_jvp
@@ -113,9 +112,10 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
 def _dot(rows: jax.Array, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
     if not isinstance(w, QuantizedExperts):
         return unspecified_dot(rows, w, sizes, None)
-    how = dict(primitive=straight_through_dot_p, quantizes=quantizes)
     array, *parts = operands_of(w)
-    return unspecified_dot(rows, array, sizes, None, *parts, **how)
+    return unspecified_dot(
+        rows, array, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=quantizes
+    )
 
 
 def bind_passing(

@@ -59,6 +59,7 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
     def add(totals: Any, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         jax.tree_util.tree_map_with_path(_check, params, totals)
+        tree: Any
         leaves, tree = jax.tree.flatten(params, is_leaf=_is_experts)
         given = tree.flatten_up_to(totals)
 

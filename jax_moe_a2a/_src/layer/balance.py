@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -13,7 +14,7 @@ from jax.typing import ArrayLike
 from .. import scopes
 from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, is_known, short
-from ..compat import align_varying
+from .sums import sum_counts, sum_over
 from .top_k import check_logits, check_mask, one_hot
 
 AxisNames: TypeAlias = str | Sequence[str] | None
@@ -48,8 +49,8 @@ def load_balancing_loss(
         not counted.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
         shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
-        in scope. None means the tokens of this call only. The call makes one ``lax.psum`` of 2E + 1
-        numbers, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
+        in scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
+        ``lax.psum``, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
         ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
 
     Returns:
@@ -80,20 +81,30 @@ def load_balancing_loss(
     ids = _check_ids(ids, scores)
     num_experts = scores.shape[-1]
     chosen = one_hot(ids, num_experts)
-    is_token = chosen.any(axis=(-2, -1))[..., None]
+    counts = chosen.sum(axis=tuple(range(ids.ndim)), dtype=jnp.int32)
+    most = ids.size * math.prod(map(lax.axis_size, axes))
+    sums = sum_over(axes, sum_of_columns(*shares_of(scores, ids)))
+    return balance_loss_of(sums[:-1], sums[-1], sum_counts(axes, counts, most))
+
+
+def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the scores of tokens divided by their sum [..., E], and whether tokens take part
+    [...]. Scores of other tokens are 0."""
+    is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
     # Divided by the largest score first, a sum is at least 1, and its derivative cannot overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     has_scores = is_token & (largest != 0)
     ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
-    probs = jnp.where(is_token, ratios / ratios.sum(axis=-1, keepdims=True), 0)
+    shares = jnp.where(is_token, ratios / ratios.sum(axis=-1, keepdims=True), 0)
+    return shares, is_token[..., 0]
 
-    leading = tuple(range(scores.ndim - 1))
-    counts = chosen.sum(axis=(*leading, chosen.ndim - 2), dtype=jnp.int32)
-    num_tokens = is_token.sum(dtype=jnp.int32)
-    counts, num_tokens, sums = _sum_over(axes, counts, num_tokens, probs.sum(axis=leading))
-    shares = counts.astype(sums.dtype) / jnp.maximum(counts.sum(), 1).astype(sums.dtype)
-    means = sums / jnp.maximum(num_tokens, 1).astype(sums.dtype)
-    return num_experts * jnp.sum(shares * means)
+
+@scopes.losses
+def balance_loss_of(sums: jax.Array, num_tokens: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return the balance loss from the sums of shares [E], tokens [] and choices [E]."""
+    num_choices = jnp.maximum(counts.sum(), 1).astype(sums.dtype)
+    scale = counts.size / (num_choices * jnp.maximum(num_tokens, 1))
+    return jnp.sum(counts.astype(sums.dtype) * sums) * scale
 
 
 @scopes.losses
@@ -133,14 +144,46 @@ def router_z_loss(
     """
     axes = _check_axes(axis_name)
     logits = check_logits(logits)
-    if mask is None:
-        is_token = jnp.ones_like(logits[..., 0], bool)
-    else:
-        is_token = check_mask(mask, logits)
-    squares = jax.nn.logsumexp(jnp.where(is_token[..., None], logits, 0), axis=-1) ** 2
-    total = jnp.where(is_token, squares, 0).sum()
-    total, num_tokens = _sum_over(axes, total, is_token.sum(dtype=jnp.int32))
-    return total / jnp.maximum(num_tokens, 1).astype(total.dtype)
+    mask = None if mask is None else check_mask(mask, logits)
+    columns = z_columns(logits, mask)
+    return z_loss_of(*sum_over(axes, sum_of_columns(logits[..., :0], *columns)))
+
+
+def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return what tokens add to the sums of a z-loss, [...] each: the term and 1, or zeros."""
+    if mask is not None:
+        logits = jnp.where(mask[..., None], logits, 0)
+    # XLA computes the maximum and the sum only once if a softmax needs them, too.
+    largest = lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    total = jnp.exp(logits - largest).sum(axis=-1, keepdims=True)
+    squares = (largest + jnp.log(total))[..., 0] ** 2
+    ones = jnp.ones_like(squares)
+    return (
+        (squares, ones) if mask is None else (jnp.where(mask, squares, 0), jnp.where(mask, ones, 0))
+    )
+
+
+def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
+
+    XLA computes the columns where it adds them, and makes no array of them, as it would of a
+    concatenation.
+    """
+    size, num_leading = first.shape[-1], first.ndim - 1
+    column = lax.iota(jnp.int32, size + len(others)).reshape(*(1,) * num_leading, -1)
+    columns = jnp.pad(first, [(0, 0)] * num_leading + [(0, len(others))])
+    for i, x in enumerate(others):
+        columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
+    if num_leading > 1:
+        # XLA would merge both sums into one, which few blocks of a GPU run.
+        columns = lax.optimization_barrier(columns.sum(axis=-2))
+    return columns.sum(axis=tuple(range(columns.ndim - 1)))
+
+
+@scopes.losses
+def z_loss_of(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """Return the z-loss from the sums of ``z_columns``."""
+    return total / jnp.maximum(num_tokens, 1)
 
 
 def update_select_bias(
@@ -212,7 +255,7 @@ def update_select_bias(
             f"expert; got counts {short(counts)} and bias {short(bias)}. Pass one count and one "
             "bias for each expert of all ranks"
         )
-    (counts,) = _sum_over(axes, counts.astype(_sum_dtype(counts.dtype)))
+    counts = sum_over(axes, counts.astype(_sum_dtype(counts.dtype)))
     bias += rate * _below_mean(lax.stop_gradient(counts)).astype(bias.dtype)
     return bias - bias.mean(axis=-1, keepdims=True) if recenter else bias
 
@@ -233,11 +276,6 @@ def _below_mean(counts: jax.Array) -> jax.Array:
     # A product of a count and E may not fit into 32 bits.
     mean, rest = jnp.divmod(total, num_experts)
     return jnp.sign(mean - counts) + ((counts == mean) & (rest > 0)).astype(counts.dtype)
-
-
-def _sum_over(axes: tuple[str, ...], *arrays: jax.Array) -> Iterable[jax.Array]:
-    """Return the sums of arrays over mesh axes, with one ``lax.psum``."""
-    return lax.psum(align_varying(arrays, axes), axes) if axes else arrays
 
 
 def _check_axes(axis_name: Any) -> tuple[str, ...]:

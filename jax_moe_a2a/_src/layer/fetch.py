@@ -94,8 +94,7 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 def fetch(
     arrays: list[jax.Array], placement: Placement, group: Group, *, first: int = 0
 ) -> list[jax.Array]:
-    """Return the weights of spare slots. Each array begins with ``first`` experts that have no
-    replicas, such as a shared expert."""
+    """Return the weights of spare slots. The ``first`` experts of an array have no replicas."""
     num_experts, num_ranks = placement.num_experts, group.size
     check_placement(placement, num_ranks).check_home()
     placement = jax.tree.map(jnp.asarray, placement)
@@ -136,11 +135,7 @@ def _routing_of_experts(
     placement: Placement, rank: jax.Array, num_ranks: int, first: int
 ) -> RoutingArrays:
     """Return the routing of a rank whose tokens are its experts, and whose rows are its spare
-    slots.
-
-    Unlike in other routings, the row of a spare slot does not depend on the other slots. An empty
-    slot is padding, to which a dispatch writes zeros.
-    """
+    slots, of which an empty one is padding, to which a dispatch writes zeros."""
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
@@ -165,8 +160,7 @@ def _routing_of_experts(
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing of pieces: token t has the pieces t * num, ..., and so have slots and
-    rows."""
+    """Return the routing in which tokens, slots and rows t are the pieces t * num, ..."""
     piece = jnp.arange(num, dtype=jnp.int32)
 
     def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:

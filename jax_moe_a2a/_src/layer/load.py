@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import scopes
-from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..placement.types import Placement, check_placement
-from ..plan.plan import running_sum
 from ..routing.checks import check_scope
 from ..routing.two_level import AnyRouting
+from .sums import sum_counts
+from .top_k import one_hot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,8 +81,8 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 3R
-    integers over the ranks with one ``lax.psum``, so call it only in steps that log the load.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + R counts
+    over the ranks with one ``lax.psum``, and 2E + 3R if rows may be dropped or experts are shared.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
@@ -136,26 +135,60 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
     routing.check("recv")
     if placement is not None:
         check_placement(placement, group.size, or_none=True)
-    rank = own_rank(group)
-    # Rows with a token come first in each group, but group sizes count padding too.
-    is_row = (routing.row_rank >= 0).astype(jnp.int32)
-    rows_before = jnp.concatenate([jnp.zeros((1,), jnp.int32), running_sum(is_row)])
-    ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
-    here = jnp.diff(rows_before[jnp.concatenate([jnp.zeros_like(ends[:1]), ends])])
-    here = here[int(routing.shared_expert) :]
-    invalid = routing.num_invalid
-    if routing.replicated:
-        invalid = jnp.where(rank == 0, invalid, 0)
-    counts = jnp.stack([routing.num_rows, routing.num_dropped, invalid])
-    per_expert = jnp.zeros((group.size, *here.shape), jnp.int32).at[rank].set(here)
-    per_rank = jnp.zeros((group.size, len(counts)), jnp.int32).at[rank].set(counts)
-    found = align_varying([per_expert, per_rank, _wanted(routing, rank)], ())
-    per_expert, per_rank, wanted = lax.psum(found, group.axis_name)
-    per_expert = per_expert.reshape(-1)
+    most = group.size * routing.num_tokens * (routing.top_k + 1)
+    sizes = group.size, routing.num_experts
+    return load_of(sum_counts(group.axes, counts_of(routing), most), sizes, placement)
+
+
+@scopes.load
+def counts_of(routing: AnyRouting) -> jax.Array:
+    """Return what this rank adds to the counts of all ranks, 0 for what other ranks count.
+
+    The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
+    be dropped or experts are shared, it goes on with the rows of each rank's experts, all its rows
+    and its dropped rows [R, L + 2]. Otherwise exactly the choices have rows.
+    """
+    rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
+    num_ranks = routing.group.size
+    is_valid = (ids >= 0) & (ids < num_experts)
+    # What a choice counts for: an expert, or the invalid ids of a rank.
+    counts_for = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
+    if routing.replicated:  # the ranks hold the same ids
+        is_own = jnp.where(is_valid, ids // (num_experts // num_ranks) == rank, rank == 0)
+        counts_for = jnp.where(is_own, counts_for, -1)
+    # Sums of ones in float32 are exact below 2**24, and need no conversion for ``sum_counts``.
+    dtype = jnp.float32 if num_ranks * ids.size < 2**24 else jnp.int32
+    is_counted = one_hot(counts_for, num_experts + num_ranks)
+    choices = is_counted.astype(dtype).sum(axis=(0, 1), dtype=dtype)
+    if not (routing.may_drop(*ids.shape) or routing.shared_expert):
+        return choices
+    here = routing.group_sizes
+    if routing.alignment > 1:
+        # Rows with a token come first in each group, but group sizes count padding, too.
+        ends, row = jnp.cumsum(here)[None], jnp.arange(routing.capacity)[:, None]
+        is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
+        here = is_row.sum(axis=0, dtype=jnp.int32)
+    counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])
+    rows = jnp.concatenate([here[int(routing.shared_expert) :], counts_of_ranks])
+    is_here = jnp.arange(num_ranks, dtype=jnp.int32)[:, None] == rank
+    rows = jnp.where(is_here, rows[None], 0).ravel()
+    return jnp.concatenate([choices, rows.astype(choices.dtype)])
+
+
+@scopes.load
+def load_of(counts: jax.Array, sizes: tuple[int, int], placement: Placement | None) -> ExpertLoad:
+    """Return the load from the sums of ``counts_of`` over ranks. ``sizes`` are R and E."""
+    num_ranks, num_experts = sizes
+    wanted, invalid, rows = jnp.split(counts, (num_experts, num_experts + num_ranks))
+    if rows.size:
+        rows = rows.reshape(num_ranks, -1)
+        per_expert, num_rows, num_dropped = rows[:, :-2].reshape(-1), rows[:, -2], rows[:, -1]
+    else:
+        per_expert, num_rows = wanted, wanted.reshape(num_ranks, -1).sum(axis=1, dtype=jnp.int32)
+        num_dropped = jnp.zeros_like(num_rows)
     if placement is not None:
         per_expert, wanted = (_of_experts(x, placement) for x in (per_expert, wanted))
-    num_rows, num_dropped, num_invalid = per_rank.T
-    return ExpertLoad(per_expert, num_rows, num_dropped, wanted, num_invalid)
+    return ExpertLoad(per_expert, num_rows, num_dropped, wanted, invalid)
 
 
 def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:
@@ -168,17 +201,6 @@ def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:
     slots = jnp.asarray(placement.expert_slots)
     of_replicas = jnp.where(slots >= 0, counts[jnp.maximum(slots, 0)], 0)
     return of_replicas.sum(axis=-1, dtype=jnp.int32)
-
-
-def _wanted(routing: AnyRouting, rank: jax.Array) -> jax.Array:
-    """Return how many choices of this rank's tokens each expert has, [E] int32. If all ranks hold
-    the same tokens, each rank counts only its own experts."""
-    ids, num_experts = routing.topk_ids, routing.num_experts
-    is_counted = (ids >= 0) & (ids < num_experts)
-    if routing.replicated:
-        is_counted &= ids // (num_experts // routing.group.size) == rank
-    counted = jnp.where(is_counted, ids, num_experts).ravel()
-    return jnp.zeros(num_experts, jnp.int32).at[counted].add(1, mode="drop")
 
 
 def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:

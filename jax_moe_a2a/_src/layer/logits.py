@@ -41,8 +41,8 @@ def _sum_dtype(a: jax.Array, b: jax.Array) -> Any:
 
 
 def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return the products of ``a`` [*B, M, K] and ``b`` [*B, K, N], [*B, M, N], summed with the
-    precision of the larger dtype, and rounded to ``dtype``."""
+    """Return the products of ``a`` [*B, M, K] and ``b`` [*B, K, N], summed with the precision of
+    the larger dtype, and rounded to ``dtype``."""
     sum_dtype = _sum_dtype(a, b)
     operands = a.astype(sum_dtype), b.astype(sum_dtype)
     return jnp.matmul(*operands, precision=lax.Precision.HIGHEST).astype(dtype)

@@ -38,7 +38,16 @@ from .chunks import LayerWeights, Tokens, check_one_global_scale, in_chunks
 from .dispatch_rows import dispatch_in_fp8, dispatch_rows
 from .forms import choose_form
 from .placed import Rows, apply_to_both, fetch_all, num_fetched, to_slots
-from .weights import Activation, Experts, Totals, activation_of, check_weights, flat, totals_of
+from .weights import (
+    Activation,
+    Experts,
+    Totals,
+    activation_of,
+    check_weights,
+    flat,
+    returned_totals,
+    totals_of,
+)
 
 
 class LayerOptions(NamedTuple):
@@ -169,7 +178,7 @@ def moe_mlp(
         y = lax.collapse(y, 0, -1)
     if not return_totals:
         return y
-    return y, totals.like(experts.totals) if totals.name else experts.totals
+    return y, returned_totals(experts, totals)
 
 
 def with_fetched(

@@ -27,12 +27,14 @@ from ..plan.options import Exchange, check_exchange
 from ..routing.checks import RouteArguments, axes_of
 from ..routing.choices import RouterChoices
 from .axes import Axes, AxesLike, as_axes
-from .balance import load_balancing_loss, router_z_loss
+from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_loss_of
 from .chunks import LayerWeights, Tokens, check_one_global_scale
-from .load import ExpertLoad, expert_load
+from .load import ExpertLoad, counts_of, load_of
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
-from .router import RouterLike, check_router, choose_experts, map_arrays, num_outputs
+from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
+from .sums import sum_counts, sum_over
+from .top_k import TopK, check_logits
 from .weights import (
     Activation,
     Experts,
@@ -40,11 +42,14 @@ from .weights import (
     activation_of,
     check_weights,
     flat,
+    returned_totals,
     specs_of,
     totals_of,
 )
 
 OUTPUTS = "logits", "choices"
+# Tokens whose terms of losses are added first, before the sums of all tokens.
+TOKENS_PER_SUM = 64
 
 
 class MoEStatistics(NamedTuple):
@@ -204,7 +209,7 @@ def moe(
     of_shared = None if shared is None else activation_of(shared)
     given = tuple(None if e is None else e.replace(activation=None) for e in (experts, shared))
     leads = (scope.group.axes,), ()
-    specs = tuple(
+    specs: Any = tuple(
         None if e is None else specs_of(e, lead, tensor_axis) for e, lead in zip(given, leads)
     )
     given = jax.tree.map(place, given, specs)
@@ -218,7 +223,7 @@ def moe(
         given: tuple[Experts, Experts | None],
         placement: Placement | None,
         exchange: Exchange,
-    ) -> tuple[jax.Array, dict[str, Any], MoEStatistics]:
+    ) -> tuple[jax.Array, dict[str, Any], MoEStatistics, Totals | None]:
         """Apply the layer to the tokens and the experts of one rank."""
         leading = x.shape[:-1]
         flat_tokens = lambda array: array.reshape(-1, *array.shape[len(leading) :])
@@ -243,7 +248,7 @@ def moe(
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
                 kept = jnp.where(lax.axis_index(scope.group.axes) == 0, kept, 0)
-        totals, y, load = _experts(
+        totals, y, counts = _experts(
             Tokens(flat_x, choices.ids, choices.weights, kept),
             weights,
             Totals() if domains else totals_of(own),
@@ -254,19 +259,17 @@ def moe(
         partial = scope.group.axes if tokens.replicated else ()
         partial += () if tensor_axis is None else (tensor_axis,)
         y = lax.psum(y, partial) if partial else y
-        none = jnp.zeros((), accumulation_dtype(x.dtype))
-        balance_loss = z_loss = none
-        if choices.scores is not None:
-            balance_loss = load_balancing_loss(choices.scores, choices.ids, axis_name=tokens.axes)
-        if logits is not None:
-            z_loss = router_z_loss(logits, mask=mask, axis_name=tokens.axes)
-        load = lax.psum(load, domains) if domains else load
+        axes = tuple(dict.fromkeys((*tokens.axes, *scope.group.axes)))
+        most = choices.ids.size * scope.size(axes)
+        counted = num_experts if placement is None else placement.num_slots
+        load = load_of(sum_counts(axes, counts, most), (scope.group.size, counted), placement)
+        is_top_k = isinstance(flat_router, Router) and isinstance(flat_router.choose, TopK)
+        losses = _losses(choices, logits, mask, is_top_k, tokens.axes, load.wanted_per_expert)
         found = {"logits": logits, "choices": choices._replace(scores=None)}
         unflat = lambda array: array.reshape(*leading, *array.shape[1:])
         found = jax.tree.map(unflat, {name: found[name] for name in outputs})
-        statistics = MoEStatistics(balance_loss, z_loss, load)
-        totals = totals.like(own.totals) if totals.name else own.totals
-        return y.reshape(x.shape), found, statistics, totals
+        statistics = MoEStatistics(*losses, load)
+        return y.reshape(x.shape), found, statistics, returned_totals(own, totals)
 
     y, found, statistics, totals = scope.shard_map(
         on_rank,
@@ -280,6 +283,46 @@ def moe(
 
     statistics = statistics._replace(**jax.tree.map(unpadded, found), totals=totals)
     return _without_padding(scope, tokens, y).reshape(shape), statistics
+
+
+@scopes.losses
+def _losses(
+    choices: RouterChoices,
+    logits: jax.Array | None,
+    mask: jax.Array | None,
+    is_top_k: bool,
+    axes: tuple[str, ...],
+    wanted: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the balance loss and the z-loss of a rank's tokens and all others over mesh axes, or
+    0 for a loss that does not exist. ``wanted`` [E] are the choices of all these tokens."""
+    none = jnp.zeros((), jnp.float32)
+    if choices.scores is None and logits is None:
+        return none, none
+    found: list[Any] = [none, none]
+    columns: tuple[jax.Array, ...] | list[jax.Array]
+    columns = () if logits is None else z_columns(logits, mask)
+    shares = jnp.zeros((len(choices.ids), 0), columns[0].dtype if columns else jnp.float32)
+    if choices.scores is not None:
+        shares = check_logits(choices.scores, "scores")
+        if is_top_k:
+            # The shares of a TopK, 0 in masked tokens. All other tokens have valid ids.
+            is_token = jnp.ones_like(shares[:, 0], bool) if mask is None else mask
+        else:
+            shares, is_token = shares_of(shares, choices.ids)
+        columns = (is_token, *columns)
+    if len(shares) >= 16 * TOKENS_PER_SUM:
+        per_sum = math.gcd(len(shares), TOKENS_PER_SUM)
+        blocks = lambda x: x.reshape(-1, per_sum, *x.shape[1:])
+        shares, *columns = map(blocks, (shares, *columns))
+    sums = sum_over(axes, sum_of_columns(shares, *columns))
+    num_scores = shares.shape[-1]
+    if logits is not None:
+        found[1] = z_loss_of(sums[-2], sums[-1])
+    if choices.scores is not None:
+        counts = jnp.pad(wanted, (0, num_scores - wanted.size))  # scores of no expert
+        found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], counts)
+    return found[0], found[1]
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
@@ -296,8 +339,8 @@ def _experts(
     route_arguments: RouteArguments,
     options: LayerOptions,
     shared_activation: Activation | None,
-) -> tuple[Totals, jax.Array, ExpertLoad]:
-    """Return totals, the results of a rank's tokens [T, H], and the load of all chunks together."""
+) -> tuple[Totals, jax.Array, jax.Array]:
+    """Return totals, the results of a rank's tokens [T, H], and the ``counts_of`` all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
@@ -317,16 +360,16 @@ def _experts(
 
     def layer(
         tokens: Tokens, weights: LayerWeights, totals: Totals
-    ) -> tuple[tuple[jax.Array, ExpertLoad], Totals]:
+    ) -> tuple[tuple[jax.Array, jax.Array], Totals]:
         routed = tokens._replace(shared_weights=None)
         y, routing, totals = mlp_and_routing(route_arguments, options, routed, weights, totals)
         if weights.shared is not None:
             y += shared_expert(tokens.x, tokens.shared_weights, weights.shared)
-        return (y, expert_load(routing, placement=options.placement)), totals
+        return (y, counts_of(routing)), totals
 
     if num_chunks == 1:
-        (y, load), totals = layer(tokens, weights, totals)
-        return totals, y, load
+        (y, counts), totals = layer(tokens, weights, totals)
+        return totals, y, counts
     num_tokens = tokens.x.shape[0]
     more = -num_tokens % num_chunks
 
@@ -337,9 +380,8 @@ def _experts(
 
     tokens = jax.tree.map(padded, tokens)._replace(topk_ids=padded(tokens.topk_ids, -1))
     weights = with_fetched(weights, route_arguments, options.placement)
-    totals, (y, loads) = quantized_once(layer, num_chunks, tokens, weights, totals)
-    load = jax.tree.map(lambda counts: counts.sum(axis=0, dtype=counts.dtype), loads)
-    return totals, lax.collapse(y, 0, -1)[:num_tokens], load
+    totals, (y, counts) = quantized_once(layer, num_chunks, tokens, weights, totals)
+    return totals, lax.collapse(y, 0, -1)[:num_tokens], counts.sum(axis=0, dtype=jnp.int32)
 
 
 def _check_exchange(given: Exchange | None) -> Exchange:

@@ -22,12 +22,8 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without its last entries that are None.
-
-    XLA returns the placements of results over Auto axes in this form. Placements that divide arrays
-    alike share a compiled program. But JAX counts each form as a signature of a jitted function.
-    With this form, ``_cache_size()`` of a training step stays 1.
-    """
+    """Return a placement without its last entries that are None, as XLA returns those of results
+    over Auto axes. JAX counts each form as a signature of a jitted function."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -175,11 +171,8 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Return an array with a placement over those axes of the mesh in scope that are Explicit.
-
-    Over Explicit axes, an array's type has its placement, and ``shard_map`` refuses another one.
-    Over Auto axes, the compiler moves arrays.
-    """
+    """Return an array with a placement over the Explicit axes of the mesh in scope, where
+    ``shard_map`` refuses another one. Over Auto axes, the compiler moves arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}

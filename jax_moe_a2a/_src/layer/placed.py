@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 def to_slots(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments, placement: Placement
 ) -> tuple[Any, RouteArguments]:
-    """Return the ids of slots in place of the ids of experts, and the arguments of their route. A
-    routing is already one of slots."""
+    """Return the ids of slots for those of experts, or a routing, which is already one of slots;
+    and the arguments of their route."""
     if isinstance(topk_ids, AnyRouting):
         check_placement(placement, topk_ids.group.size, or_none=True)
         if topk_ids.num_experts != placement.num_slots:
@@ -57,9 +57,8 @@ def to_slots(
                 f"got one of {topk_ids.num_experts} experts. Call route with the ids of "
                 f"choose_slots and num_experts={placement.num_slots}"
             )
-        placed = given._replace(num_experts=placement.num_slots)
-        if given.num_experts in (None, placement.num_experts):
-            given = placed if given.num_experts is not None else given
+        if given.num_experts == placement.num_experts:
+            given = given._replace(num_experts=placement.num_slots)
         return topk_ids, given
     if given.group is None:
         return topk_ids, given  # whose check raises the error
@@ -76,8 +75,7 @@ def to_slots(
 
 
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape, as far as it
-    fits."""
+    """Return how many slots of a rank have no weights in an array of this shape, if it fits."""
     home = placement.num_experts // options.group.size + options.shared_expert
     return options.num_local_experts - home if shape and shape[0] == home else 0
 
@@ -90,13 +88,8 @@ def apply_to_both(
     placement: Placement,
     fetched: Experts | None,
 ) -> jax.Array:
-    """Fetch the weights of spare slots, and return the outputs of all rows.
-
-    Args:
-      apply: maps rows, weights of groups and the sizes of these groups to outputs.
-      recv: of the rows. Its groups are those of the home experts, and then of the spare slots.
-      fetched: the weights of spare slots if they are already here.
-    """
+    """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
+    rows, whose groups in ``recv`` are the home experts and then the spare slots."""
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
@@ -122,9 +115,8 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> Experts:
-    """Return the weights of spare slots from those of home experts, of which the first ``first``
-    are shared. Transposed values do not travel, because the backward pass can transpose
-    the values where they are."""
+    """Return the weights of spare slots from those of home experts, of which ``first`` are shared.
+    Transposed values do not travel, because the backward pass can transpose the values."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
@@ -152,8 +144,7 @@ def _only(rows: Rows, is_kept: jax.Array) -> Rows:
 
 @jax.custom_jvp
 def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """Return rows unchanged. Only the kept rows have tangents, because a product of other rows has
-    any values, NaN included, in their gradients."""
+    """Return rows unchanged. Only kept rows have tangents: other gradients may hold any values."""
     del is_kept
     return rows
 

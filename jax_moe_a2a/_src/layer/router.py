@@ -111,8 +111,8 @@ RouterLike: TypeAlias = Router | Replay | RouterChoices
 
 
 def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Any:
-    """Return a ``RouterLike`` of the results of one function for the arrays with leading axes of
-    tokens, and of another one for all others."""
+    """Return a ``RouterLike`` of the results of ``per_token`` for the arrays with leading axes of
+    tokens, and of ``whole`` for all others."""
     if isinstance(router, RouterChoices):
         return jax.tree.map(per_token, router)
     if isinstance(router, Replay):
@@ -122,8 +122,8 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of experts that a ``RouterLike`` demands, or None if it demands none; or
-    raise an error if it is something else, or cannot read the tokens [..., H]."""
+    """Return the number of experts that a ``RouterLike`` demands, or None. Raise an error if it is
+    something else, or cannot read the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None
@@ -143,13 +143,7 @@ def num_outputs(router: Any, tokens: Any) -> int | None:
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
-    """Check what chooses experts, and return it with JAX arrays.
-
-    Args:
-      router: a router that ``num_outputs`` accepts for these tokens.
-      tokens: the array that the router reads, [..., H].
-      num_experts: E.
-    """
+    """Check what chooses experts, which ``num_outputs`` accepts, and return it with JAX arrays."""
     leading = tokens.shape[:-1]
     if isinstance(router, RouterChoices):
         return check_choices("router", router, leading, num_experts)
@@ -222,13 +216,8 @@ def check_choices(
 def choose_experts(
     router: RouterLike, tokens: jax.Array, num_experts: int, mask: jax.Array | None
 ) -> tuple[RouterChoices, jax.Array | None]:
-    """Return the choices of a rank's tokens [T, H], and their logits [T, E]; or None for logits if
-    the choices were given.
-
-    Args:
-      router: what ``check_router`` returns, with arrays of this rank's tokens.
-      mask: booleans [T], or None.
-    """
+    """Return the choices of a rank's tokens [T, H], and their logits [T, E], or None for logits if
+    the choices were given. ``router`` is checked, and has arrays of this rank's tokens."""
     if isinstance(router, RouterChoices):
         return _without_masked(router, mask), None
     own = router.router if isinstance(router, Replay) else router

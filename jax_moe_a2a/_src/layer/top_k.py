@@ -18,6 +18,8 @@ from ..routing.checks import as_int32
 from ..routing.choices import RouterChoices
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]
+# Comparisons of two scores that take less time than sorting: 128 tokens have 2**23 for 256 experts.
+MOST_COMPARISONS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +44,9 @@ class TopK:
 
     Tests compare these routers, except for their random noise, and their gradients with those of
     transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
-    the chosen experts only. That is equal to the renormalized softmax over all experts, and is how
-    this class computes it. DeepSeek-V3 adds 1e-20 to the sum of the chosen scores, so as not to
-    divide by 0. This class subtracts logarithms instead. Its weights differ by 1e-6 at most if a
-    chosen score is above 1e-14.
+    the chosen experts only, which is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to
+    the sum of the chosen scores. This class subtracts logarithms instead, so weights differ by 1e-6
+    at most if a chosen score is above 1e-14.
 
     Args:
       k: K, the number of experts of each token, 1 to 32 and at most E.
@@ -195,8 +196,7 @@ class TopK:
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits, 0 in masked tokens, and the mask with an axis of experts; or raise an
-        error."""
+        """Return logits, 0 in masked tokens, and the mask with an axis of experts, or raise."""
         logits = check_logits(logits)
         num_experts = logits.shape[-1]
         if self.k > num_experts:
@@ -229,8 +229,7 @@ class TopK:
             )
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the logarithms of scores up to a number for each token, scores, and scores that
-        are divided by their sum."""
+        """Return log scores up to a number for each token, scores, and normalized scores."""
         is_softmax = self.score == "softmax"
         # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
         log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
@@ -244,8 +243,7 @@ class TopK:
         ids: jax.Array,
         counts: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the weights of choices. Those for which ``counts`` is False have no share of a
-        sum; None means that all choices count."""
+        """Return the weights of choices, of which only those that count have a share of a sum."""
         if not (self.k > 1 if self.renormalize is None else self.renormalize):
             return _at(scores, ids) * self.scale
         chosen = _at(log_scores, ids)
@@ -255,13 +253,35 @@ class TopK:
 
 
 def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys of the last axis and their indices, both from high to low. Of equal
-    keys, the one with the lower index comes first."""
+    """Return the highest keys and their indices, from high to low. Of equal keys, the one with the
+    lower index comes first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
-    values, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), number)
+    keys = jnp.where(keys == 0, 0.0, keys)
+    num = keys.shape[-1]
+    if keys.size * num <= MOST_COMPARISONS:
+        return _best_by_rank(keys, number)
+    values, ids = lax.top_k(keys, number)
     # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
     # (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id, prevents it.
-    return values, jnp.minimum(ids, keys.shape[-1] - 1)
+    return values, jnp.minimum(ids, num - 1)
+
+
+def _best_by_rank(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Return what ``_best`` returns, by comparing each key with all keys of its token.
+
+    ``lax.top_k`` sorts all keys on GPUs, which takes longer if there are few tokens.
+    """
+    # Integers with the order of ``lax.top_k``, in which NaN is the highest number.
+    bits = lax.bitcast_convert_type(keys, jnp.dtype(f"int{8 * keys.dtype.itemsize}"))
+    order = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+    this, other = order[..., :, None], order[..., None, :]
+    lead, last = (1,) * (keys.ndim - 1), keys.ndim
+    index = lax.broadcasted_iota(jnp.int32, (*lead, 1, keys.shape[-1]), last)
+    is_before = index < jnp.swapaxes(index, -1, -2)
+    rank = ((other > this) | ((other == this) & is_before)).sum(axis=-1, dtype=jnp.int32)
+    is_chosen = rank[..., None, :] == jnp.swapaxes(index[..., :number], -1, -2)
+    ids = jnp.where(is_chosen, index, 0).sum(axis=-1, dtype=jnp.int32)
+    return jnp.where(is_chosen, keys[..., None, :], 0).sum(axis=-1), ids
 
 
 def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
@@ -276,11 +296,8 @@ def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.
 
 
 def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]``: [..., E] and [..., K] to [..., K].
-
-    The transpose of a sum is a sum. The transpose of a gather would be a scatter, and with Explicit
-    axes a gather needs a sharding.
-    """
+    """Return ``values[..., ids]`` [..., K], as a sum. The transpose of a gather would be a scatter,
+    and with Explicit axes a gather needs a sharding."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
 

@@ -58,22 +58,6 @@ class Experts:
     Either weights of both products are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
     float32, and H and I are multiples of 128.
-
-    Example:
-      ```python
-      import jax
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      experts = ma.Experts(jnp.zeros((8, 16, 2, 32)), jnp.zeros((8, 32, 16)))
-      for path, leaf in jax.tree_util.tree_leaves_with_path(experts):
-          print(jax.tree_util.keystr(path), leaf.shape)
-      ```
-
-      ```text
-      .w_in (8, 16, 2, 32)
-      .w_out (8, 32, 16)
-      ```
     """
 
     w_in: Any
@@ -165,8 +149,7 @@ def quantize_experts(
 
 
 def flat(experts: Experts) -> Experts:
-    """Return experts without an activation, and with gate and up side by side on one axis: the form
-    in which products read them."""
+    """Return experts without an activation, and with gate and up side by side on one axis."""
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
@@ -197,6 +180,12 @@ def totals_of(experts: Experts) -> Totals:
     return given.like(given.of(flat(experts)))
 
 
+def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
+    """Return the totals that the products of experts returned, in the shapes of those given."""
+    given = experts.totals
+    return given if given is None or not totals.name else totals.like(given)
+
+
 def paired(home: Experts, spare: Experts) -> Experts:
     """Return experts whose fields are tuples of those of home and spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
@@ -207,8 +196,7 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return the placements of experts, whose first axes, of which a shared expert has none, are
-    divided over ``lead``."""
+    """Return the placements of experts, whose axis E, if they have it, is divided over ``lead``."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),
@@ -223,15 +211,15 @@ def specs_of(
             return None if given is None else specs[name]
         first, k, *others = specs[name]
         turned, own = P(first, *others, k), specs[name]
-        every = zip(("values", "scales", "transposed", "source"), (turned, turned, own, own))
-        return QuantizedExperts(
-            **{
-                field: None if getattr(given, field) is None else of_field
-                for field, of_field in every
-            }
-        )
+        every = dict(values=turned, scales=turned, transposed=own, source=own)
+        held = {field: p for field, p in every.items() if getattr(given, field) is not None}
+        return QuantizedExperts(**held)
 
-    totals = None if experts.totals is None else experts.totals.of(Experts(**specs))
+    totals = (
+        None
+        if experts.totals is None
+        else experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
+    )
     return experts.replace(**{name: spec(name) for name in specs}, totals=totals)
 
 
@@ -242,14 +230,8 @@ def check_weights(
     *,
     name: str = "experts",
 ) -> Experts:
-    """Return experts with JAX arrays, or raise an error.
-
-    Args:
-      experts: the argument of this name.
-      x: tokens [..., H].
-      lead: the sizes of the first axes: E, or nothing for a shared expert. None means one axis of
-        any size.
-    """
+    """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` has the size
+    E, or nothing for a shared expert; None means any E."""
     check_type(experts, name)
     hidden = x.shape[-1]
     in_fp8 = any(isinstance(getattr(experts, field), QuantizedExperts) for field in WEIGHTS)

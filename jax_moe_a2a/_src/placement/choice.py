@@ -33,12 +33,10 @@ def choose_slots(
 
     Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
-    should receive from all ranks. Its other rows fill what the other slots should still receive. So
-    the preference for the own slot does not change what the slots receive together.
+    should receive from all ranks. Its other rows fill what the other slots should still receive.
 
-    With ``counts``, the rows of each slot differ from its share only by rounding. Without
-    ``counts``, each rank assumes that all ranks have as many rows of the expert as this rank, and
-    spreads its other rows evenly.
+    With ``counts``, the rows of each slot differ from its share only by rounding. Otherwise, each
+    rank assumes that all ranks have as many rows of the expert, and spreads its other rows evenly.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
     which may be in different slots.
@@ -55,25 +53,6 @@ def choose_slots(
 
     Returns:
       int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
-
-    Example:
-      Expert 0 has replicas on both ranks, and each receives half of its rows. Rank 1 has three of
-      the four rows. It keeps two of them:
-
-      ```python
-      import jax.numpy as jnp
-      import jax_moe_a2a as ma
-
-      placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
-      counts = jnp.array([[1, 0, 0, 0], [3, 0, 0, 0]])
-      ids = jnp.array([[0], [0], [0], [-1]])
-      slots = ma.choose_slots(ids, placement, rank=1, num_ranks=2, counts=counts)
-      print(slots.ravel())
-      ```
-
-      ```text
-      [ 5  5  0 -1]
-      ```
     """
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))
@@ -146,15 +125,14 @@ def _replicas(
 
 
 def _slot_at(ends: jax.Array, place: jax.Array, expert: jax.Array, num_slots: jax.Array) -> Any:
-    """Return the index of the slot at a place of the expert's line, int32 like ``place``. The slots
-    of each expert end at ``ends``, int32 [E, M]; a place after the last one is in the last one."""
+    """Return the index of the slot at a place of the expert's line. ``ends`` [E, M] is the end of
+    each slot's places. Places beyond the last end belong to the last slot."""
     index = (ends[expert] <= place[..., None]).sum(-1, dtype=jnp.int32)
     return jnp.minimum(index, num_slots[expert] - 1)
 
 
 def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
-    """Return ``x * share / ALL`` for int32 x >= 0 and 0 <= share <= ALL, rounded down. Products of
-    the halves of ``x`` fit in 32 bits."""
+    """Return ``x * share / ALL`` for int32 x >= 0, rounded down, without overflow."""
     low = lax.shift_right_logical((x & (ALL - 1)) * share, np.int32(SHARE_BITS))
     return lax.shift_right_logical(x, np.int32(SHARE_BITS)) * share + low
 

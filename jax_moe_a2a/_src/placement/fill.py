@@ -1,9 +1,8 @@
 """Fill the spare slots of ranks with replicas of popular experts: a loop in NumPy and JAX, and on
 NVIDIA GPUs a kernel with equal results.
 
-``fill_slots_p`` has the operands experts and rows, int32 [*B, R, L], and the results of
-``fill_loop`` for each index of the leading axes, int32 [*B, R, L + spare]. Batching adds the
-leading axes ``B``. There is no derivative, because all arrays hold integers.
+``fill_slots_p`` has the operands and results of ``fill_loop`` with leading axes, which batching
+adds. There is no derivative, because all arrays hold integers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def fill_slots(xp: ModuleType, experts: Any, rows: Any, **params: Any) -> Any:
 
 
 def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_rows: int) -> Any:
-    """Fill the spare slots of ranks.
+    """Return the expert and the rows of each slot of ranks, int32 [R, L + spare].
 
     Args:
       experts: int32 [R, L], the experts of these ranks, each once.
@@ -48,9 +47,6 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
       spare: the spare slots of each rank.
       most: the most slots of an expert.
       min_rows: as in ``plan_placement``.
-
-    Returns:
-      The expert of each slot, int32 [R, L + spare], and the rows of each slot.
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
@@ -89,8 +85,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
 
 
 def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read: Any) -> Any:
-    """Call ``goes_on, state = step(index, state)`` while it goes on, up to ``most`` times. The step
-    reads the array ``read``."""
+    """Call ``goes_on, state = step(index, state)``, which reads ``read``, up to ``most`` times."""
     if xp is np:
         for index in range(most):
             goes_on, state = step(index, state)

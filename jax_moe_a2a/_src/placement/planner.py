@@ -33,8 +33,7 @@ def plan_placement(
 
     The plan fills the emptiest rank that has an empty spare slot: a replica of the largest expert
     of the fullest rank takes the rows that the rank lacks. It repeats this until all ranks have the
-    mean load, or no spare slot helps. A rank fills its last spare slot even if its source falls
-    below the mean, because that source has spare slots of its own.
+    mean load, or no spare slot helps.
 
     Without the home form, experts first move: each expert, from the largest to the smallest, moves
     to the emptiest rank that has room. With ``spare=0``, this is the whole plan.
@@ -57,20 +56,6 @@ def plan_placement(
       axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
       call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
       ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
-
-    Example:
-      Expert 0 has 60 of 80 rows. Rank 1 has 10 rows, and takes 30 of them:
-
-      ```python
-      import jax_moe_a2a as ma
-
-      placement = ma.plan_placement([60, 10, 10, 0], num_ranks=2, spare=1)
-      print(placement.slot_experts, placement.share_ends[0] / 2**15)
-      ```
-
-      ```text
-      [ 0  1 -1  2  3  0] [0.5 1.  1. ]
-      ```
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):

@@ -31,8 +31,7 @@ class Placement:
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
     A placement is a pytree of int32 arrays, so another placement of the same shapes does not
-    compile a program again. The number of ranks and the form are static: a program that is traced
-    with a placement for other ranks, or of another form, raises an error. All arrays may have the
+    compile a program again. The number of ranks and the form are static. All arrays may have the
     same leading axes, for example for layers.
 
     In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
@@ -82,20 +81,6 @@ class Placement:
           The placement, of NumPy arrays. All slots of an expert have equal shares of its rows. The
           shapes depend only on P and E: M is ``min(31, P - E + 1)``. ``home`` is True if the table
           has the home form in all layers.
-
-        Example:
-          Two ranks with two experts and a spare slot each. Expert 0 is in the spare slots of both:
-
-          ```python
-          import jax_moe_a2a as ma
-
-          placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
-          print(placement.expert_slots.tolist(), placement.num_replicas.tolist())
-          ```
-
-          ```text
-          [[0, 5], [1, -1], [3, -1], [4, -1]] [2, 1, 1, 1]
-          ```
         """
         num_experts = check_int("num_experts", num_experts, least=1)
         num_ranks = check_int("num_ranks", num_ranks, least=1)
@@ -159,8 +144,7 @@ def check_placement(
     placement: object, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
     """Return the argument ``placement`` if it is one without leading axes for these ranks and
-    experts (None: any number). Its values are not checked. Messages say whether the caller also
-    accepts None."""
+    experts (None: any number). Its values are not checked."""
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"
         raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")
@@ -201,15 +185,8 @@ def max_replicas(num_slots: int, num_experts: int) -> int:
 def placement_of(
     xp: ModuleType, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
 ) -> Placement:
-    """Return the placement of a valid table.
-
-    Args:
-      xp: ``numpy`` or ``jax.numpy``, whose results are equal.
-      slot_experts: int32 [R, P / R], the expert of each slot, -1 for an empty slot.
-      slot_rows: int32 [R, P / R]. The shares of the slots of an expert are proportional to them. If
-        they are all zero, the first slot has all rows.
-      num_experts: E.
-      home: True if the table has the home form.
+    """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
+    an expert are proportional to ``slot_rows``; if those are zero, the first slot has all rows.
     """
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
@@ -261,8 +238,7 @@ def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim
 
 
 def home_experts(num_experts: int, num_ranks: int) -> np.ndarray:
-    """Return the experts at home on each rank, [R, E / R]. Raise an error if the ranks do not
-    divide the experts."""
+    """Return the experts at home on each rank, [R, E / R], or raise an error."""
     num_ranks = check_int("num_ranks", num_ranks, least=1)
     num_experts = check_int("num_experts", num_experts, least=1)
     if num_experts % num_ranks:

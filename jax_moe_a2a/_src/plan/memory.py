@@ -73,11 +73,7 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that a group has mapped on one of its devices, in bytes.
-
-    ``mapped_bytes`` is the header plus ``ring_depth`` ring halves of ``half_bytes``, rounded up to
-    the driver's pages.
-    """
+    """The memory that a group has mapped on one of its devices, in bytes."""
 
     device: jax.Device
     header_bytes: int
@@ -88,7 +84,8 @@ class DeviceMemory:
     ring_depth: int
     """Number of ring halves: exchanges that can be under way between two ranks."""
     mapped_bytes: int
-    """Bytes of all this memory. It lies outside XLA's pool."""
+    """The header plus ``ring_depth`` ring halves of ``half_bytes``, rounded up to the driver's
+    pages. This memory lies outside XLA's pool."""
 
     def __str__(self) -> str:
         return (
@@ -184,13 +181,8 @@ def memory_estimate(
         weights: int = num_choices,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level, with the sizes of each rank.
-
-        Args:
-          chance: the probability that a token goes to a given rank.
-          weights: number of weights that travel with a token.
-          num_ids: number of ids that the routing keeps.
-        """
+        """Return the estimate of one level, with the sizes of each rank. A token goes to a given
+        rank with this ``chance``, with this number of weights. The routing keeps ``num_ids``."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
         # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
         # land.
@@ -244,8 +236,7 @@ def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[i
 
 
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return the bytes of one payload array in its slots, as ``array_bytes`` of
-    ``cuda/layout.h``."""
+    """Return the bytes of a payload array in its slots, as ``array_bytes`` of ``cuda/layout.h``."""
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 

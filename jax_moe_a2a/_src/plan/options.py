@@ -35,9 +35,8 @@ class Exchange:
         load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
         replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` and the
         rows of a shared expert are added to the multiple, and never more than the worst case is
-        reserved. The idea is the expert capacity of GShard (Lepikhin et al., arXiv:2006.16668). In
-        GShard, Switch and MaxText, the factor is for each expert, whose load varies more than that
-        of a rank with several experts, so a smaller factor drops as few rows here.
+        reserved. In GShard (arXiv:2006.16668), Switch and MaxText, the factor is for each expert,
+        whose load varies more than that of a rank, so a smaller factor drops as few rows here.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
       shared_expert: True if each rank has one more expert, which receives all tokens of its own
         rank. The shared expert is the first local expert. Its rows come first, in token order, and
@@ -54,10 +53,9 @@ class Exchange:
         array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
-        then use ``BlockwiseFp8``. Each token is quantized once before it
-        travels. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H must be a multiple
-        of the format's group size. A layer decodes rows when they arrive, unless its weights are
-        quantized, and computes the gradient as without a format.
+        then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
+        multiple of the format's group size. A layer decodes rows when they arrive, unless its
+        weights are quantized, and computes the gradient as without a format.
       num_chunks: for layers only: number of parts of each rank's tokens, which run one after the
         other, each under ``jax.checkpoint``. None means 1. Memory for rows is then that of one
         chunk, so a worst-case capacity needs about ``1/num_chunks`` of the memory. The number must
@@ -126,11 +124,8 @@ class Exchange:
         self, num_tokens: int, top_k: int, *, group_size: int, num_experts: int
     ) -> int:
         """Return the number of rows that each rank reserves: ``capacity``, or what
-        ``capacity_factor`` leads to, or the worst case.
-
-        In the worst case, every token of every rank chooses only experts of one rank, and no row is
-        dropped. With alignment, each local expert that has rows also has up to ``alignment - 1``
-        rows of padding.
+        ``capacity_factor`` leads to, or the worst case, in which every token of every rank chooses
+        only experts of one rank.
 
         Args:
           num_tokens: tokens of each rank, or with ``num_chunks`` tokens of a chunk.
@@ -153,8 +148,7 @@ def without_capacity(exchange: Exchange) -> Exchange:
 
 
 def check_exchange(exchange: Any, *, has_chunks: bool = False) -> Exchange:
-    """Return the argument ``exchange`` of a function, or the default in place of None. Only a layer
-    can run in chunks."""
+    """Return the argument ``exchange``, or the default for None. Only layers have chunks."""
     if exchange is None:
         return Exchange()
     if not isinstance(exchange, Exchange):

@@ -80,20 +80,13 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 
 
 def renumbered_ids(ids: jax.Array, rank: jax.Array, sizes: Sizes) -> jax.Array:
-    """Return ids of an ordinary routing that has the effect of shared experts or replicated tokens.
+    """Return ids of an ordinary routing that has the effect of shared experts or replicated tokens:
+    int32 [T, K], or [T, K + 1] with a shared expert, where -1 sends nothing.
 
     Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
     its rank, and is the last choice of each token of this rank. With replicated tokens, only the
     experts of this rank have ids. The shared expert of rank r of R then receives the r-th of R
     equal shares of the tokens.
-
-    Args:
-      ids: int32 [T, K]; an id outside [0, num_experts) sends nothing.
-      rank: int32 [], this rank.
-      sizes: of the routing.
-
-    Returns:
-      int32 [T, K], or [T, K + 1] with a shared expert; -1 sends nothing.
     """
     replicated, shared_expert = sizes.replicated, sizes.shared_expert
     local_experts = sizes.num_experts // sizes.group_size
@@ -245,17 +238,10 @@ def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array
 
 
 def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.Array:
-    """Return which choices fit if choices ask for room in order.
-
-    The order is by choice, then token, then source rank (docs/protocol.md, section 19). The first
-    choice of a block of ``alignment`` rows reserves the block.
-
-    Args:
-      group: int32 [R, T, K], the group of each choice; the number of groups if it is not for this
-        rank.
-
-    Returns:
-      bool [R, T, K]; choices for other ranks have any value.
+    """Return which choices of this rank fit, bool [R, T, K], if choices ask for room in order: by
+    choice, then token, then source rank (docs/protocol.md, section 19). The first choice of a block
+    of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
+    choice, or the number of groups if it is not for this rank.
     """
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
@@ -271,29 +257,16 @@ def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.A
 
 
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Count the elements of each group, and number the elements of a group in their order.
-
-    Args:
-      group: int32 [N], the group of each element; ``num_groups`` for an element without a group.
-
-    Returns:
-      int32 [num_groups], the size of each group, and int32 [N], the number of earlier elements of
-      the same group.
-    """
+    """Return the size of each group, int32 [num_groups], and for each element the number of earlier
+    elements of its group, int32 [N]. ``group`` is as in ``sort_by_group``."""
     firsts, position = sort_by_group(group, num_groups)
     return firsts[1:] - firsts[:-1], position - firsts.at[group].get(**_IN_BOUNDS)
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return where elements are if they are sorted by group, in their order within a group.
-
-    Args:
-      group: int32 [N], the group of each element; ``num_groups`` for an element without a group.
-
-    Returns:
-      int32 [num_groups + 1], the first position of each group, and of the elements without a group;
-      and int32 [N], the position of each element.
-    """
+    """Return the first position of each group, and of elements without one, int32 [num_groups + 1],
+    and the position of each element, int32 [N], if elements are sorted by group and then in their
+    order. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
     # A mark before the elements of each group is sorted with them, and shows where they begin.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
@@ -309,18 +282,15 @@ def inverse_permutation(order: jax.Array) -> jax.Array:
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]`` for x [N], with any element where ``index`` is negative; zeros if x is
-    empty."""
+    """Return ``x[index]`` for x [N]; any number where ``index`` is negative."""
     if x.size == 0:
         return jnp.zeros(index.shape, x.dtype)
     return x.at[jnp.maximum(index, 0)].get(**_IN_BOUNDS)
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` for int32 x >= 0; any number for negative x.
-
-    ``//`` would emit ten more operations, which correct the sign.
-    """
+    """Return ``x // divisor`` for int32 x >= 0; any number for negative x. ``//`` would emit ten
+    more operations, which correct the sign."""
     return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
@@ -344,12 +314,8 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
-    """Merge B routings (leading axis B on every array) into one routing over B*T tokens and B*C
-    rows.
-
-    Each element b of the batch keeps its own capacity and drops. Tokens and slots are renumbered by
-    b*T, and rows by b*C. Negative marks stay. The result may have empty slots between used slots.
-    """
+    """Merge B routings (leading axis B on every array) into one over B*T tokens and B*C rows. Each
+    keeps its own capacity and drops. There may be empty slots between used slots."""
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]
 

@@ -46,8 +46,7 @@ class CheckedIds(NamedTuple):
 def check_ids_or_routing(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments
 ) -> CheckedIds | AnyRouting:
-    """Return checked ids for ``route_ids``, or a checked routing that replaces them. Also check the
-    other arguments of ``route``."""
+    """Return checked ids for ``route_ids`` with options, or a checked routing."""
     if isinstance(topk_ids, AnyRouting):
         check_scope(topk_ids.group)
         topk_ids.check("topk_ids")
@@ -98,6 +97,8 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
 
 def as_int32(ids: jax.Array | np.ndarray, num_experts: int) -> jax.Array:
     """Return ids as int32. Ids outside [0, num_experts) stay outside, and -1 stays -1."""
+    if ids.dtype == np.int32:
+        return jnp.asarray(ids)
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
     return jnp.asarray(ids.astype(np.int32))
@@ -149,8 +150,7 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
 
 
 def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
-    """Return the axes of a group, or of the names that stand for a group; otherwise raise an
-    error about an argument."""
+    """Return the axes of a group, or of the names that stand for it, or raise an error."""
     if isinstance(group, Group):
         return group.axes
     if not isinstance(group, str | tuple):
@@ -162,9 +162,8 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group if its axes and its mesh match those in scope, and the CUDA kernels can run
-    if it needs them; otherwise raise an error. For names of axes, return the group of these axes
-    with the default options."""
+    """Return the group, or that of names of axes, if its axes and its mesh match those in scope,
+    and the CUDA kernels can run if it needs them; otherwise raise an error."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

@@ -63,6 +63,10 @@ class RouteOptions:
         own = self.num_experts, self.alignment, self.shared_expert, self.replicated
         return Sizes(num_tokens, top_k, self.group.size, *own)
 
+    def may_drop(self, num_tokens: int, top_k: int) -> bool:
+        """Return True if the capacity is too small for some ids of these sizes."""
+        return self.capacity < self.sizes(num_tokens, top_k).rows()
+
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRows(RouteOptions):
@@ -88,8 +92,7 @@ class RoutedRows(RouteOptions):
     """[T, K]: the ids that this rank routed, without a shared expert. No exchange reads them."""
 
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
-        """Check dtype and shape of the arrays that every routing has, for T and K of its other
-        arrays, without a shared expert. Messages name the ``argument``."""
+        """Check the arrays that every routing has, for K without a shared expert."""
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
             row_token=(self.capacity,),
@@ -118,9 +121,8 @@ class Routing(RoutedRows):
     token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
     it has one *row* for each of its choices.
 
-    Pass a routing on unchanged. ``dispatch`` and ``combine`` check the dtypes and shapes of its
-    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``. If you
-    change a routing instead, ``dispatch`` does not write zeros to rows that no slot names.
+    Pass a routing on unchanged: ``dispatch`` and ``combine`` check the dtypes and shapes of its
+    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
     A shared expert is the first local expert and the last choice of each token: L counts it, and K
     is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
@@ -164,40 +166,26 @@ class Routing(RoutedRows):
 
 
 def check_arrays(
-    argument: str,
-    arrays: RoutingArrays,
-    num_ranks: int,
-    capacity: int,
-    *,
-    lead: tuple[int, ...] = (),
-    level: str = "",
+    argument: str, arrays: RoutingArrays, num_ranks: int, capacity: int, *, level: str = ""
 ) -> None:
-    """Check dtype and shape of the arrays that an exchange reads.
+    """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
 
-    The check protects memory: the kernels derive sizes from some arrays, and read all arrays with
-    these sizes.
-
-    Args:
-      arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
-        ``lead``.
-      lead: axes before the axes of one rank.
-      level: the prefix of the arrays' names, for the message.
+    The check protects memory: kernels read all arrays with the sizes of some.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
     choices = named[f"{level}choice_rank"]
-    if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
-        expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
+    if len(choices.shape) != 2:
         raise TypeError(
-            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}. Pass the "
-            "routing of one rank unchanged"
+            f"{what}: {level}choice_rank must be int32[num_tokens,top_k]; got {short(choices)}. "
+            "Pass the routing of one rank unchanged"
         )
-    num_tokens, top_k = choices.shape[len(lead) :]
+    num_tokens, top_k = choices.shape
     shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
     check_int32(
         what,
         named,
-        {f"{level}{name}": (*lead, *shapes[name]) for name in RoutingArrays._fields},
+        {f"{level}{name}": shapes[name] for name in RoutingArrays._fields},
         f"{level}choice_rank {short(choices)}, {num_ranks} ranks and capacity={capacity}",
     )
 
@@ -205,8 +193,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError unless every array is int32 with its shape; ``reason`` explains the
-    shapes."""
+    """Raise a TypeError unless every array is int32 with its shape, because of ``reason``."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))

@@ -204,6 +204,10 @@ cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = static_cast<size_t>(room[current_device]);
   *free = *total - static_cast<size_t>(used[current_device]);

@@ -4,12 +4,17 @@
 #include "gemm/act_encode.h"
 #include "gemm/encode_squares.h"
 #include "gemm/fp8_gemm.h"
+#include "library/library_gemm.h"
 
 namespace moe_a2a {
 
 cudaError_t LoadGroupedGemm() { return cudaSuccess; }
 
 Problem LaunchGroupedGemm(const GroupedGemm&, cudaStream_t) { return "there is no kernel"; }
+
+cudaError_t LoadGroupArrays() { return cudaSuccess; }
+
+cudaError_t LaunchGroupArrays(const GroupArrays&, int, cudaStream_t) { return cudaSuccess; }
 
 cudaError_t LoadFp8Gemm() { return cudaSuccess; }
 

@@ -38,6 +38,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result);
 const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetLastError();
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);

@@ -1,0 +1,50 @@
+// Grouped products by cuBLASLt.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gemm/grouped_gemm.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+struct LibraryGemm {
+  GroupedGemm gemm;   // without an activation; `counter` is the scratch memory
+  int64_t mean_rows;  // of a group: what the library expects
+};
+
+// Returns the numbers, int32, of the scratch memory of a product.
+int64_t LibraryScratch(int64_t num_groups);
+
+// Computes a product on the current device. Finds an algorithm at the first call with such sizes.
+Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
+
+// An operand or the result of each group: its rows, or its matrix of weights.
+struct GroupedArray {
+  char* data;
+  int64_t bytes;          // of a row, or of a matrix
+  int64_t num_weights;    // matrices of `data`; -1: rows
+  char* spare = nullptr;  // matrices whose indices follow those of `data`
+};
+
+// What the library reads of a product, in device memory, and from what it is made.
+struct GroupArrays {
+  const int32_t *starts, *sizes, *weights;  // the table of groups
+  int32_t num_groups, num_k, num_n;
+  GroupedArray arrays[3];  // a, b and d
+  int32_t stride;          // at least num_groups
+  void** pointers;         // [3, stride]
+  int32_t* dimensions;     // [3, stride]: rows, k and n
+  float* factors;          // [2]: 1 and 0
+};
+
+// Loads the kernel on the current device, so that no later call does.
+cudaError_t LoadGroupArrays();
+
+// Writes what the library reads, and zeros to the rows of d whose group has no weights. Launches
+// only.
+cudaError_t LaunchGroupArrays(const GroupArrays& arrays, int num_sms, cudaStream_t stream);
+
+}  // namespace moe_a2a

@@ -1,0 +1,40 @@
+"""Sum numbers and counts over ranks in one all-reduce."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..compat import align_varying
+
+
+def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Return the sums of an array over mesh axes."""
+    (aligned,) = align_varying([x], axes)
+    return lax.psum(aligned, axes) if axes else x
+
+
+def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
+    """Return the sums of counts [N] over mesh axes, int32 [N].
+
+    Counts travel as float32, because XLA makes one all-reduce of all sums of one dtype, those of
+    losses and of gradients included. They are exact: a count that may be large travels in pieces of
+    a few bits.
+
+    Args:
+      counts: int32, or float32 below 2**24; not negative.
+      most: the largest sum of a count, for example the number of choices of all ranks.
+    """
+    ranks = math.prod(map(lax.axis_size, axes))
+    digits = 24  # of float32
+    if most <= 2**digits:
+        return sum_over(axes, counts.astype(jnp.float32)).astype(jnp.int32)
+    counts, bits = counts.astype(jnp.int32), digits - (ranks - 1).bit_length()
+    shifts = range(0, most.bit_length(), bits)
+    pieces = jnp.stack([(counts >> shift) & (2**bits - 1) for shift in shifts])
+    found = sum_over(axes, pieces.astype(jnp.float32)).astype(jnp.int32)
+    places = jnp.asarray(shifts, jnp.int32)[:, None]
+    return (found << places).sum(axis=0, dtype=jnp.int32)

@@ -1,0 +1,7 @@
+// What the fake cuBLASLt tells a check, as the symbol "fake_counts".
+#pragma once
+
+struct FakeCounts {
+  long calls_until_failure;  // negative: no call fails
+  long searches;             // for an algorithm
+};
