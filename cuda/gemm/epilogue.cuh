@@ -36,74 +36,14 @@ class BoxWriter {
 
   // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
-    copy_matrices(take_buffer(), words);
-    send([&](const char* buffer) { store_box(&map, box, buffer); });
-  }
-
-  // Rounds d[first], d[first + 1], ... and stores them.
-  template <typename T, int kSize>
-  __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
-                        int first) {
-    uint32_t words[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = pack<T>(d[first + 2 * i], d[first + 2 * i + 1]);
-    write(map, box, words);
-  }
-
-  // Adds d[first], d[first + 1], ..., which are 16 rows of m by 32 of n.
-  template <int kSize>
-  __device__ void add(const CUtensorMap& map, const Box& box, const float (&d)[kSize], int first) {
-    copy_floats(take_buffer(), d, first);
-    send([&](const char* buffer) { add_box(&map, box, buffer); });
-  }
-
- private:
-  __device__ char* take_buffer() {
-    if (lane_index() == 0) wait_until_read<kStoreBuffers - 1>();
+    const int lane = lane_index();
+    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
     __syncwarp();
-    return buffers_[next_];
-  }
-
-  // Lets one lane send what all lanes have copied to the buffer.
-  template <typename Send>
-  __device__ void send(Send&& send) {
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane_index() == 0) {
-      send(buffers_[next_]);
-      end_store_group();
-    }
+    char* buffer = buffers_[next_];
     next_ = (next_ + 1) % kStoreBuffers;
-  }
-
-  // Copies to rows of 128 bytes, as the map swizzles. Lanes of odd rows copy other columns than
-  // those of even rows at the same time, which would be in the same banks.
-  template <int kSize>
-  static __device__ void copy_floats(char* buffer, const float (&d)[kSize], int first) {
-    const int lane = lane_index(), row = lane / 4;
-    const bool is_odd = row % 2 != 0;
-    char* of_row = buffer + row * 128 + lane % 2 * 8;
-    const int swizzle = lane % 4 / 2 ^ row ^ (is_odd ? 4 : 0);
-    float x[kBoxElements / 4];
-    // Copies in the program's order: the compiler would else let no products overlap.
-#pragma unroll
-    for (int i = 0; i < kBoxElements / 4; ++i)
-      asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int even = 4 * i + 2 * half, odd = 4 * (i ^ 2) + 2 * half;
-        *reinterpret_cast<float2*>(of_row + half * 8 * 128 + (2 * i ^ swizzle) * 16) = {
-            is_odd ? x[odd] : x[even], is_odd ? x[odd + 1] : x[even + 1]};
-      }
-    }
-  }
-
-  static __device__ void copy_matrices(char* buffer, const uint32_t (&words)[kWords]) {
     // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first
     // 8 of n, then for the other 8.
-    const int lane = lane_index(), matrix = lane / 8, row = lane % 8;
+    const int matrix = lane / 8, row = lane % 8;
 #pragma unroll
     for (int n = 0; n < 4 * kWords; n += 16) {
       char* address;
@@ -116,8 +56,25 @@ class BoxWriter {
       const uint32_t* of = words + n / 4;
       store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
     }
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(&map, box, buffer);
+      end_store_group();
+    }
   }
 
+  // Rounds d[first], d[first + 1], ... and stores them.
+  template <typename T, int kSize>
+  __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
+                        int first) {
+    uint32_t words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = pack<T>(d[first + 2 * i], d[first + 2 * i + 1]);
+    write(map, box, words);
+  }
+
+ private:
   char (&buffers_)[kStoreBuffers][kStoreBytes];
   int next_ = 0;
 };
@@ -189,16 +146,6 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   for (int i = 0; i < kProducts; ++i) {
     if (m + 64 * i >= tile.end_m) break;
     writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
-  }
-}
-
-// Adds 16 rows of m by all n to float32 numbers.
-template <typename F, int kSize>
-__device__ inline void add_products(const GemmParams& p, BoxWriter<F>& writer, const Tile<F>& tile,
-                                    const Plane& plane, int32_t m, const float (&d)[kSize]) {
-#pragma unroll
-  for (int n = 0; n < F::kTileN; n += F::kStoreColumns) {
-    if (tile.n + n < tile.end_n) writer.add(p.d, plane.box(tile.n + n, m), d, n / 2);
   }
 }
 
@@ -359,8 +306,8 @@ class Derivative {
 #pragma unroll
     for (int m = 0; m < F::kTileM; m += kBoxElements) {
       const Box box = plane.box(tile.n + n, tile.m + m);
-      load_box(a + m * kBoxElements * 2, &p.read_pre[0], box, loaded);
-      if constexpr (kIsGated) load_box(b + m * kBoxElements * 2, &p.read_pre[1], box, loaded);
+      load_box(a + m * kBoxElements * 2, &p.read[0], box, loaded);
+      if constexpr (kIsGated) load_box(b + m * kBoxElements * 2, &p.read[1], box, loaded);
     }
   }
 
@@ -477,6 +424,95 @@ class Derivative {
   const Tile<F>& tile_;
   const int32_t m_;
   const RowWeights<F> weights_;
+};
+
+// Adds products to a tile of float32 totals, and stores the sums in their place.
+//
+// Totals come through the stages of the operands, 64 columns of a tile in each: 32 in place of
+// operand a, and 32 in place of operand b. A warp adds to the rows that it has, and stores them
+// from there. Bulk reductions do the same without a load, but the L2 cache adds slower than it
+// stores.
+template <typename F>
+class AddToTotals {
+ public:
+  static constexpr int kColumns = F::kStoreColumns;
+  static constexpr int kBytes = F::kTileM * kColumns * sizeof(float);
+  static_assert(kBytes <= F::kBytesA && kBytes <= F::kBytesB && 2 * kColumns == kBoxElements);
+  static_assert(F::kTileM == 16 * kConsumerWarps);
+
+  // Loads 64 columns of totals into a stage; one lane calls it.
+  static __device__ void load(const GemmParams& p, const Tile<F>& tile, const Plane& plane, int n,
+                              char* a, char* b, uint64_t* loaded) {
+    expect_bytes(loaded, 2 * kBytes);
+#pragma unroll
+    for (int m = 0; m < F::kTileM; m += kBoxElements) {
+      const int bytes = m * kColumns * sizeof(float);
+      load_box(a + bytes, &p.read[0], plane.box(tile.n + n, tile.m + m), loaded);
+      load_box(b + bytes, &p.read[0], plane.box(tile.n + n + kColumns, tile.m + m), loaded);
+    }
+  }
+
+  // `m` is the warp's first row in the matrix of weights.
+  __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t m)
+      : p_(p), tile_(tile), m_(m) {}
+
+  // As Derivative::store().
+  template <int kSize, typename Take, typename Give>
+  __device__ void store(const Plane& plane, const float (&d)[kSize], Take&& take, Give&& give) {
+#pragma unroll
+    for (int n = 0; n < F::kTileN; n += kBoxElements) {
+      const auto [a, b] = take();
+      const int32_t column = tile_.n + n;
+      if (m_ < tile_.end_m && column < tile_.end_n) {
+        const int warp_at = threadIdx.x / kWarpThreads * kStoreBytes;
+        add(a + warp_at, d, n / 2);
+        add(b + warp_at, d, (n + kColumns) / 2);
+        fence_shared_for_bulk();
+        __syncwarp();
+        if (lane_index() == 0) {
+          store_box(&p_.d, plane.box(column, m_), a + warp_at);
+          if (column + kColumns < tile_.end_n) {
+            store_box(&p_.d, plane.box(column + kColumns, m_), b + warp_at);
+          }
+        }
+      }
+      if (lane_index() == 0) end_store_group();
+      give();
+    }
+  }
+
+ private:
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. Lanes of odd rows add to
+  // other columns than those of even rows at the same time, which would be in the same banks.
+  template <int kSize>
+  static __device__ void add(char* rows, const float (&d)[kSize], int first) {
+    const int lane = lane_index(), row = lane / 4;
+    const bool is_odd = row % 2 != 0;
+    const int swizzle = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);
+    float x[kColumns / 2];
+    // Copies, because the compiler would otherwise let no products overlap.
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int even = 4 * i + 2 * half, odd = 4 * (i ^ 2) + 2 * half;
+        auto* at = reinterpret_cast<float2*>(rows + (row + 8 * half) * 128 +
+                                             ((2 * i) ^ swizzle) * 16 + lane % 2 * 8);
+        float2 sum = *at;
+        sum.x += is_odd ? x[odd] : x[even];
+        sum.y += is_odd ? x[odd + 1] : x[even + 1];
+        *at = sum;
+      }
+    }
+  }
+
+  const GemmParams& p_;
+  const Tile<F>& tile_;
+  const int32_t m_;
 };
 
 }  // namespace moe_a2a::gemm

@@ -46,7 +46,7 @@ enum class Epilogue : int32_t {
   kActivateGated,  // multiplies the activated gate columns by the up columns
   kDerive,         // turns the gradient of activations into the gradient of their arguments
   kDeriveGated,    // the same for gated activations
-  kAdd,            // adds each result, without rounding, to the float32 number that is there
+  kAdd,            // adds each result, without rounding, to the float32 number in its place
 };
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
@@ -66,8 +66,10 @@ struct Form {
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
   static constexpr bool kAdds = kEpilogue == Epilogue::kAdd;
-  // Stages of a tile that come after the operands.
-  static constexpr int kPreStages = kDerives ? kTileN / kBoxElements : 0;
+  // The epilogue reads an array through stages that come after a tile's operands, 64 columns in
+  // each.
+  static constexpr bool kReads = kDerives || kAdds;
+  static constexpr int kReadStages = kReads ? kTileN / kBoxElements : 0;
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
@@ -147,8 +149,8 @@ struct GemmParams {
   // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
   // gradient. If the activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
-  CUtensorMap read_pre[2];  // the pre-activations that kDerive reads
-  CUtensorMap spare;        // the weights whose indices are at least first_spare
+  CUtensorMap read[2];  // the pre-activations that kDerive reads; the first: what kAdd adds to
+  CUtensorMap spare;    // the weights whose indices are at least first_spare
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
   ActivationParams activation;

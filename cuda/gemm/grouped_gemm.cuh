@@ -15,13 +15,13 @@
 // tile from a counter and tells the other block. So a block that starts late only takes fewer
 // tiles, and any number of blocks completes the work.
 //
-// An epilogue with a derivative also reads pre-activations: after a tile's operands, they come
-// through kPreStages more stages, in both blocks of a cluster, whether or not the tile has all
-// these columns.
+// An epilogue may also read an array, such as pre-activations for a derivative: after a tile's
+// operands, it comes through kReadStages more stages, in both blocks of a cluster, whether or not
+// the tile has all these columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both. Consumers wait for the loads, and release a stage of pre-activations
-// when the stores of their gradients have read it. Nothing waits for another cluster.
+// its loads may be for both. Consumers wait for the loads, and release a stage that an epilogue
+// reads when the stores from it have read it. Nothing waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -82,6 +82,14 @@ __device__ inline Work read_work(const volatile Work& from) {
   return work;
 }
 
+// What an epilogue reads: an array, through stages, or row weights before the products.
+template <typename T, typename F>
+using Reader = std::conditional_t<F::kDerives, Derivative<T, F>, AddToTotals<F>>;
+template <typename T, typename F>
+using Before = std::conditional_t<
+    F::kReads, Reader<T, F>,
+    std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
+
 // Loads all tiles; one warp calls it.
 //
 // The loader of the first block writes entries of work in both blocks. It may reuse an entry after
@@ -131,8 +139,9 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     // Only the loader tells the two arrays of weights apart.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
-    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
-    const int products = tile.steps(), steps = products + F::kPreStages;
+    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work),
+        plane_d(F::kHasRaggedD, work);
+    const int products = tile.steps(), steps = products + F::kReadStages;
     // Take the next tile as late as possible without a wait. A block that is late then does not
     // hold a tile that another block could compute.
     const int prepare_at = max(0, steps - F::kStages);
@@ -143,10 +152,10 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       uint64_t* loaded = &shared.loaded[stage.place];
       char* a = shared.a[stage.place];
       char* b = shared.b[stage.place];
-      if (F::kDerives && step >= products) {
-        if constexpr (F::kDerives) {
+      if (F::kReads && step >= products) {
+        if constexpr (F::kReads) {
           const int n = (step - products) * kBoxElements;
-          if (is_first_lane) Derivative<T, F>::load(p, tile, plane_a, n, a, b, loaded);
+          if (is_first_lane) Reader<T, F>::load(p, tile, plane_d, n, a, b, loaded);
         }
       } else if (is_first_lane) {
         const int32_t k = step * F::kStepK;
@@ -194,11 +203,6 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// What an epilogue loads before the products.
-template <typename T, typename F>
-using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore || F::kAdds, Nothing,
-                                  std::conditional_t<F::kDerives, Derivative<T, F>, RowWeights<F>>>;
-
 // Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
@@ -217,7 +221,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  int held = -1;  // a derivative's stage that this warp has still to release
+  int held = -1;  // a stage that the epilogue read, and that this warp has still to release
   // Releases it after all but the last kPending groups of stores have read their stages.
   const auto release_held = [&](auto pending) {
     if (held < 0) return;
@@ -239,8 +243,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     const int steps = tile.steps();
     const int32_t m = tile.m + warp / 4 * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
-      if constexpr (F::kDerives) release_held(kNone);
-      for (int step = 0; step < steps + F::kPreStages; ++step) {
+      if constexpr (F::kReads) release_held(kNone);
+      for (int step = 0; step < steps + F::kReadStages; ++step) {
         wait_for(&shared.loaded[stage.place], stage.parity);
         release(stage.place);
         stage.advance();
@@ -285,7 +289,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       wait_for_products<1>();
       if (step > 0) {
         release(previous);
-      } else if constexpr (F::kDerives) {
+      } else if constexpr (F::kReads) {
         release_held(kNone);
       }
       // After the release, because a store may wait until memory has taken the ones before.
@@ -321,7 +325,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
 
     const Plane plane(F::kHasRaggedD, work);
-    if constexpr (F::kDerives) {
+    if constexpr (F::kReads) {
       const auto take = [&] {
         wait_for(&shared.loaded[stage.place], stage.parity);
         return Operands{shared.a[stage.place], shared.b[stage.place]};
@@ -337,8 +341,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     } else if constexpr (kStoresLate) {
       for (int part = whole; part < rounded.kParts; ++part) rounded.store(p.d, writer, part);
       rounded.template take<T>(tile, plane, warp_m, d[0]);
-    } else if constexpr (F::kAdds) {
-      add_products<F>(p, writer, tile, plane, warp_m, d[0]);
     } else if constexpr (F::kEpilogue == Epilogue::kStore) {
       store_products<T, F>(p, writer, tile, plane, warp_m, d);
     } else {

@@ -167,16 +167,6 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
       : "memory");
 }
 
-// Adds float32 numbers to those of the tensor. Each sum is rounded once, and a denormal number
-// counts as zero.
-__device__ inline void add_box(const CUtensorMap* map, const Box& box, const void* from) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(box.c0), "r"(box.c1), "r"(box.c2), "r"(box.c3)
-      : "memory");
-}
-
 // ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], a and b in shared memory.
 
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;

@@ -55,6 +55,9 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
   if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
   if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
+  if (problem.empty() && F::kAdds) {
+    problem = encode(d, F::kStoreColumns, kBoxElements, &p->read[0]);
+  }
   if (problem.empty() && gemm.num_spare > 0) {
     TensorMap spare = weights_of(gemm.spare, gemm.num_spare);
     problem =
@@ -73,7 +76,7 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
     for (int half = 0; half < halves && stored != nullptr; ++half) {
       encode_half(stored, half, F::kStoreColumns, F::kStoreRows, &p->pre[half]);
       if (!F::kDerives) continue;
-      encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read_pre[half]);
+      encode_half(activated->pre, half, kBoxElements, kBoxElements, &p->read[half]);
     }
     p->activation = {
         activated->function, activated->alpha,        activated->limit, activated->row_weights,

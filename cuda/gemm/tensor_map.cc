@@ -26,7 +26,7 @@ Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
   // Elements outside of the array are zero bytes in each type.
   const CUtensorMapDataType type = map.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : map.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
-                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+                                                            : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   constexpr int kSwizzledBytes = 128;
   const bool is_swizzled = map.box_columns * map.element_bytes == kSwizzledBytes;
   const CUresult result =
