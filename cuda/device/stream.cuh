@@ -1,9 +1,9 @@
 // Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
 // warps.
 //
-// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and
-// mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
-// that a row is read once.
+// A warp owns kStages stages of kSegmentBytes, the most bytes of a segment. Its first lane fills
+// and empties them in turn, and mbarriers say which loads have landed. A stage can be stored to any
+// number of destinations, so that a row is read once.
 //
 // Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit,
 // before the next copy. The stores must be complete before a flag says that their rows have landed.
@@ -15,7 +15,6 @@
 
 namespace moe_a2a {
 
-// Segments are few and large, because every bulk copy has a fixed cost.
 constexpr int kStages = Tuning::kStages;
 constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
@@ -23,7 +22,8 @@ constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
 // Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20
 // - 1 bytes.
-static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
+constexpr int kSegmentUnit = 128;
+static_assert(kSegmentBytes % kSegmentUnit == 0 && kSegmentBytes < 1 << 20);
 
 // The dynamic shared memory of one warp.
 struct StreamShared {
@@ -73,16 +73,24 @@ struct Stream {
   }
 };
 
-// The segments of a row that one warp of a team copies.
+// The segments of a row that one warp of a team copies. Each warp of the team has the same number
+// of segments, as few as possible, and all have about the same size, because a bulk copy of a few
+// bytes costs as much as a larger one.
 struct Segments {
   int64_t row_bytes, first, step;
+  uint32_t most;  // bytes of a segment; the last one of a row may be shorter
 
-  __device__ Segments(const Team& team, int64_t row_bytes)
-      : row_bytes(row_bytes),
-        first(int64_t{team.thread() / kWarpThreads} * kSegmentBytes),
-        step(int64_t{team.threads() / kWarpThreads} * kSegmentBytes) {}
+  __device__ Segments(const Team& team, int64_t row_bytes) : row_bytes(row_bytes) {
+    const uint32_t warps = team.threads() / kWarpThreads;  // a power of two
+    const auto units = static_cast<uint32_t>((row_bytes + kSegmentUnit - 1) / kSegmentUnit);
+    constexpr uint32_t kMostUnits = kSegmentBytes / kSegmentUnit;
+    const uint32_t count = ((units + kMostUnits - 1) / kMostUnits + warps - 1) & ~(warps - 1);
+    most = (units + count - 1) / count * kSegmentUnit;
+    first = int64_t{team.thread() / kWarpThreads} * most;
+    step = int64_t{warps} * most;
+  }
   __device__ uint32_t bytes(int64_t offset) const {
-    return static_cast<uint32_t>(min(row_bytes - offset, int64_t{kSegmentBytes}));
+    return static_cast<uint32_t>(min(row_bytes - offset, int64_t{most}));
   }
 };
 
