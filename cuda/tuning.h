@@ -22,10 +22,12 @@ struct Sm90 {
   // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
   // them to the GPU's multiprocessors.
 
-  static constexpr int kDefaultSms = 64;  // "Versions 8 to 10": more are no faster at 4096 tokens
-  // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
+  static constexpr int kDefaultSms = 64;  // "Versions 8 to 10", "Small rows"
+  // "Versions 8 to 10", "Version 11", "Small rows": more blocks are faster with few tokens, or if
+  // the bytes of a rank's rows, times ranks, are few.
   static constexpr int kFewTokens = 512;
-  static constexpr int kFewTokensSms = 128;
+  static constexpr int kFewBytes = 128 << 20;
+  static constexpr int kFewSms = 128;
   static constexpr int kWeightedSms = 128;  // "Version 11": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats", "Partial sums of combine"
   static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
@@ -122,7 +124,8 @@ struct NamedNumber {
 constexpr NamedNumber kLoweringTuning[] = {
     {"DEFAULT_NUM_SMS", Tuning::kDefaultSms},
     {"FEW_TOKENS", Tuning::kFewTokens},
-    {"FEW_TOKENS_NUM_SMS", Tuning::kFewTokensSms},
+    {"FEW_BYTES", Tuning::kFewBytes},
+    {"FEW_NUM_SMS", Tuning::kFewSms},
     {"WEIGHTED_NUM_SMS", Tuning::kWeightedSms},
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
     {"ALONE_NUM_SMS", Tuning::kAloneSms},

@@ -16,7 +16,7 @@ pytestmark = [
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
 BUDGETS = (
     lowering.DEFAULT_NUM_SMS,
-    lowering.FEW_TOKENS_NUM_SMS,
+    lowering.FEW_NUM_SMS,
     lowering.WEIGHTED_NUM_SMS,
     lowering.FORMAT_NUM_SMS,
     lowering.SPLIT_NUM_SMS,
@@ -39,9 +39,13 @@ def test_a_single_rank_may_fill_its_gpu(num_sms):
     assert blocks == num_sms
 
 
-def test_as_many_tokens_as_count_as_few_have_the_budget_of_few():
-    few, more = (lowering.default_num_sms(lowering.FEW_TOKENS + i) for i in (0, 1))
-    assert (few, more) == (lowering.FEW_TOKENS_NUM_SMS, lowering.DEFAULT_NUM_SMS) and few != more
+def test_few_tokens_or_few_bytes_have_the_budget_of_few():
+    few, many = lowering.FEW_NUM_SMS, lowering.DEFAULT_NUM_SMS
+    tokens, num_bytes = lowering.FEW_TOKENS, lowering.FEW_BYTES
+    assert few != many
+    assert lowering.default_num_sms(tokens, num_bytes + 1) == few
+    assert lowering.default_num_sms(tokens + 1, num_bytes) == few
+    assert lowering.default_num_sms(tokens + 1, num_bytes + 1) == many
 
 
 def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():

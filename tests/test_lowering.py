@@ -886,7 +886,7 @@ def test_the_budget_of_sms_may_differ_by_operation():
     text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     assert attribute(text, "dispatch", "num_sms") == "5 : i64"
     assert attribute(text, "combine", "num_sms") == "9 : i64"
-    default = lowered.default_num_sms(TOKENS)
+    default = lowered.default_num_sms(TOKENS, 0)
     assert attribute(text, "route", "num_sms") == f"{default} : i64"
 
 

@@ -32,7 +32,8 @@ DEFAULT_CUDA_GRAPHS = True
 # budget to the SMs of the GPU.
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
 FEW_TOKENS = native.tuning("FEW_TOKENS")
-FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
+FEW_BYTES = native.tuning("FEW_BYTES")
+FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # of a call with few tokens, or few bytes on the links
 WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
@@ -182,16 +183,21 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 # Custom calls
 
 
-def default_num_sms(num_tokens: int) -> int:
-    """Return the default number of SMs of a route, dispatch or combine."""
-    return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
+def default_num_sms(num_tokens: int, half_bytes: int) -> int:
+    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
+
+    ``half_bytes`` of a ring half are the bytes of a rank's tokens, times the ranks.
+    """
+    is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
+    return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
 
 
-def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
-    """Return the SMs of a route or a whole exchange with this number of tokens per rank."""
+def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
+    """Return the SMs of a route or a whole exchange with these tokens per rank and bytes of a ring
+    half."""
     if group.size == 1:  # all SMs, because only local memory limits the speed
         return group.sms_of(operation) or ALONE_NUM_SMS
-    return group.sms_of(operation) or default_num_sms(num_tokens)
+    return group.sms_of(operation) or default_num_sms(num_tokens, half_bytes)
 
 
 def half_bytes_of(
@@ -429,7 +435,7 @@ def _make(
         call_avals_out = [avals_out[i] for i in call.results]
         call_avals_in = _of_call(call, avals)
         num_inputs = len(call_avals_in)
-        num_sms = call.num_sms or num_sms_of(group, operation, num_slots)
+        num_sms = call.num_sms or num_sms_of(group, operation, num_slots, half_bytes)
         if phase:
             num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
         call_results = custom_call(

@@ -357,7 +357,7 @@ def _call(
     avals_out = [*ctx.avals_out, *scratch]
     target = f"moe_a2a_{name}"
     half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
-    num_tokens = ids_aval.shape[-2]
+    operation, num_tokens = name.removeprefix("routed_"), ids_aval.shape[-2]
 
     def emit() -> list[Any]:
         results = custom_call(
@@ -366,7 +366,7 @@ def _call(
             [ids, *_own_rank(ctx, call_placement, rank_aval), *payload],
             call_placement,
             attributes,
-            num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
+            num_sms=num_sms_of(call_placement.group, operation, num_tokens, half_bytes),
             half_bytes=half_bytes,
         )
         return results[: len(ctx.avals_out)]
