@@ -33,10 +33,11 @@ struct Sm90 {
   static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
-  // ---- Chunks of route. (Not in the notes.)
+  // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, of at least and at
+  // most these numbers of tokens. Both are powers of two, and so are the tokens of a chunk.
 
-  static constexpr int kRouteTokensPerChunk = 64, kRouteManyTokensPerChunk = 256;
-  static constexpr int kRouteFewTokens = 2048;  // up to which chunks have kRouteTokensPerChunk
+  static constexpr int kRouteChunks = 32;
+  static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
 
   // ---- Roles of the blocks of a launch (kernels/grid.h).
 
@@ -130,9 +131,9 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
     {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
-    {"ROUTE_TOKENS_PER_CHUNK", Tuning::kRouteTokensPerChunk},
-    {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
-    {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},
+    {"ROUTE_CHUNKS", Tuning::kRouteChunks},
+    {"ROUTE_LEAST_TOKENS", Tuning::kRouteLeastTokens},
+    {"ROUTE_MOST_TOKENS", Tuning::kRouteMostTokens},
     {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
     {"FP8_FEW_ROWS", Tuning::kFp8FewRows},
 };

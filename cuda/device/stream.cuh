@@ -73,19 +73,17 @@ struct Stream {
   }
 };
 
-// The segments of a row that one warp of a team copies. Each warp of the team has the same number
-// of segments, as few as possible, and all have about the same size, because a bulk copy of a few
-// bytes costs as much as a larger one.
+// The segments of a row that one warp of a team copies: all warps get a share. Every copy waits for
+// this arithmetic, so it has no division.
 struct Segments {
   int64_t row_bytes, first, step;
   uint32_t most;  // bytes of a segment; the last one of a row may be shorter
 
   __device__ Segments(const Team& team, int64_t row_bytes) : row_bytes(row_bytes) {
-    const uint32_t warps = team.threads() / kWarpThreads;  // a power of two
-    const auto units = static_cast<uint32_t>((row_bytes + kSegmentUnit - 1) / kSegmentUnit);
-    constexpr uint32_t kMostUnits = kSegmentBytes / kSegmentUnit;
-    const uint32_t count = ((units + kMostUnits - 1) / kMostUnits + warps - 1) & ~(warps - 1);
-    most = (units + count - 1) / count * kSegmentUnit;
+    const int warps = team.threads() / kWarpThreads;  // a power of two
+    const int64_t share = (row_bytes + warps - 1) >> (__ffs(warps) - 1);
+    most = static_cast<uint32_t>(
+        min((share + kSegmentUnit - 1) & -int64_t{kSegmentUnit}, int64_t{kSegmentBytes}));
     first = int64_t{team.thread() / kWarpThreads} * most;
     step = int64_t{warps} * most;
   }

@@ -231,7 +231,7 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int shares = kRouteThreads / width, share = threadIdx.x / width;
   for (int e = threadIdx.x % width; share < shares && e < local_experts; e += width) {
     int before = 0, in_all = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int other = share; other < num_entries; other += shares) {
       const int count = counts[other * stride + e];
       in_all += count;

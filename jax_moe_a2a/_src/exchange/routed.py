@@ -376,10 +376,10 @@ def _call(
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
     """Return the number of tokens that share a flag of the route, and the number of flags."""
-    few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
-    tokens_per_chunk = native.tuning(
-        "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"
-    )
+    names = ("ROUTE_LEAST_TOKENS", "ROUTE_MOST_TOKENS", "ROUTE_CHUNKS")
+    tokens_per_chunk, most, num_chunks = map(native.tuning, names)
+    while tokens_per_chunk < min(most, num_tokens / num_chunks):
+        tokens_per_chunk *= 2
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 
