@@ -75,7 +75,7 @@ struct Sm90 {
   // (device/stream.cuh).
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
-  static constexpr int kSegmentBytes = 4096;  // the most; "Small rows"
+  static constexpr int kSegmentBytes = 3584;
   // "Token formats": the most values in a segment that a warp encodes; a whole segment
   // (device/encode.cuh).
   static constexpr int kEncodedValueBytes = 3584;

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_moe_a2a._src.exchange import lowering
+from jax_moe_a2a._src.exchange import lowering, routed
 from jax_moe_a2a._src.group import native
 
 pytestmark = [
@@ -50,3 +50,11 @@ def test_few_tokens_or_few_bytes_have_the_budget_of_few():
 
 def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():
     assert native._native.launch_blocks(2, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunks"),
+    ((1, (64, 1)), (2048, (64, 32)), (2049, (128, 17)), (4096, (128, 32)), (16384, (256, 64))),
+)
+def test_the_chunks_of_route_grow_with_the_tokens(num_tokens, chunks):
+    assert routed.route_chunks(num_tokens) == chunks

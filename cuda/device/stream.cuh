@@ -1,9 +1,9 @@
 // Streams rows through shared memory by bulk copies, which keep many bytes in flight with few
 // warps.
 //
-// A warp owns kStages stages of kSegmentBytes, the most bytes of a segment. Its first lane fills
-// and empties them in turn, and mbarriers say which loads have landed. A stage can be stored to any
-// number of destinations, so that a row is read once.
+// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and
+// mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
+// that a row is read once.
 //
 // Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit,
 // before the next copy. The stores must be complete before a flag says that their rows have landed.
@@ -15,6 +15,7 @@
 
 namespace moe_a2a {
 
+// Segments are few and large, because every bulk copy has a fixed cost.
 constexpr int kStages = Tuning::kStages;
 constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
@@ -22,8 +23,7 @@ constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
 // Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20
 // - 1 bytes.
-constexpr int kSegmentUnit = 128;
-static_assert(kSegmentBytes % kSegmentUnit == 0 && kSegmentBytes < 1 << 20);
+static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 
 // The dynamic shared memory of one warp.
 struct StreamShared {
@@ -73,22 +73,16 @@ struct Stream {
   }
 };
 
-// The segments of a row that one warp of a team copies: all warps get a share. Every copy waits for
-// this arithmetic, so it has no division.
+// The segments of a row that one warp of a team copies.
 struct Segments {
   int64_t row_bytes, first, step;
-  uint32_t most;  // bytes of a segment; the last one of a row may be shorter
 
-  __device__ Segments(const Team& team, int64_t row_bytes) : row_bytes(row_bytes) {
-    const int warps = team.threads() / kWarpThreads;  // a power of two
-    const int64_t share = (row_bytes + warps - 1) >> (__ffs(warps) - 1);
-    most = static_cast<uint32_t>(
-        min((share + kSegmentUnit - 1) & -int64_t{kSegmentUnit}, int64_t{kSegmentBytes}));
-    first = int64_t{team.thread() / kWarpThreads} * most;
-    step = int64_t{warps} * most;
-  }
+  __device__ Segments(const Team& team, int64_t row_bytes)
+      : row_bytes(row_bytes),
+        first(int64_t{team.thread() / kWarpThreads} * kSegmentBytes),
+        step(int64_t{team.threads() / kWarpThreads} * kSegmentBytes) {}
   __device__ uint32_t bytes(int64_t offset) const {
-    return static_cast<uint32_t>(min(row_bytes - offset, int64_t{most}));
+    return static_cast<uint32_t>(min(row_bytes - offset, int64_t{kSegmentBytes}));
   }
 };
 
