@@ -316,8 +316,8 @@ def describe_run(mesh: Mesh, num_gpus: int, **more: Any) -> dict[str, Any]:
         mesh.size,
         test_hooks=native.has_test_hooks(),
         default_num_sms=dict(
-            many_tokens=lowering.DEFAULT_NUM_SMS,
-            few_tokens=lowering.FEW_TOKENS_NUM_SMS,
+            many=lowering.DEFAULT_NUM_SMS,
+            few=lowering.FEW_NUM_SMS,
             weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
         ),
         default_cuda_graphs=lowering.DEFAULT_CUDA_GRAPHS,

@@ -298,7 +298,9 @@ def describe(workload: Workload) -> Row:
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     """Return the SMs that an operation may use: the most of any of its exchanges."""
-    default = lowering.default_num_sms(setting.tokens)
+    sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
+    memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
+    default = lowering.default_num_sms(setting.tokens, memory.half_bytes)
     if op == "backward":
         default = max(default, lowering.WEIGHTED_NUM_SMS)
     if setting.formatted:

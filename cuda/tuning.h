@@ -22,19 +22,22 @@ struct Sm90 {
   // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
   // them to the GPU's multiprocessors.
 
-  static constexpr int kDefaultSms = 64;  // "Versions 8 to 10": more are no faster at 4096 tokens
-  // "Versions 8 to 10", "Version 11": with few tokens, more blocks are faster and end early.
+  static constexpr int kDefaultSms = 64;  // "Versions 8 to 10", "Small rows"
+  // "Versions 8 to 10", "Version 11", "Small rows": more blocks are faster with few tokens, or if
+  // the bytes of a rank's rows, times ranks, are few.
   static constexpr int kFewTokens = 512;
-  static constexpr int kFewTokensSms = 128;
+  static constexpr int kFewBytes = 128 << 20;
+  static constexpr int kFewSms = 128;
   static constexpr int kWeightedSms = 128;  // "Version 11": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats", "Partial sums of combine"
   static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
-  // ---- Chunks of route. (Not in the notes.)
+  // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, of at least and at
+  // most these numbers of tokens. Both are powers of two, and so are the tokens of a chunk.
 
-  static constexpr int kRouteTokensPerChunk = 64, kRouteManyTokensPerChunk = 256;
-  static constexpr int kRouteFewTokens = 2048;  // up to which chunks have kRouteTokensPerChunk
+  static constexpr int kRouteChunks = 32;
+  static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
 
   // ---- Roles of the blocks of a launch (kernels/grid.h).
 
@@ -122,14 +125,15 @@ struct NamedNumber {
 constexpr NamedNumber kLoweringTuning[] = {
     {"DEFAULT_NUM_SMS", Tuning::kDefaultSms},
     {"FEW_TOKENS", Tuning::kFewTokens},
-    {"FEW_TOKENS_NUM_SMS", Tuning::kFewTokensSms},
+    {"FEW_BYTES", Tuning::kFewBytes},
+    {"FEW_NUM_SMS", Tuning::kFewSms},
     {"WEIGHTED_NUM_SMS", Tuning::kWeightedSms},
     {"FORMAT_NUM_SMS", Tuning::kFormatSms},
     {"ALONE_NUM_SMS", Tuning::kAloneSms},
     {"SPLIT_NUM_SMS", Tuning::kSplitSms},
-    {"ROUTE_TOKENS_PER_CHUNK", Tuning::kRouteTokensPerChunk},
-    {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
-    {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},
+    {"ROUTE_CHUNKS", Tuning::kRouteChunks},
+    {"ROUTE_LEAST_TOKENS", Tuning::kRouteLeastTokens},
+    {"ROUTE_MOST_TOKENS", Tuning::kRouteMostTokens},
     {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
     {"FP8_FEW_ROWS", Tuning::kFp8FewRows},
 };

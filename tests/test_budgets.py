@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_moe_a2a._src.exchange import lowering
+from jax_moe_a2a._src.exchange import lowering, routed
 from jax_moe_a2a._src.group import native
 
 pytestmark = [
@@ -16,7 +16,7 @@ pytestmark = [
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
 BUDGETS = (
     lowering.DEFAULT_NUM_SMS,
-    lowering.FEW_TOKENS_NUM_SMS,
+    lowering.FEW_NUM_SMS,
     lowering.WEIGHTED_NUM_SMS,
     lowering.FORMAT_NUM_SMS,
     lowering.SPLIT_NUM_SMS,
@@ -39,10 +39,22 @@ def test_a_single_rank_may_fill_its_gpu(num_sms):
     assert blocks == num_sms
 
 
-def test_as_many_tokens_as_count_as_few_have_the_budget_of_few():
-    few, more = (lowering.default_num_sms(lowering.FEW_TOKENS + i) for i in (0, 1))
-    assert (few, more) == (lowering.FEW_TOKENS_NUM_SMS, lowering.DEFAULT_NUM_SMS) and few != more
+def test_few_tokens_or_few_bytes_have_the_budget_of_few():
+    few, many = lowering.FEW_NUM_SMS, lowering.DEFAULT_NUM_SMS
+    tokens, num_bytes = lowering.FEW_TOKENS, lowering.FEW_BYTES
+    assert few != many
+    assert lowering.default_num_sms(tokens, num_bytes + 1) == few
+    assert lowering.default_num_sms(tokens + 1, num_bytes) == few
+    assert lowering.default_num_sms(tokens + 1, num_bytes + 1) == many
 
 
 def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():
     assert native._native.launch_blocks(2, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunks"),
+    ((1, (64, 1)), (2048, (64, 32)), (2049, (128, 17)), (4096, (128, 32)), (16384, (256, 64))),
+)
+def test_the_chunks_of_route_grow_with_the_tokens(num_tokens, chunks):
+    assert routed.route_chunks(num_tokens) == chunks

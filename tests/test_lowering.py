@@ -884,8 +884,20 @@ def test_the_budget_of_sms_may_differ_by_operation():
     text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     assert attribute(text, "dispatch", "num_sms") == "5 : i64"
     assert attribute(text, "combine", "num_sms") == "9 : i64"
-    default = lowered.default_num_sms(TOKENS)
+    default = lowered.default_num_sms(TOKENS, 0)
     assert attribute(text, "route", "num_sms") == f"{default} : i64"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected"), ((1 << 8, lowered.FEW_NUM_SMS), (1 << 16, lowered.DEFAULT_NUM_SMS))
+)
+def test_the_default_of_sms_depends_on_the_bytes_of_a_call(hidden, expected):
+    tokens = lowered.FEW_TOKENS + 1
+    ids, weights = (aval(tokens, TOP_K, dtype=dtype) for dtype in ("int32", "float32"))
+    program = functools.partial(exchange_by_routing, group=group_of())
+    text = lower(program, aval(tokens, hidden), ids, weights)
+    for operation in ("dispatch", "combine"):
+        assert attribute(text, operation, "num_sms") == f"{expected} : i64"
 
 
 @pytest.mark.parametrize(

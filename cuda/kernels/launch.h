@@ -81,8 +81,7 @@ constexpr int64_t kMaxColocatedBlocks = 65535;
 // The most tokens of a chunk of route: one for each thread of a block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
 #ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks, and its own chunks.
-static_assert(Tuning::kRouteTokensPerChunk <= kMaxTokensPerRouteChunk &&
-              Tuning::kRouteManyTokensPerChunk <= kMaxTokensPerRouteChunk);
+static_assert(Tuning::kRouteMostTokens <= kMaxTokensPerRouteChunk);
 #endif
 
 }  // namespace moe_a2a

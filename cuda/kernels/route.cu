@@ -75,9 +75,10 @@ __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   }
 }
 
-// Reads one chunk of ids of `source`, stores them in `all_ids`, and counts them.
+// Reads one chunk of ids of `source`, stores them in `all_ids`, and counts them. `histogram` is
+// [levels, local_experts]; `named` is a mask of ranks for each token. Both are in shared memory.
 __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
-                              int32_t* histogram) {
+                              int32_t* histogram, unsigned long long* named) {
   const Chunk chunk(p, index);
   const bool own = source == p.view.rank;
   const int local_experts = p.local_experts();
@@ -87,28 +88,31 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       own ? p.ids
           : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
   int32_t* keep = p.all_ids + source * choices_per_source(p);
-  // `histogram`: [levels, local_experts] choices, then [num_ranks] tokens for each destination.
   const int levels = p.levels();
-  int32_t* tokens_for = histogram + levels * local_experts;
-  for (int i = threadIdx.x; i < levels * local_experts + p.view.num_ranks; i += kRouteThreads)
-    histogram[i] = 0;
+  for (int i = threadIdx.x; i < levels * local_experts; i += kRouteThreads) histogram[i] = 0;
+  for (int i = threadIdx.x; i < chunk.num_tokens; i += kRouteThreads) named[i] = 0;
   __syncthreads();
-  for (int token = threadIdx.x; token < chunk.num_tokens; token += kRouteThreads) {
-    uint64_t ranks_named = 0;
-    for (int k = 0; k < p.top_k; ++k) {
-      const int64_t choice = chunk.first_choice + static_cast<int64_t>(token) * p.top_k + k;
-      int id = load_landed(from + choice);
-      if (id < 0 || id >= p.num_experts) id = -1;
-      keep[choice] = id;
-      if (id < 0) continue;
-      ranks_named |= uint64_t{1} << (id / local_experts);
-      const int expert = id - first_expert;
-      if (expert < 0 || expert >= local_experts) continue;
-      const int level = levels == 1 ? 0 : number_of_choice(k, p.first_choice, p.top_k);
-      atomicAdd(&histogram[level * local_experts + expert], 1);
+  constexpr int kUnroll = Tuning::kLoadsOfWords;
+  const int num_choices = static_cast<int>(chunk.num_choices);
+  for (int base = threadIdx.x; base < num_choices; base += kUnroll * kRouteThreads) {
+    int ids[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = base + u * kRouteThreads;
+      ids[u] = i < num_choices ? load_landed(from + chunk.first_choice + i) : -1;
     }
-    for (int rank = 0; rank < p.view.num_ranks; ++rank) {
-      if (ranks_named >> rank & 1) atomicAdd(&tokens_for[rank], 1);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = base + u * kRouteThreads;
+      if (i >= num_choices) break;
+      const int id = ids[u] >= 0 && ids[u] < p.num_experts ? ids[u] : -1;
+      keep[chunk.first_choice + i] = id;
+      if (id < 0) continue;
+      const int rank = id / local_experts;
+      atomicOr(&named[i / p.top_k], 1ull << rank);
+      if (rank != p.view.rank) continue;
+      const int level = levels == 1 ? 0 : number_of_choice(i % p.top_k, p.first_choice, p.top_k);
+      atomicAdd(&histogram[level * local_experts + id - first_expert], 1);
     }
   }
   __syncthreads();
@@ -119,10 +123,14 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       counts[i] = up_to_level += histogram[i];
     }
   }
-  if (threadIdx.x == 0) counts[levels * local_experts] = tokens_for[p.view.rank];
-  if (!own) return;
-  for (int rank = threadIdx.x; rank < p.view.num_ranks; rank += kRouteThreads) {
-    p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] = tokens_for[rank];
+  for (int rank = threadIdx.x / kWarpThreads; rank < p.view.num_ranks; rank += kRouteWarps) {
+    int tokens = 0;
+    for (int i = lane_index(); i < chunk.num_tokens; i += kWarpThreads)
+      tokens += named[i] >> rank & 1;
+    tokens = __reduce_add_sync(kAllLanes, tokens);
+    if (lane_index() != 0) continue;
+    if (own) p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] = tokens;
+    if (rank == p.view.rank) counts[levels * local_experts] = tokens;
   }
 }
 
@@ -131,6 +139,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
   MOE_A2A_DYNAMIC_SHARED(4, int32_t, histogram);
   __shared__ BlockState block;
+  __shared__ unsigned long long named[kMaxTokensPerRouteChunk];
   const RankView& view = p.view;
   const int num_chunks = p.batch * p.chunks;
   if (enter(view, block)) {
@@ -159,7 +168,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int source = (view.rank + item) % view.num_ranks;
       const int index = item / view.num_ranks;
       ok = source == view.rank || wait_for_chunk(view, team, epoch, source, index);
-      if (ok) receive_chunk(p, epoch, source, index, histogram);
+      if (ok) receive_chunk(p, epoch, source, index, histogram, named);
     }
   }
   leave(view, block, nullptr, 0);
@@ -217,17 +226,19 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int entry = source * p.chunks + chunk_index;
   const int32_t* counts = counts_of_level(p, batch, p.levels() - 1);
   const int64_t stride = counts_per_entry(p);
-  // There may be more counts than an int holds.
-  static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
-  const uint32_t experts = local_experts;
-  const uint32_t num_counts = num_entries * experts;
-#pragma unroll 8
-  for (uint32_t i = threadIdx.x; i < num_counts; i += kRouteThreads) {
-    const int other = static_cast<int>(i / experts);
-    const int expert = static_cast<int>(i % experts);
-    const int count = counts[other * stride + expert];
-    atomicAdd(&s.rows[expert], count);
-    if (other < entry) atomicAdd(&s.next_row[expert], count);
+  // If there are fewer experts than threads, several threads share the entries of an expert.
+  const int width = min(local_experts, kRouteThreads);
+  const int shares = kRouteThreads / width, share = threadIdx.x / width;
+  for (int e = threadIdx.x % width; share < shares && e < local_experts; e += width) {
+    int before = 0, in_all = 0;
+#pragma unroll 16
+    for (int other = share; other < num_entries; other += shares) {
+      const int count = counts[other * stride + e];
+      in_all += count;
+      if (other < entry) before += count;
+    }
+    atomicAdd(&s.rows[e], in_all);
+    atomicAdd(&s.next_row[e], before);
   }
   for (int c = threadIdx.x; c < p.chunks; c += kRouteThreads) {
     const int count = expert_counts(p, batch, source, c)[stride - 1];
@@ -306,6 +317,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   // before if `only_this` is set.
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
+    // There may be more counts than an int holds.
+    static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
       const int number = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
@@ -643,9 +656,10 @@ constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, i
 
 // The most dynamic shared memory that a launch requests; a block may have more.
 constexpr int kAssignSharedBytes = 160 * 1024;
-constexpr int kExchangeSharedBytes = (kMaxRouteCounts + kMaxRanks) * sizeof(int32_t);
+constexpr int kExchangeSharedBytes = kMaxRouteCounts * sizeof(int32_t);
 static_assert(kMaxLocalExperts <= kMaxRouteCounts);
-static_assert(kExchangeSharedBytes + sizeof(RouteParams) + sizeof(BlockState) <=
+static_assert(kExchangeSharedBytes + kMaxTokensPerRouteChunk * sizeof(uint64_t) +
+                  sizeof(RouteParams) + sizeof(BlockState) <=
               Tuning::kMaxSharedBytes);
 static_assert(assign_shared_bytes(kMaxLocalExperts, kMaxTokensPerRouteChunk, kMaxTopK, 1) <=
               kAssignSharedBytes);
@@ -689,8 +703,7 @@ inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchRoute(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
   const RouteParams& params = *ranks;
-  const size_t counts = params.levels() * params.local_experts();
-  const size_t shared = (counts + params.view.num_ranks) * sizeof(int32_t);
+  const size_t shared = params.levels() * params.local_experts() * sizeof(int32_t);
   const cudaError_t error =
       LaunchListed<RouteExchangeKernels>({}, ranks, num_blocks, kRouteThreads, shared, stream);
   return error == cudaSuccess ? LaunchAssign(ranks, stream) : error;

@@ -275,7 +275,12 @@ DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
 }
 
 // As in jax_moe_a2a/_src/exchange/routed.py.
-int TokensPerRouteChunk(int num_tokens) { return num_tokens <= 2048 ? 64 : 256; }
+int TokensPerRouteChunk(int num_tokens) {
+  int tokens = Tuning::kRouteLeastTokens;
+  while (tokens < Tuning::kRouteMostTokens && tokens * Tuning::kRouteChunks < num_tokens)
+    tokens *= 2;
+  return tokens;
+}
 int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }

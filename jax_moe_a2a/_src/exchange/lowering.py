@@ -30,7 +30,8 @@ DEFAULT_CUDA_GRAPHS = True
 # budget to the SMs of the GPU.
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
 FEW_TOKENS = native.tuning("FEW_TOKENS")
-FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
+FEW_BYTES = native.tuning("FEW_BYTES")
+FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # of a call with few tokens, or few bytes on the links
 WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
@@ -178,16 +179,21 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 # Custom calls
 
 
-def default_num_sms(num_tokens: int) -> int:
-    """Return the default number of SMs of a route, dispatch or combine."""
-    return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
+def default_num_sms(num_tokens: int, half_bytes: int) -> int:
+    """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
+
+    ``half_bytes`` of a ring half are the bytes of a rank's tokens, times the ranks.
+    """
+    is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
+    return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
 
 
-def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
-    """Return the SMs of a route or a whole exchange with this number of tokens per rank."""
+def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
+    """Return the SMs of a route or a whole exchange with these tokens per rank and bytes of a ring
+    half."""
     if group.size == 1:  # all SMs, because only local memory limits the speed
         return group.sms_of(operation) or ALONE_NUM_SMS
-    return group.sms_of(operation) or default_num_sms(num_tokens)
+    return group.sms_of(operation) or default_num_sms(num_tokens, half_bytes)
 
 
 def half_bytes_of(
@@ -321,7 +327,9 @@ def lower_by_kernels(
         types = _of_call(call, avals), [avals_out[i] for i in call.results]
         half_bytes = half_bytes_of(call.target, call.attributes, call_placement, *types)
         calls.append((call, *types, half_bytes))
-    num_sms = _num_sms_of_exchange(exchange, phase, call_placement, avals)
+    group, operation = call_placement.group, "dispatch" if is_outward else "combine"
+    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
+    num_slots = choice_rank.shape[call_placement.lead]
 
     def emit() -> list[Any]:
         inputs, in_flight = divide(operands)
@@ -332,6 +340,10 @@ def lower_by_kernels(
         for call, call_avals_in, call_avals_out, half_bytes in calls:
             become_results = [in_flight[i] for i in call.results] if phase == "done" else []
             num_inputs, num_aliased = len(call_avals_in), len(become_results)
+            if phase:
+                num_sms = group.sms_of(operation) or SPLIT_NUM_SMS
+            else:
+                num_sms = call.num_sms or num_sms_of(group, operation, num_slots, half_bytes)
             call_results = custom_call(
                 ctx.replace(
                     avals_in=[*call_avals_in, *call_avals_out[:num_aliased]],
@@ -341,7 +353,7 @@ def lower_by_kernels(
                 [*_of_call(call, inputs), *become_results],
                 call_placement,
                 call.attributes,
-                num_sms=num_sms if phase else call.num_sms or num_sms,
+                num_sms=num_sms,
                 half_bytes=half_bytes,
                 is_split=bool(phase),
                 aliases={num_inputs + i: i for i in range(num_aliased)},
@@ -356,17 +368,6 @@ def lower_by_kernels(
         return [*results, *(payload[source[0]] for source in sources)]
 
     return emit
-
-
-def _num_sms_of_exchange(
-    exchange: Record, phase: str, call_placement: CallPlacement, avals: Sequence[compat.Aval]
-) -> int:
-    """Return the default SMs of the calls of an exchange or of a phase."""
-    group, operation = call_placement.group, "dispatch" if exchange.is_outward else "combine"
-    if phase:
-        return group.sms_of(operation) or SPLIT_NUM_SMS
-    choice_rank = avals[READ_BY_KERNELS.index("choice_rank") - len(READ_BY_KERNELS)]
-    return num_sms_of(group, operation, choice_rank.shape[call_placement.lead])
 
 
 def _hold(*arrays: jax.Array) -> Any:

@@ -342,7 +342,7 @@ def _call(
     avals_out = [*ctx.avals_out, *scratch]
     target = f"moe_a2a_{name}"
     half_bytes = half_bytes_of(target, attributes, call_placement, avals_in, avals_out)
-    num_tokens = ids_aval.shape[-2]
+    operation, num_tokens = name.removeprefix("routed_"), ids_aval.shape[-2]
 
     def emit() -> list[Any]:
         results = custom_call(
@@ -351,7 +351,7 @@ def _call(
             [ids, *_own_rank(ctx, call_placement, rank_aval), *payload],
             call_placement,
             attributes,
-            num_sms=num_sms_of(call_placement.group, name.removeprefix("routed_"), num_tokens),
+            num_sms=num_sms_of(call_placement.group, operation, num_tokens, half_bytes),
             half_bytes=half_bytes,
         )
         return results[: len(ctx.avals_out)]
@@ -361,10 +361,10 @@ def _call(
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
     """Return the number of tokens that share a flag of the route, and the number of flags."""
-    few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
-    tokens_per_chunk = native.tuning(
-        "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"
-    )
+    names = ("ROUTE_LEAST_TOKENS", "ROUTE_MOST_TOKENS", "ROUTE_CHUNKS")
+    tokens_per_chunk, most, num_chunks = map(native.tuning, names)
+    while tokens_per_chunk < min(most, num_tokens / num_chunks):
+        tokens_per_chunk *= 2
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 

@@ -165,7 +165,8 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     here = routing.group_sizes
     if routing.alignment > 1:
         # Rows with a token come first in each group, but group sizes count padding, too.
-        ends, row = jnp.cumsum(here)[None], jnp.arange(routing.capacity)[:, None]
+        row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None]
+        ends = jnp.cumsum(here, dtype=jnp.int32)[None]
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
         here = is_row.sum(axis=0, dtype=jnp.int32)
     counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])

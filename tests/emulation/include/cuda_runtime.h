@@ -108,6 +108,10 @@ template <typename T>
 T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
+template <typename T>
+T atomicOr(T* address, T value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
 inline unsigned atomicExch(unsigned* address, unsigned value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
