@@ -380,7 +380,7 @@ def _moe_body(
         b_out,
         activation=_activation(layer),
     )
-    y = ma.moe_mlp(
+    y: Any = ma.moe_mlp(
         tokens,
         ma.RouterChoices(ids, row_weights),
         experts.in_fp8() if options.fp8 else experts,

@@ -68,7 +68,7 @@ def moe_mlp(
     shared_weights: ArrayLike | None = None,
     placement: Placement | None = None,
     return_totals: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, Totals | None]:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
     ``Experts`` says what an expert computes. The call is equivalent to ``dispatch``,
