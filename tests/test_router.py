@@ -298,21 +298,30 @@ def balance(logits, axis_name=None):
     return balance_loss + z_loss, (balance_loss, z_loss, bias)
 
 
-def test_losses_and_bias_of_all_ranks():
-    """The ranks are those of two axes."""
-    mesh = harness.mesh_of(harness.SEVERAL)
-    of_ranks = functools.partial(balance, axis_name=("data", harness.AXIS))
-    of_data = jax.vmap(of_ranks, axis_name="data", out_axes=None)
-    of_all = harness.over_ranks(of_data, mesh, out_axes=None)
-    logits = logits_of(11, harness.SEVERAL, 3)
-    gradient, found = harness.jit(jax.grad(of_all, has_aux=True))(
-        harness.put(logits, harness.placement(mesh))
-    )
+def assert_balance_is_that_of_all_tokens(on_ranks, logits, put=jnp.asarray):
+    gradient, found = harness.jit(jax.grad(on_ranks, has_aux=True))(put(logits))
     tokens = logits.reshape(-1, EXPERTS)
     expected_gradient, expected = jax.jit(jax.grad(balance, has_aux=True))(tokens)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
     gradient = np.reshape(gradient, tokens.shape)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_losses_and_bias_of_all_ranks():
+    mesh = harness.mesh_of(harness.SEVERAL)
+    on_ranks = functools.partial(balance, axis_name=harness.AXIS)
+    assert_balance_is_that_of_all_tokens(
+        harness.over_ranks(on_ranks, mesh, out_axes=None),
+        logits_of(11, harness.SEVERAL),
+        put=lambda logits: harness.put(logits, harness.placement(mesh)),
+    )
+
+
+def test_losses_and_bias_over_two_axes():
+    on_ranks = functools.partial(balance, axis_name=("data", "ep"))
+    for name in "ep", "data":
+        on_ranks = jax.vmap(on_ranks, axis_name=name, out_axes=None)
+    assert_balance_is_that_of_all_tokens(on_ranks, logits_of(12, 2, 3))
 
 
 def test_bias_follows_the_choices_before_drops():

@@ -8,18 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..compat import align_varying, varying_axes
+from ..compat import align_varying
 
 
 def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Return the sums of an array over mesh axes."""
-    (x,) = align_varying([x], axes) if axes else (x,)
-    manual = varying_axes(x)
-    # JAX refuses a sum over axes of ``vmap`` and manual axes together.
-    for together in (set(axes) - manual, set(axes) & manual):
-        if together:
-            x = lax.psum(x, tuple(axis for axis in axes if axis in together))
-    return x
+    (aligned,) = align_varying([x], axes)
+    return lax.psum(aligned, axes) if axes else x
 
 
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
