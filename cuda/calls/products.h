@@ -211,6 +211,7 @@ struct LibraryGemmCall : GroupedGemmCall {
     d_and_counter[1].dimensions = {&one, 1};
     params->mean_rows = mean_rows;
     MOE_A2A_TRY(GroupedGemmCall::Describe(args, {d_and_counter, 2}, &params->gemm));
+    if (params->gemm.adds) return "cuBLASLt's product must have no total";
     return CheckShape(results[1], "the scratch memory", kInt32,
                       {LibraryScratch(params->gemm.num_groups)});
   }
