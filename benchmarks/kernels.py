@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-GPU = "/device:GPU:0"
+GPU = "/device:GPU:"
 STREAM = "Stream"  # begins the names of lines of kernels
 MOST_LISTED = 60
 MOST_OF_NAME = 90
@@ -41,18 +41,28 @@ class Kernel(NamedTuple):
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     """Run a call twice, trace the second one, and return its kernels, the longest first."""
     call()
+    return summed((name, ns, of) for gpu, _, ns, name, of in launches_of(call) if gpu == f"{GPU}0")
+
+
+def launches_of(call: Callable[[], Any]) -> list[tuple[str, float, float, str, str]]:
+    """Trace a call; return GPU, start and duration in ns, name and operation of each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             call()
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-        return summed(
-            (event.name, event.duration_ns, scope(dict(event.stats)))
+        return [
+            (plane.name, event.start_ns, event.duration_ns, event.name, scope(dict(event.stats)))
             for plane in data.planes
             for line in plane.lines
             for event in line.events
-            if plane.name == GPU and line.name.startswith(STREAM)
-        )
+            if plane.name.startswith(GPU) and line.name.startswith(STREAM)
+        ]
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel of this name."""
+    return next(kind for kind, words in KINDS.items() if re.search(words, name.lower()))
 
 
 def scope(stats: dict[str, Any]) -> str:
@@ -67,9 +77,9 @@ def summed(events: Iterable[tuple[str, float, str]]) -> list[Kernel]:
     for name, ns, of_launch in events:
         calls.setdefault(name, []).append(ns)
         scopes.setdefault(name, of_launch)
-    kind = lambda name: next(k for k, words in KINDS.items() if re.search(words, name.lower()))
     found = [
-        Kernel(name, kind(name), len(ns), sum(ns) / 1e3, scopes[name]) for name, ns in calls.items()
+        Kernel(name, kind_of(name), len(ns), sum(ns) / 1e3, scopes[name])
+        for name, ns in calls.items()
     ]
     return sorted(found, key=lambda kernel: -kernel.us)
 

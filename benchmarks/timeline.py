@@ -12,8 +12,7 @@ import argparse
 import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 
 import jax_moe_a2a as ma
 
-from .kernels import KINDS, STREAM, scope
+from .kernels import KINDS, kind_of, launches_of
 
 SIZES = dict(hidden=2048, expert_hidden=768, experts=128, top_k=8, tokens=4096)
 COLORS = dict(zip(KINDS, ("C1", "C2", "C3", "C4", "C0", "C5", "C7", "C9")))
@@ -50,7 +49,7 @@ def main() -> None:
     if args.graphs == "off":
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
-    launches = list(launches_of(layer(args)))
+    launches = last_launches(layer(args))
     draw(launches, args.out)
     print(f"{len(launches)} kernels, {args.out}")
     for launch in launches:
@@ -58,7 +57,7 @@ def main() -> None:
             print(f"{launch.start:9.1f} {launch.us:8.1f} us  {launch.name[:60]:60} {launch.scope}")
 
 
-def layer(args: argparse.Namespace) -> Any:
+def layer(args: argparse.Namespace) -> Callable[[], None]:
     """Return a compiled layer with gradients, as a function without arguments."""
     mesh = jax.make_mesh((jax.device_count(),), ("ep",))
     choose = ma.TopK(args.top_k)
@@ -86,28 +85,18 @@ def layer(args: argparse.Namespace) -> Any:
     return call
 
 
-def launches_of(call: Any) -> Iterable[Launch]:
-    """Run a call four times, and yield the kernels of the last time in the order of their start."""
+def last_launches(call: Callable[[], None]) -> list[Launch]:
+    """Run a call four times, and return the kernels of the last time in the order of their start.
+    The GPU's name is short, and times are in µs."""
     call(), call()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            call(), call()
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-        found = [
-            (event.start_ns, event.duration_ns, plane.name, event.name, scope(dict(event.stats)))
-            for plane in data.planes
-            for line in plane.lines
-            for event in line.events
-            if "GPU" in plane.name and line.name.startswith(STREAM)
-        ]
-    found.sort()
+    found = sorted(launches_of(lambda: (call(), call())), key=lambda launch: launch[1])
     found = found[len(found) // 2 :]
-    for start, ns, plane, name, of in found:
-        kind = next(k for k, words in KINDS.items() if re.search(words, name.lower()))
-        yield Launch(
-            plane.removeprefix("/device:"), kind, name, of, (start - found[0][0]) / 1e3, ns / 1e3
+    return [
+        Launch(
+            gpu[len("/device:") :], kind_of(name), name, of, (start - found[0][1]) / 1e3, ns / 1e3
         )
+        for gpu, start, ns, name, of in found
+    ]
 
 
 def draw(launches: list[Launch], out: pathlib.Path) -> None:
