@@ -35,7 +35,7 @@ class Totals:
     w_in: Any = None
     w_out: Any = None
     name: str = dataclasses.field(default="", metadata=dict(static=True))
-    """Of the parameters whose gradients they add."""
+    """Names the parameters whose gradients the totals add."""
 
     def of(self, experts: Experts) -> Totals:
         """Return the fields of experts in place of the totals."""
