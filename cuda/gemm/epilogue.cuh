@@ -155,7 +155,7 @@ template <typename F>
 class Rounded {
  public:
   static constexpr int kBoxes = F::kTileN / kBoxElements;
-  static constexpr int kParts = 2;  // a part is stored with each of the first steps
+  static constexpr int kParts = kBoxes;  // a box is stored with each of the first steps
 
   template <typename T, int kSize>
   __device__ void take(const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -170,25 +170,15 @@ class Rounded {
 
   // Stores part `part` if there is one; call it for all parts in turn before the next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int part) {
-    if (columns_ <= 0) return;
-    if (part == 0) {
-      store_boxes<0>(map, writer);
-    } else {
-      store_boxes<1>(map, writer);
-      columns_ = 0;
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      if (i != part || i * kBoxElements >= columns_) continue;
+      writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
     }
+    if (part == kParts - 1) columns_ = 0;
   }
 
  private:
-  template <int kPart>
-  __device__ void store_boxes(const CUtensorMap& map, BoxWriter<F>& writer) {
-#pragma unroll
-    for (int i = kPart * kBoxes / kParts; i < (kPart + 1) * kBoxes / kParts; ++i) {
-      if (i * kBoxElements >= columns_) break;
-      writer.write(map, {box_.c0 + i * kBoxElements, box_.c1, box_.c2, box_.c3}, words_[i]);
-    }
-  }
-
   uint32_t words_[kBoxes][kBoxElements / 4];
   Box box_;
   int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store

@@ -59,6 +59,8 @@ struct Form {
   static constexpr int kStages = kStages_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr int kStepK = kTileK;  // elements of k in a tile of an operand
+  // An empty sum has a step of zeros, because the first products overwrite the results.
+  static constexpr int kLeastSteps = 1;
 
   // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as
   // many results has the gate columns, and the up columns that belong to them.

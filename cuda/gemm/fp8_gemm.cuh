@@ -38,6 +38,7 @@ template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
   static constexpr int kStepK = kFp8Block;
+  static constexpr int kLeastSteps = 0;  // sums start as zeros
   static constexpr bool kIsTurned = kRows_ == Axis::kN;
   static constexpr bool kWholeTurns = kWholeTurns_;  // k is a multiple of kStages steps
   static constexpr int kParts = kTileM_ / (64 * kConsumerGroups);
@@ -275,19 +276,15 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
   const int first_m = warp / 4 * kWarpGroupM, warp_m = first_m + warp % 4 * 16;
   WriterOf<T, F> writer(shared.results[warp]);
   const auto descriptor_of = [](const char* operand) {
-    return uniform(static_cast<uint32_t>(operand_descriptor(operand, Major::kK)));
+    return uniform(operand_descriptor(operand, Major::kK));
   };
   const uint32_t descriptor_a = descriptor_of(shared.a[0] + first_m / kBoxElements * kBoxBytes);
   const uint32_t descriptor_b = descriptor_of(shared.b[0]);
-  int taken = 0;  // entries of work
+  Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   Scales<F> scales(shared.scales[warp]);
   const auto take_work = [&] {
-    const int entry = taken % kWorkEntries;
-    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry], taken / kWorkEntries % 2);
-    const Work work = read_work(shared.work[entry]);
-    if (lane_index() == 0) arrive_at(&shared.work_read[entry], rank);
-    ++taken;
+    const Work work = receive_work(static_cast<GemmShared<F>&>(shared), rank, entry);
     if (!work.is_end()) {
       const Tile<F> tile(p, work, rank);
       scales.start(p, work, tile, tile.m + warp_m);
@@ -415,6 +412,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constan
   if (warp >= kConsumerWarps) {
     release_registers<kLoaderRegisters>();
     if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
+    if (warp == kConsumerWarps + 1) take_tiles<F>(p, shared, rank);
   } else {
     take_registers<kConsumerRegisters>();
     multiply_fp8_tiles<T, F>(p, shared, rank);

@@ -9,11 +9,11 @@
 // Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
 // memory.
 //
-// Roles: the last warp group of a block loads tiles of a and b through kStages stages. The two
-// other warp groups multiply, each for half of the tile's rows, and store. Without an activation,
-// they store while the products of the next tile run. The first block of a cluster takes the next
-// tile from a counter and tells the other block. So a block that starts late only takes fewer
-// tiles, and any number of blocks completes the work.
+// Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
+// b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
+// and store. Without an activation, they store while the products of the next tile run. The first
+// block of a cluster takes the next tile from a counter and tells the other block. So a block that
+// starts late only takes fewer tiles, and any number of blocks completes the work.
 //
 // An epilogue may also read an array, such as pre-activations for a derivative: after a tile's
 // operands, it comes through kReadStages more stages, in both blocks of a cluster, whether or not
@@ -41,8 +41,8 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: the consumers of this block have read the entry; in the first block of a cluster,
-  // those of the other block have, too.
+  // work_read: all warps of this block have read the entry; in the first block of a cluster, those
+  // of the other block have, too.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
 };
@@ -90,49 +90,66 @@ using Before = std::conditional_t<
     F::kReads, Reader<T, F>,
     std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
 
-// Loads all tiles; one warp calls it.
+// Takes tiles, and tells all warps of the cluster; one warp of each block calls it. A warp of its
+// own does this, because the next tile is then known as soon as the loader wants it.
 //
-// The loader of the first block writes entries of work in both blocks. It may reuse an entry after
-// all warps have read it. The other block's consumers could arrive at a barrier of the first block.
-// But that orders their reads only in the order of the cluster, which is a fence that costs
-// consumers time in each tile. So they arrive at their own block's barrier. The other block's
-// loader, which has time, waits for them and then arrives at the first block, once in a tile.
-template <typename T, typename F>
-__device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
-  constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
+// The first block writes entries of work in both blocks. It may reuse an entry after all warps have
+// read it. The other block's warps could arrive at a barrier of the first block. But that orders
+// their reads only in the order of the cluster, which is a fence that costs consumers time in each
+// tile. So they arrive at their own block's barrier. This warp of the other block, which has time,
+// waits for them and then arrives at the first block, once in a tile.
+template <typename F>
+__device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
-  const bool is_first_lane = lane_index() == 0;
-  const bool takes_work = rank == 0;
-  Walk<F> walk(p);
   Cursor<kWorkEntries> entry;
-  Cursor<F::kStages> stage;
-  int taken = 0;     // the first lane's tile
-  int prepared = 0;  // entries that were prepared
-  // Takes the next tile, or releases the entry that the next tile will be in.
-  const auto prepare_work = [&] {
-    if (takes_work) {
-      if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
-    } else if (prepared++ >= kWorkEntries) {
-      wait_for(&shared.work_read[entry.place], entry.parity ^ 1);
-      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[entry.place], 0);
-    }
-  };
-  prepare_work();
-  while (true) {
-    Work work;
-    if (takes_work) {
-      work = walk.at(__shfl_sync(kAllLanes, taken, 0));
+  if (rank == 0) {
+    Walk<F> walk(p);
+    while (true) {
       wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
+      int taken = 0;
+      if (lane_index() == 0) taken = atomicAdd(p.next_tile, 1);
+      const Work work = walk.at(__shfl_sync(kAllLanes, taken, 0));
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
         send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],
              lane_index(), words);
       }
-    } else {
-      wait_for<kIsCluster>(&shared.work_sent[entry.place], entry.parity);
-      work = read_work(shared.work[entry.place]);
+      if (work.is_end()) return;
+      entry.advance();
     }
+  }
+  while (true) {
+    wait_for<kIsCluster>(&shared.work_sent[entry.place], entry.parity);
+    const Work work = read_work(shared.work[entry.place]);
+    if (work.is_end()) return;
+    if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
+    wait_for(&shared.work_read[entry.place], entry.parity);
+    if (lane_index() == 0) arrive_in_cluster_order(&shared.work_read[entry.place], 0);
     entry.advance();
+  }
+}
+
+// Reads the next work as soon as it is there.
+template <typename F>
+__device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
+                                    Cursor<kWorkEntries>& entry) {
+  wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
+  const Work work = read_work(shared.work[entry.place]);
+  if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
+  entry.advance();
+  return work;
+}
+
+// Loads all tiles; one warp calls it.
+template <typename T, typename F>
+__device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
+  constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
+  constexpr bool kIsCluster = F::kBlocks > 1;
+  const bool is_first_lane = lane_index() == 0;
+  Cursor<kWorkEntries> entry;
+  Cursor<F::kStages> stage;
+  while (true) {
+    Work work = receive_work(shared, rank, entry);
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
@@ -142,12 +159,9 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work),
         plane_d(F::kHasRaggedD, work);
     const int products = tile.steps(), steps = products + F::kReadStages;
-    // Take the next tile as late as possible without a wait. A block that is late then does not
-    // hold a tile that another block could compute.
-    const int prepare_at = max(0, steps - F::kStages);
-    if (steps == 0) prepare_work();
+    // Without weights the only step is after the end of k, where the hardware loads zeros.
+    const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
     for (int step = 0; step < steps; ++step) {
-      if (step == prepare_at) prepare_work();
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
       uint64_t* loaded = &shared.loaded[stage.place];
       char* a = shared.a[stage.place];
@@ -158,7 +172,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
           if (is_first_lane) Reader<T, F>::load(p, tile, plane_d, n, a, b, loaded);
         }
       } else if (is_first_lane) {
-        const int32_t k = step * F::kStepK;
+        const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, kBytes);
         // Branches, because an address that is chosen at run time needs registers that the loader
         // does not have.
@@ -213,9 +227,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   BoxWriter<F> writer(shared.results[warp]);
   constexpr bool kStoresLate = F::kEpilogue == Epilogue::kStore && !F::kIsTurned;
   std::conditional_t<kStoresLate, Rounded<F>, Nothing> rounded;
-  const uint64_t descriptor_a =
+  const uint32_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
-  const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
+  const uint32_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
   Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
@@ -232,14 +246,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   };
   constexpr std::integral_constant<int, 0> kNone;
   constexpr std::integral_constant<int, 1> kLast;
-  while (true) {
-    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
-    const Work work = read_work(shared.work[entry.place]);
-    if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
-    entry.advance();
-    if (work.is_end()) break;
-
-    const Tile<F> tile(p, work, rank);
+  Work work, next = receive_work(shared, rank, entry);
+  Tile<F> tile, next_tile(p, next, rank);
+  bool is_loaded = false;  // this warp has seen that the first step of the next tile is loaded
+  while (!next.is_end()) {
+    work = next, tile = next_tile;
     const int steps = tile.steps();
     const int32_t m = tile.m + warp / 4 * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
@@ -249,28 +260,24 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         release(stage.place);
         stage.advance();
       }
+      next = receive_work(shared, rank, entry);
+      next_tile = Tile<F>(p, next, rank);
+      is_loaded = false;
       continue;
     }
 
     const int32_t warp_m = m + warp % 4 * 16;
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < F::kProducts; ++i) {
-#pragma unroll
-        for (float& x : d[i]) x = 0;
-      }
-    }
     int previous = 0;
     // If rows lie along k, a group's last rows may fill a part of a step. They are multiplied 16 by
     // 16, each after the wait for the ones before, because the compiler would otherwise let no
     // products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     for (int step = 0; step < whole; ++step) {
-      wait_for(&shared.loaded[stage.place], stage.parity);
-      const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
-      const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+      if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
+      const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
+      const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
       begin_products();
@@ -299,6 +306,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       previous = stage.place;
       stage.advance();
     }
+    // Before the wait for the last products, prepare what the first products of the next tile need.
+    next = receive_work(shared, rank, entry);
+    next_tile = Tile<F>(p, next, rank);
+    is_loaded = !F::kReads && whole == steps && !next.is_end();
+    if (is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
     wait_for_products<0>();
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
@@ -307,10 +319,11 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       static_assert(F::kProducts == 1);
       if (whole < steps) {
         wait_for(&shared.loaded[stage.place], stage.parity);
-        const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
-        const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+        const uint32_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
+        const uint32_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+        // A group without rows has one product, of zeros.
 #pragma unroll 1
-        for (int k = 0; whole * F::kStepK + 16 * k < tile.end_k; ++k) {
+        for (int k = 0; k == 0 || whole * F::kStepK + 16 * k < tile.end_k; ++k) {
           begin_products();
           multiply<T, F::kMajorA, F::kMajorB>(d[0], a + k * kDescriptorStep<F::kMajorA>,
                                               b + k * kDescriptorStep<F::kMajorB>,
@@ -366,7 +379,8 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
+      // The consumers, the loader, and the warp of the second block that takes tiles.
+      init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();
   }
@@ -390,6 +404,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   if (warp >= kConsumerWarps) {
     release_registers<kLoaderRegisters>();
     if (warp == kConsumerWarps) load_tiles<T, F>(p, shared, rank);
+    if (warp == kConsumerWarps + 1) take_tiles(p, shared, rank);
   } else {
     take_registers<kConsumerRegisters>();
     multiply_tiles<T, F>(p, shared, rank);

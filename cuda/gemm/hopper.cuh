@@ -171,17 +171,19 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
 
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // from eight rows to the next
+constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
 
-__device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
-  const uint64_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
+// Returns the lower word of an operand's descriptor. kHigh has the others' bits.
+__device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
+  const uint32_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
   // The descriptor must not contain the higher bits of an address, which are the block's rank in
   // its cluster.
   const uint32_t address = shared_address(shared) & 0x3FFFF;
-  return kSwizzle128 | kEightRows | leading << 16 | address >> 4;
+  return leading << 16 | address >> 4;
 }
 // The number to add to a descriptor for the next 16 elements of k.
 template <Major kMajor>
-constexpr uint64_t kDescriptorStep = (kMajor == Major::kK ? 32 : 16 * 128) >> 4;
+constexpr uint32_t kDescriptorStep = (kMajor == Major::kK ? 32 : 16 * 128) >> 4;
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() {
@@ -234,12 +236,12 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers \
                "}, %" a_ ", %" b_ ", p, 1, 1, %" ta_ ", %" tb_ ";\n\t}"                      \
                : outputs                                                                     \
-               : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)),                            \
+               : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)),            \
                  "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
 
-// Starts a product; if `adds` is false, `d` is overwritten.
+// Starts a product; if `adds` is false, `d` is overwritten. `a` and `b` are operand_descriptor()s.
 template <typename T, Major kA, Major kB, int kSize>
-__device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool adds) {
+__device__ inline void multiply(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kIsBf16 || std::is_same_v<T, __half>);
   static_assert(kSize == 16 || kSize == 32 || kSize == 128);
@@ -273,10 +275,9 @@ __device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool 
                : "l"(kHigh | a), "l"(kHigh | b), "r"(static_cast<int32_t>(adds)))
 
 // Starts a product of FP8 numbers (E4M3), d[64, n] += a[64, 32] b[32, n]. Both operands are
-// K-major; of their descriptors, `a` and `b` are the lower words, because the others are equal.
+// K-major.
 template <int kSize>
 __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
-  constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
   static_assert(kSize == 16 || kSize == 32 || kSize == 96);
   if constexpr (kSize == 16) {
     MOE_A2A_PRODUCT("32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18");

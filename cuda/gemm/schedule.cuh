@@ -30,6 +30,7 @@ struct Tile {
   int32_t m, n;
   int32_t end_m, end_n, end_k;
 
+  Tile() = default;
   __device__ Tile(const GemmParams& p, const Work& work, uint32_t rank) {
     const uint32_t m_tile = work.tile >> 16, n_tile = (work.tile & 0xFFFF) >> 1;
     m = (m_tile + (work.shares_a() ? 0 : rank)) * F::kResultM;
@@ -40,7 +41,7 @@ struct Tile {
     if (work.weight < 0) end_k = 0;
   }
 
-  __device__ int steps() const { return (end_k + F::kStepK - 1) / F::kStepK; }
+  __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
   // Steps whose every product of 16 of k has elements. If rows lie along k, another step may
   // follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
