@@ -193,6 +193,57 @@ class TopK:
         weights = self._weights(log_scores, scores, ids, counts)
         return RouterChoices(ids, jnp.where(is_choice, weights, 0), probs)
 
+    @scopes.router
+    def bias_histogram(
+        self,
+        logits: ArrayLike,
+        *,
+        select_bias: ArrayLike,
+        mask: ArrayLike | None = None,
+        num_bins: int = 1000,
+    ) -> jax.Array:
+        """Count, in bins, the biases above which tokens choose each expert.
+
+        ``quantile_select_bias`` has the formula, and computes the next bias from the histogram. Add
+        the histograms of micro-batches. Call this inside ``jax.jit``, because outside JAX stores a
+        boolean for each logit and bin.
+
+        Args:
+          logits: as in a call, for example the ``logits`` of ``MoEStatistics``.
+          select_bias: floats [E], as in a call.
+          mask: as in a call. Masked tokens are not counted.
+          num_bins: N. Bins of equal width reach from ``min(select_bias) - 1`` to
+            ``max(select_bias) + 1``, which has all such biases, because scores are in [0, 1]. Pass
+            more bins if scores are small, as those of a softmax over many experts.
+
+        Returns:
+          [E, N] int32: numbers of tokens.
+
+        Raises:
+          TypeError: if an argument has the wrong type or dtype.
+          ValueError: if an argument has the wrong shape or range, or if this ``TopK`` has groups or
+            chooses all experts.
+        """
+        logits, mask = self._checked(lax.stop_gradient(logits), mask)
+        num_experts, num_bins = logits.shape[-1], check_int("num_bins", num_bins, least=1)
+        bias = check_bias("select_bias", select_bias, num_experts)
+        if self.num_groups is not None or self.k == num_experts:
+            raise ValueError(
+                "bias_histogram needs a TopK without groups, and with k below the number of "
+                f"experts, {num_experts}; got {self}. Use update_select_bias"
+            )
+        bias = lax.stop_gradient(bias).astype(logits.dtype)
+        scores = self._scores(logits)[1]
+        keys = scores + bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
+        least = _best(keys, self.k + 1)[0][..., -1:] - scores
+        bins = jnp.floor((least - (bias.min() - 1)) / bin_width(bias, num_bins)[0])
+        bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
+        if mask is not None:
+            bins = jnp.where(mask, bins, -1)
+        # XLA would otherwise compute each score again for each bin.
+        is_in_bin = one_hot(lax.optimization_barrier(bins), num_bins)
+        return is_in_bin.sum(axis=tuple(range(bins.ndim - 1)), dtype=jnp.int32)
+
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -300,6 +351,11 @@ def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
     and with Explicit axes a gather needs a sharding."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
+
+
+def bin_width(bias: jax.Array, num_bins: int) -> jax.Array:
+    """Return the width of the bins of a histogram for a bias [..., E], as [..., 1]."""
+    return (bias.max(axis=-1, keepdims=True) - bias.min(axis=-1, keepdims=True) + 2) / num_bins
 
 
 def one_hot(ids: jax.Array, num: int) -> jax.Array:
