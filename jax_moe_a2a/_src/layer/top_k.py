@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from .. import scopes
@@ -205,8 +207,7 @@ class TopK:
         """Count, in bins, the biases above which tokens choose each expert.
 
         ``quantile_select_bias`` has the formula, and computes the next bias from the histogram. Add
-        the histograms of micro-batches. Call this inside ``jax.jit``, because outside JAX stores a
-        boolean for each logit and bin.
+        the histograms of micro-batches.
 
         Args:
           logits: as in a call, for example the ``logits`` of ``MoEStatistics``.
@@ -239,10 +240,12 @@ class TopK:
         bins = jnp.floor((least - (bias.min() - 1)) / bin_width(bias, num_bins)[0])
         bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
         if mask is not None:
-            bins = jnp.where(mask, bins, -1)
-        # XLA would otherwise compute each score again for each bin.
-        is_in_bin = one_hot(lax.optimization_barrier(bins), num_bins)
-        return is_in_bin.sum(axis=tuple(range(bins.ndim - 1)), dtype=jnp.int32)
+            bins = jnp.where(mask, bins, num_bins)  # dropped
+        expert = lax.broadcasted_iota(jnp.int32, bins.shape, bins.ndim - 1)
+        counts = jnp.zeros((num_experts, num_bins), jnp.int32).at[expert, bins]
+        mesh = jax.typeof(bins).sharding.mesh
+        whole = None if mesh.empty else NamedSharding(mesh, P())
+        return counts.add(1, mode="drop", out_sharding=whole)
 
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
