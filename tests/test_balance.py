@@ -170,7 +170,7 @@ def test_quantile_balancing_is_that_of_all_tokens_on_ranks_and_on_global_arrays(
         histogram = choose.bias_histogram(logits, select_bias=bias, num_bins=64)
         return ma.quantile_select_bias(bias, histogram, TOP_K, axis_name=axis_name)
 
-    right = update(logits, bias)
+    right = quickly(update)(logits, bias)
     mesh = harness.mesh_over(axis_type, data=2, ep=2)
     with jax.set_mesh(mesh):
         divided = jax.device_put(logits, NamedSharding(mesh, P(("data", "ep"))))
@@ -181,14 +181,23 @@ def test_quantile_balancing_is_that_of_all_tokens_on_ranks_and_on_global_arrays(
         )
         for fn in update, on_ranks:
             np.testing.assert_array_equal(quickly(fn)(divided, bias), right)
-    # Two layers, and two micro-batches whose histograms are added.
-    add = lambda total, x: (total + choose.bias_histogram(x, select_bias=bias, num_bins=64), None)
-    parts = logits.reshape(2, 6, EXPERTS)
-    histogram = lax.scan(add, jnp.zeros((EXPERTS, 64), jnp.int32), parts)[0]
-    layers = [np.stack([array, array]) for array in (bias, histogram)]
-    np.testing.assert_array_equal(ma.quantile_select_bias(*layers, TOP_K), [right, right])
-    of_layers = jax.vmap(functools.partial(update), (0, None))(np.stack([logits, logits]), bias)
-    np.testing.assert_array_equal(of_layers, [right, right])
+
+
+@pytest.mark.exchanges(0)
+def test_histograms_of_micro_batches_add_and_layers_have_a_bias_each():
+    logits = np.random.default_rng(5).normal(size=(2, 2, 6, EXPERTS)).astype(np.float32)
+    bias = np.stack([np.linspace(-x, x, EXPERTS, dtype=np.float32) for x in (0.1, 0.3)])
+    count = lambda x, bias: ma.TopK(TOP_K).bias_histogram(x, select_bias=bias, num_bins=64)
+
+    @quickly
+    def update(logits):  # [layers, micro-batches, tokens, E]
+        add = lambda total, x: (total + jax.vmap(count)(x, bias), None)
+        zeros = jnp.zeros((2, EXPERTS, 64), jnp.int32)
+        histogram, _ = lax.scan(add, zeros, logits.swapaxes(0, 1))
+        return ma.quantile_select_bias(bias, histogram, TOP_K)
+
+    each = [ma.quantile_select_bias(b, count(x, b), TOP_K) for x, b in zip(logits, bias)]
+    np.testing.assert_allclose(update(logits), each, atol=1e-6)
 
 
 @pytest.mark.exchanges(0)
