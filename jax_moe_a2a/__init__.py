@@ -36,6 +36,7 @@ from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
 from ._src.layer.accumulate import accumulate_grads as accumulate_grads
 from ._src.layer.axes import Axes as Axes
 from ._src.layer.balance import load_balancing_loss as load_balancing_loss
+from ._src.layer.balance import quantile_select_bias as quantile_select_bias
 from ._src.layer.balance import router_z_loss as router_z_loss
 from ._src.layer.balance import update_select_bias as update_select_bias
 from ._src.layer.dispatch_rows import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME

@@ -309,6 +309,7 @@ EXAMPLES = (
     *("route", "dispatch", "combine", "overlap"),
     *("Group", "memory_estimate", "choices_from_map", "Exchange", "expert_load"),
     *("Router", "TopK", "load_balancing_loss", "router_z_loss", "update_select_bias"),
+    "quantile_select_bias",
     *("moe", "moe_partition_specs", "init_moe"),
 )
 

@@ -116,6 +116,17 @@ def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_los
     assert step_losses(printed) == dense_losses
 
 
+def test_each_way_to_balance_a_router_has_the_load_that_the_recipes_state(tmp_path):
+    figure = tmp_path / "load.png"
+    printed = run("balance.py", "--steps=11", f"--out={figure}", MPLBACKEND="agg")
+    recipes = (EXAMPLES.parent / "docs/recipes.md").read_text()
+    for name in "none", "loss", "sign", "quantile":
+        found = re.search(rf"^{name} +(\S+) +(\S+)", printed, re.M).groups()
+        stated = re.search(rf"^\| `{name}`.* \| (\S+) \| (\S+) \| \S+ \|$", recipes, re.M).groups()
+        assert [*map(float, found)] == pytest.approx([*map(float, stated)], abs=0.15), name
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
 def test_layer_equals_the_dense_computation():
     assert run("moe_layer.py").count("relative to the dense computation") == 5
 

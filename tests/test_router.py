@@ -400,10 +400,13 @@ OF_CHOICE = (
 )
 balance_of = functools.partial(dict, scores=LOGITS, ids=IDS)
 update_of = functools.partial(dict, bias=BIAS, counts=BIAS)
+counting = functools.partial(dict, logits=LOGITS, select_bias=BIAS)
+quantile_of = functools.partial(dict, bias=BIAS, histogram=np.zeros((EXPERTS, 9), np.int32), k=2)
 OF_OTHERS = (
     (ma.load_balancing_loss, balance_of(ids=IDS[:4]), (r"ids must .* \[24\]", r"int32\[4,4\]")),
     (ma.load_balancing_loss, balance_of(scores=IDS), ("scores must hold floats", "int32", "Cast")),
     (ma.load_balancing_loss, balance_of(ids=LOGITS), ("ids must hold integers", "float32")),
+    (ma.load_balancing_loss, balance_of(counts=IDS[0]), (r"counts must .* \[16\]", r"int32\[4\]")),
     (ma.router_z_loss, dict(logits=LOGITS, mask=MASK[:4]), ("mask must", r"\[24\]", r"bool\[4\]")),
     (ma.router_z_loss, dict(logits=LOGITS, axis_name=0), ("axis_name must be a name", "got 0")),
     (ma.router_z_loss, dict(logits=LOGITS, axis_name=("ep",)), ("axes in scope", "'ep' is not")),
@@ -412,6 +415,17 @@ OF_OTHERS = (
     (ma.update_select_bias, update_of(counts=BIAS > 0), ("counts must hold integers", "bool")),
     (ma.update_select_bias, update_of(recenter=1), ("recenter must be a bool; got 1",)),
     (ma.update_select_bias, update_of(rate=-1), ("rate must be a finite number above 0; got -1",)),
+    (ma.TopK(16).bias_histogram, counting(), ("k below the number of experts, 16", "k=16", "Use")),
+    (ma.TopK(2, **GROUPS).bias_histogram, counting(), ("without groups", "num_groups=4")),
+    (ma.TopK(2).bias_histogram, counting(num_bins=0), ("num_bins must be at least 1; got 0",)),
+    (ma.TopK(2).bias_histogram, counting(select_bias=BIAS[:4]), (r"select_bias must .* \[16\]",)),
+    (ma.quantile_select_bias, quantile_of(k=16), ("k must be below .* 16; got 16",)),
+    (
+        ma.quantile_select_bias,
+        quantile_of(bias=BIAS[:4]),
+        (r"histogram .* \[4\]", r"int32\[16,9\]"),
+    ),
+    (ma.quantile_select_bias, quantile_of(histogram=LOGITS), ("histogram must hold int", "scale")),
 )
 # of `choose`, and of other functions
 ERRORS = [(choose, dict(logits=LOGITS, k=TOP_K) | own, naming) for own, naming in OF_CHOICE]

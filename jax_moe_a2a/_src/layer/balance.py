@@ -13,16 +13,20 @@ from jax.typing import ArrayLike
 
 from .. import scopes
 from ..ad import accumulation_dtype
-from ..checks import as_array, check_bool, check_factor, is_known, short
+from ..checks import as_array, check_bool, check_factor, check_int, is_known, short
 from .sums import sum_counts, sum_over
-from .top_k import check_logits, check_mask, one_hot
+from .top_k import bin_width, check_logits, check_mask, one_hot
 
 AxisNames: TypeAlias = str | Sequence[str] | None
 
 
 @scopes.losses
 def load_balancing_loss(
-    scores: ArrayLike, ids: ArrayLike, *, axis_name: AxisNames = None
+    scores: ArrayLike,
+    ids: ArrayLike,
+    *,
+    counts: ArrayLike | None = None,
+    axis_name: AxisNames = None,
 ) -> jax.Array:
     """Return the load-balancing loss of a router: 1 if all experts have equal shares.
 
@@ -39,14 +43,22 @@ def load_balancing_loss(
     this loss over sequences.
 
     A token takes part if at least one of its ids is valid. If all of its scores are 0, they count
-    as equal. Choices count before any capacity drops them. To balance each sequence by itself, use
-    the mean of ``jax.vmap(load_balancing_loss)``.
+    as equal. Choices count before any capacity drops them. Three variants:
+
+    - Each sequence by itself: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
+    - First choices only, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``, because
+      ``TopK`` returns the best expert first.
+    - All micro-batches of a step (Qiu et al., arXiv:2501.11873): ``counts`` of the micro-batches
+      before this one. ``f`` then counts their choices, too, and ``P`` is that of this call.
 
     Args:
       scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or others, such as
         sigmoids.
       ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
+      counts: integers or floats [E], which are added to the choices of ``ids``, or None: how many
+        choices of all ranks chose each expert in earlier micro-batches, 0 at first. Add
+        ``statistics.load.wanted_per_expert`` of each. They have no gradient.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
         shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
         in scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
@@ -81,10 +93,19 @@ def load_balancing_loss(
     ids = _check_ids(ids, scores)
     num_experts = scores.shape[-1]
     chosen = one_hot(ids, num_experts)
-    counts = chosen.sum(axis=tuple(range(ids.ndim)), dtype=jnp.int32)
+    own = chosen.sum(axis=tuple(range(ids.ndim)), dtype=jnp.int32)
     most = ids.size * math.prod(map(lax.axis_size, axes))
     sums = sum_over(axes, sum_of_columns(*shares_of(scores, ids)))
-    return balance_loss_of(sums[:-1], sums[-1], sum_counts(axes, counts, most))
+    total = sum_counts(axes, own, most).astype(sums.dtype)
+    if counts is not None:
+        counts = _check_counts(counts)
+        if counts.shape != (num_experts,):
+            raise ValueError(
+                f"counts must have a number for each expert, [{num_experts}]; got {short(counts)}. "
+                "Pass the sum of wanted_per_expert over earlier micro-batches"
+            )
+        total += lax.stop_gradient(counts).astype(sums.dtype)
+    return balance_loss_of(sums[:-1], sums[-1], total)
 
 
 def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -238,17 +259,7 @@ def update_select_bias(
     """
     axes = _check_axes(axis_name)
     rate, recenter = check_factor("rate", rate), check_bool("recenter", recenter)
-    bias, counts = jnp.asarray(as_array(bias)), jnp.asarray(as_array(counts))
-    if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
-        raise TypeError(
-            "bias must hold floats of 32 bits or more, because smaller floats round updates away; "
-            f"got {short(bias)}. Keep the bias in float32"
-        )
-    is_number = jnp.issubdtype(counts.dtype, jnp.integer) or jnp.issubdtype(
-        counts.dtype, jnp.floating
-    )
-    if not is_number:
-        raise TypeError(f"counts must hold integers or floats; got {short(counts)}. Cast it")
+    bias, counts = _check_bias(bias), _check_counts(counts)
     if bias.ndim < 1 or not bias.shape[-1] or counts.shape != bias.shape:
         raise ValueError(
             "counts and bias must have the same shape [..., num_experts], with at least one "
@@ -258,6 +269,90 @@ def update_select_bias(
     counts = sum_over(axes, counts.astype(_sum_dtype(counts.dtype)))
     bias += rate * _below_mean(lax.stop_gradient(counts)).astype(bias.dtype)
     return bias - bias.mean(axis=-1, keepdims=True) if recenter else bias
+
+
+def quantile_select_bias(
+    bias: ArrayLike, histogram: ArrayLike, k: int, *, axis_name: AxisNames = None
+) -> jax.Array:
+    """Return the next ``select_bias``: the one that gives each expert its share of the batch.
+
+    This is quantile balancing (Su, https://kexue.fm/archives/11619), as in Kimi K3 (technical
+    report, section 2.3.3, equations 13 and 14, and appendix D), Megatron-LM, TransformerEngine and
+    torchtitan. ``r[i, j]`` is the bias above which token i chooses expert j, and E experts share k
+    choices of each token:
+
+    ```
+    r[i, j] = (the highest score + bias of token i after its k choices) - scores[i, j]
+    b[j] = quantile(r[:, j], k / E), over all tokens
+    next bias = b - mean(b)
+    ```
+
+    ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated in its bin. In
+    contrast to ``update_select_bias``, there is no rate: a skewed router is balanced after a few
+    steps. Call it once after each training step. If small batches make the bias noisy, average it:
+    ``0.9 * bias + 0.1 * next_bias``.
+
+    Args:
+      bias: floats [..., E] of 32 bits or more: the ``select_bias`` of the step. Leading axes are
+        for layers.
+      histogram: integers [..., E, N]: the ``TopK.bias_histogram`` of the step, added over its
+        micro-batches.
+      k: the number of experts of each token, 1 or more and below E.
+      axis_name: names of mesh axes over which histograms are first summed, such as ``"data"``, or
+        None if they are those of the whole batch already.
+
+    Returns:
+      The new bias, with the shape and dtype of ``bias``. If no token was counted, it is ``bias``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or an axis is not in scope.
+
+    Example:
+      All four tokens prefer expert 0. After one step, each expert has two of them:
+
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      logits = jnp.array([[2.0, 0.0], [1.0, 0.4], [2.0, 1.0], [2.0, -2.0]])
+      choose, bias = ma.TopK(1, score="sigmoid"), jnp.zeros(2)
+      histogram = choose.bias_histogram(logits, select_bias=bias)
+      bias = ma.quantile_select_bias(bias, histogram, k=1)
+      print(choose(logits, select_bias=bias).ids[:, 0], bias.round(2))
+      ```
+
+      ```text
+      [0 1 1 0] [-0.19  0.19]
+      ```
+    """
+    axes, k = _check_axes(axis_name), check_int("k", k, least=1)
+    bias, histogram = _check_bias(bias), _check_counts(histogram, "histogram")
+    if not jnp.issubdtype(histogram.dtype, jnp.integer):
+        raise TypeError(f"histogram must hold integers; got {short(histogram)}. Do not scale it")
+    if bias.ndim < 1 or histogram.shape[:-1] != bias.shape or not histogram.size:
+        raise ValueError(
+            f"histogram must have the shape {list(bias.shape)} of bias and an axis of bins; got "
+            f"{short(histogram)}. Pass the result of TopK.bias_histogram"
+        )
+    num_experts, num_bins = histogram.shape[-2:]
+    if k >= num_experts:
+        raise ValueError(f"k must be below the number of experts, {num_experts}; got {k}")
+    counts = sum_over(axes, histogram.astype(_sum_dtype(histogram.dtype)))
+    num_tokens = counts.sum(axis=-1, dtype=counts.dtype)
+    # The tokens times k / E, as an integer minus a part of 1. A product of all may not fit.
+    whole, rest = jnp.divmod(num_tokens, num_experts)
+    rank = whole * k - (-rest * k) // num_experts
+    part = ((-rest * k) % num_experts).astype(bias.dtype) / num_experts
+    is_before = jnp.cumsum(counts, axis=-1, dtype=counts.dtype) < rank[..., None]
+    bin_of = is_before.sum(axis=-1, dtype=jnp.int32)
+    before, inside = (
+        jnp.where(mask, counts, 0).sum(axis=-1, dtype=counts.dtype)
+        for mask in (is_before, one_hot(bin_of, num_bins))
+    )
+    share = ((rank - before).astype(bias.dtype) - part) / jnp.maximum(inside, 1).astype(bias.dtype)
+    found = (bin_of.astype(bias.dtype) + share) * bin_width(bias, num_bins)
+    return jnp.where(num_tokens > 0, found - found.mean(axis=-1, keepdims=True), bias)
 
 
 def _sum_dtype(dtype: jnp.dtype) -> Any:
@@ -276,6 +371,26 @@ def _below_mean(counts: jax.Array) -> jax.Array:
     # A product of a count and E may not fit into 32 bits.
     mean, rest = jnp.divmod(total, num_experts)
     return jnp.sign(mean - counts) + ((counts == mean) & (rest > 0)).astype(counts.dtype)
+
+
+def _check_bias(value: object) -> jax.Array:
+    """Return a bias that training changes as an array, or raise an error."""
+    bias = jnp.asarray(as_array(value))
+    if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
+        raise TypeError(
+            "bias must hold floats of 32 bits or more, because smaller floats round updates away; "
+            f"got {short(bias)}. Keep the bias in float32"
+        )
+    return bias
+
+
+def _check_counts(value: object, name: str = "counts") -> jax.Array:
+    """Return numbers as an array, or raise an error."""
+    counts = jnp.asarray(as_array(value))
+    is_integer = jnp.issubdtype(counts.dtype, jnp.integer)
+    if not is_integer and not jnp.issubdtype(counts.dtype, jnp.floating):
+        raise TypeError(f"{name} must hold integers or floats; got {short(counts)}. Cast it")
+    return counts
 
 
 def _check_axes(axis_name: Any) -> tuple[str, ...]:

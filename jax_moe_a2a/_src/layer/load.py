@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -61,6 +62,20 @@ class ExpertLoad:
         Dropped rows count as load.
         """
         return _max_over_mean(self.wanted_per_expert)
+
+    @property
+    def entropy(self) -> jax.Array:
+        """Return the entropy of the experts' shares of the choices, divided by ``log(E)``, [...]
+        float32: 1 if all experts have equal shares, and 0 if one expert has all. Dropped rows count
+        as load."""
+        wanted = jnp.asarray(self.wanted_per_expert, jnp.float32)
+        shares = wanted / jnp.maximum(wanted.sum(axis=-1, keepdims=True), jnp.float32(1))
+        return jax.scipy.special.entr(shares).sum(axis=-1) / math.log(max(shares.shape[-1], 2))
+
+    @property
+    def num_idle(self) -> jax.Array:
+        """Return the number of experts that no token chose, [...] int32."""
+        return (jnp.asarray(self.wanted_per_expert) == 0).sum(axis=-1, dtype=jnp.int32)
 
     @property
     def dropped_share(self) -> jax.Array:

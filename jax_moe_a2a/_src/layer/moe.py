@@ -82,6 +82,28 @@ class MoEStatistics(NamedTuple):
         add nothing to the output."""
         return self.load.invalid_per_rank.sum(axis=-1)
 
+    def summary(self) -> dict[str, jax.Array]:
+        """Return scalars for a training log, by name: what Weights & Biases, TensorBoard or a print
+        shows.
+
+        It works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for example of
+        layers or steps, have a summary of arrays with these axes.
+
+        | name | meaning |
+        | --- | --- |
+        | ``balance_loss``, ``z_loss`` | the losses, without a coefficient |
+        | ``max_over_mean`` | load of the busiest rank over the mean; 1 is balanced |
+        | ``expert_max_over_mean`` | choices of the busiest expert over the mean; 1 is balanced |
+        | ``entropy`` | of the experts' shares of the choices, from 0 to 1; 1 is balanced |
+        | ``num_idle`` | experts that no token chose |
+        | ``num_dropped``, ``dropped_share`` | dropped rows, and their share of all rows |
+        | ``num_invalid`` | ids that are no experts |
+        """
+        of_load = "max_over_mean", "expert_max_over_mean", "entropy", "num_idle", "dropped_share"
+        own = "balance_loss", "z_loss", "num_dropped", "num_invalid"
+        found = {name: getattr(self, name) for name in own}
+        return found | {name: getattr(self.load, name) for name in of_load}
+
 
 def moe(
     x: ArrayLike,

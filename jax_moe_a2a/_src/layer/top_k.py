@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from .. import scopes
@@ -193,6 +195,58 @@ class TopK:
         weights = self._weights(log_scores, scores, ids, counts)
         return RouterChoices(ids, jnp.where(is_choice, weights, 0), probs)
 
+    @scopes.router
+    def bias_histogram(
+        self,
+        logits: ArrayLike,
+        *,
+        select_bias: ArrayLike,
+        mask: ArrayLike | None = None,
+        num_bins: int = 1000,
+    ) -> jax.Array:
+        """Count, in bins, the biases above which tokens choose each expert.
+
+        ``quantile_select_bias`` has the formula, and computes the next bias from the histogram. Add
+        the histograms of micro-batches.
+
+        Args:
+          logits: as in a call, for example the ``logits`` of ``MoEStatistics``.
+          select_bias: floats [E], as in a call.
+          mask: as in a call. Masked tokens are not counted.
+          num_bins: N. Bins of equal width reach from ``min(select_bias) - 1`` to
+            ``max(select_bias) + 1``, which has all such biases, because scores are in [0, 1]. Pass
+            more bins if scores are small, as those of a softmax over many experts.
+
+        Returns:
+          [E, N] int32: numbers of tokens.
+
+        Raises:
+          TypeError: if an argument has the wrong type or dtype.
+          ValueError: if an argument has the wrong shape or range, or if this ``TopK`` has groups or
+            chooses all experts.
+        """
+        logits, mask = self._checked(lax.stop_gradient(logits), mask)
+        num_experts, num_bins = logits.shape[-1], check_int("num_bins", num_bins, least=1)
+        bias = check_bias("select_bias", select_bias, num_experts)
+        if self.num_groups is not None or self.k == num_experts:
+            raise ValueError(
+                "bias_histogram needs a TopK without groups, and with k below the number of "
+                f"experts, {num_experts}; got {self}. Use update_select_bias"
+            )
+        bias = lax.stop_gradient(bias).astype(logits.dtype)
+        scores = self._scores(logits)[1]
+        keys = scores + bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
+        least = _best(keys, self.k + 1)[0][..., -1:] - scores
+        bins = jnp.floor((least - (bias.min() - 1)) / bin_width(bias, num_bins)[0])
+        bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
+        if mask is not None:
+            bins = jnp.where(mask, bins, num_bins)  # dropped
+        expert = lax.broadcasted_iota(jnp.int32, bins.shape, bins.ndim - 1)
+        counts = jnp.zeros((num_experts, num_bins), jnp.int32).at[expert, bins]
+        mesh = jax.typeof(bins).sharding.mesh
+        whole = None if mesh.empty else NamedSharding(mesh, P())
+        return counts.add(1, mode="drop", out_sharding=whole)
+
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -300,6 +354,11 @@ def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
     and with Explicit axes a gather needs a sharding."""
     chosen = one_hot(ids, values.shape[-1])
     return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
+
+
+def bin_width(bias: jax.Array, num_bins: int) -> jax.Array:
+    """Return the width of the bins of a histogram for a bias [..., E], as [..., 1]."""
+    return (bias.max(axis=-1, keepdims=True) - bias.min(axis=-1, keepdims=True) + 2) / num_bins
 
 
 def one_hot(ids: jax.Array, num: int) -> jax.Array:
