@@ -2,15 +2,15 @@
 
     python examples/hf_moe_block.py
 
-Builds the block of Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS in PyTorch with small random
-weights, converts the weights, runs the block with tokens and experts split over ranks, and compares
-the output and the gradients of the tokens and of every weight with PyTorch's. Read
-`expert_parallel_block` first.
+Builds the block of each supported family of models in PyTorch with small random weights, converts
+the weights, runs the block with tokens and experts split over ranks, and compares the output and
+the gradients of the tokens and of every weight with PyTorch's. Read `expert_parallel_block` first.
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
-Tried with transformers 4.57 and 5.23.
+Tried with transformers 5.24. The groups of DeepSeek-V2 raise an error in 5.5.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,14 +23,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 try:
     import torch
     import transformers
-    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 except ImportError as error:
     sys.exit(
-        f"{error}\nThis example needs PyTorch and transformers 4.57 or newer: "
+        f"{error}\nThis example needs PyTorch and transformers 5.24 or newer: "
         'pip install ".[transformers]"'
     )
 
@@ -76,46 +71,54 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 
 class Model(NamedTuple):
     name: str
-    block: type  # of transformers; a torch.nn.Module made from the configuration
-    config: Any
+    block: str  # its class in transformers
+    fields: dict[str, Any]  # of the configuration, besides the sizes that all models have
+    kind: str = ""  # the model type in transformers, if this is not the name
+
+    def config_and_block(self) -> tuple[Any, torch.nn.Module]:
+        kind = self.kind or self.name.split()[0]
+        module = importlib.import_module(
+            f"transformers.models.{kind.removesuffix('_text')}.modeling_{kind.removesuffix('_text')}"
+        )
+        # Version 5 has several ways to run experts, and a block outside of a model must be told.
+        sizes = dict(hidden_size=HIDDEN, hidden_act="silu", experts_implementation="eager")
+        config = transformers.AutoConfig.for_model(kind, **sizes, **self.fields)
+        return config, getattr(module, self.block)(config).eval()
 
 
-# Version 5 has several ways to run experts, and a block outside of a model must be told which.
-SIZES = dict(hidden_size=HIDDEN, hidden_act="silu", experts_implementation="eager")
-QWEN3 = SIZES | dict(moe_intermediate_size=EXPERT_HIDDEN, num_experts=16, num_experts_per_tok=4)
+WIDE, NARROW = dict(intermediate_size=EXPERT_HIDDEN), dict(moe_intermediate_size=EXPERT_HIDDEN)
+QWEN = dict(num_experts=16, num_experts_per_tok=4, **NARROW)
+WITH_SHARED = dict(shared_expert_intermediate_size=2 * EXPERT_HIDDEN, **QWEN)
+DEEPSEEK = dict(
+    n_routed_experts=16,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    **NARROW,
+)
+LOCAL = dict(num_local_experts=16, num_experts_per_tok=4, **WIDE)
 MODELS = [
+    Model("mixtral", "MixtralSparseMoeBlock", LOCAL),
+    Model("minimax_m2", "MiniMaxM2SparseMoeBlock", LOCAL),
+    Model("olmoe", "OlmoeSparseMoeBlock", dict(num_experts=16, num_experts_per_tok=4, **WIDE)),
+    # Without norm_topk_prob, the router weights of a token do not sum to one.
+    Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", QWEN | dict(norm_topk_prob=True)),
+    Model("qwen3_moe, raw", "Qwen3MoeSparseMoeBlock", QWEN, "qwen3_moe"),
+    Model("qwen2_moe", "Qwen2MoeSparseMoeBlock", WITH_SHARED),
+    Model("qwen3_next", "Qwen3NextSparseMoeBlock", WITH_SHARED),
+    Model("deepseek_v2", "DeepseekV2Moe", DEEPSEEK | dict(topk_method="group_limited_greedy")),
+    Model("deepseek_v3", "DeepseekV3MoE", DEEPSEEK),
+    Model("glm4_moe", "Glm4MoeMoE", DEEPSEEK),
+    Model("kimi_k2", "DeepseekV3MoE", DEEPSEEK | dict(n_group=1, topk_group=1), "deepseek_v3"),
     Model(
-        "Mixtral",
-        MixtralSparseMoeBlock,
-        MixtralConfig(
-            **SIZES, intermediate_size=EXPERT_HIDDEN, num_local_experts=8, num_experts_per_tok=2
-        ),
+        "ernie4_5_moe",
+        "Ernie4_5_MoeSparseMoeBlock",
+        dict(moe_num_experts=16, moe_num_shared_experts=2, moe_k=4, **NARROW),
     ),
-    Model("Qwen3-MoE", Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(**QWEN3, norm_topk_prob=True)),
-    # "raw": the router weights of a token do not sum to one.
-    Model("Qwen3-MoE, raw", Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(**QWEN3, norm_topk_prob=False)),
-    Model(
-        "DeepSeek-V3",
-        DeepseekV3MoE,
-        DeepseekV3Config(
-            **SIZES,
-            moe_intermediate_size=EXPERT_HIDDEN,
-            n_routed_experts=16,
-            n_shared_experts=2,
-            num_experts_per_tok=4,
-            n_group=4,
-            topk_group=2,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-        ),
-    ),
-    Model(
-        "GPT-OSS",
-        GptOssMLP,
-        GptOssConfig(
-            **SIZES, intermediate_size=EXPERT_HIDDEN, num_local_experts=16, num_experts_per_tok=4
-        ),
-    ),
+    Model("gpt_oss", "GptOssMLP", LOCAL),
+    Model("llama4_text", "Llama4TextMoe", LOCAL),
 ]
 
 
@@ -132,17 +135,18 @@ def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
     return hf.from_state_dict({name: pick(x) for name, x in tensors.items()}, config)
 
 
-def random_block(model: Model) -> torch.nn.Module:
-    """Make the original with random weights, which transformers sets in whole models only."""
-    block = model.block(model.config).eval()
+def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
+    """Make the original with random weights, which transformers sets in whole models only, and
+    return its configuration, too."""
+    config, block = model.config_and_block()
     generator = torch.Generator().manual_seed(0)
     # In reverse order of names, the router comes before the experts, which differ between versions
     # of transformers. So all versions have the same router and choose the same experts.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # The bias of DeepSeek-V3 changes choices; the other weights keep the size of activations.
+        # A selection bias changes choices; the other weights keep the size of activations.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
-    return block
+    return config, block
 
 
 # --------------------------------------------------------------------------------- the comparison
@@ -196,18 +200,23 @@ def expert_parallel(
 
 
 def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Return the largest difference of each result, relative to the original's largest value."""
+    """Return the largest difference of results, relative to the original's largest value: of the
+    output, and of the gradients of tokens, router, experts and shared expert."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, SEQUENCES * LENGTH, HIDDEN), np.float32)
-    block = random_block(model)
-    theirs = original(block, model.config, x, dy)
-    weights = weights_of(block, torch.Tensor.detach, model.config)
+    config, block = random_block(model)
+    if model.name == "kimi_k2":  # the block of DeepSeek-V3 under another name
+        config = config.to_dict() | dict(model_type="kimi_k2")
+    theirs = original(block, config, x, dy)
+    weights = weights_of(block, torch.Tensor.detach, config)
     ours = expert_parallel(weights, x, dy, mesh)
-    return {
-        # The gradient of the bias is zero on both sides, so it is not divided by its largest value.
-        name: float(abs(ours[name] - value).max() / (abs(value).max() or 1))
-        for name, value in theirs.items()
-    }
+    found: dict[str, float] = {}
+    for name, value in theirs.items():
+        # The gradient of a bias that only chooses is zero on both sides.
+        difference = float(abs(ours[name] - value).max() / (abs(value).max() or 1))
+        kind = name.partition(".")[0]
+        found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # NaN if there is any
+    return found
 
 
 def main() -> int:
@@ -220,13 +229,15 @@ def main() -> int:
         f"{ma.Group(mesh, 'ep').path} path"
     )
     print("largest difference of the output and of the gradients, relative to the original's")
-    found = {model.name: differences(model, mesh) for model in MODELS}
-    print(f"{'':18}", *(f"{name:>16}" for name in found))
-    for row in dict.fromkeys(row for column in found.values() for row in column):
-        cells = (f"{column[row]:.1e}" if row in column else "-" for column in found.values())
-        print(f"{row:18}", *(f"{cell:>16}" for cell in cells))
+    kinds = "output", "tokens", "router", "experts", "shared"
+    print(f"{'':16}", *(f"{kind:>8}" for kind in kinds))
+    found = []
+    for model in MODELS:
+        row = differences(model, mesh)
+        print(f"{model.name:16}", *(f"{row[k]:8.1e}" if k in row else f"{'-':>8}" for k in kinds))
+        found += row.values()
     # NaN if there is any, which is a failure.
-    worst = np.max([value for column in found.values() for value in column.values()])
+    worst = np.max(found)
     agree = worst <= TOLERANCE
     print(f"check: {'ok' if agree else 'FAILED'}: at most {worst:.1e} (tolerance {TOLERANCE:.0e})")
     return 0 if agree else 1

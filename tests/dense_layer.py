@@ -22,10 +22,17 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 def dense_experts(x, weights, ids, experts):
     """Return `dense` of `ma.Experts`; an axis of experts is added to those of a shared expert."""
+    if experts.output_gate is not None:
+        weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
+    if experts.weigh_input:  # an expert that a token chooses twice is applied to both products
+        of_choice = lambda weight, k: dense(
+            weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
+        )
+        return sum(of_choice(weights[..., k], k) for k in range(ids.shape[-1]))
     return dense(x, weights, ids, *arrays)
 
 

@@ -594,42 +594,49 @@ def rows_of(ids, local_experts, routings, shared, replicated):
     return Rows(*np.array(found, np.int64).reshape(-1, 5).T)
 
 
-def expert_layer(a, rows, activation):
+def expert_layer(a, rows, activation, weigh_input=False):
     """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
     w_out [R, L, I, H], and where the dict has them b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
+    Weights multiply the outputs of experts, or with `weigh_input` their inputs.
     """
-    y = _rows_of_layer(a, rows, activation)[-1]
+    y = _rows_of_layer(a, rows, activation, weigh_input)[-1]
     out = np.zeros(a["x"].shape, y.dtype)
     np.add.at(out, rows.home, y)
     return out
 
 
-def _rows_of_layer(a, rows, activation):
-    """Return for each row: (x, first product, p, activation, weight, weighted activation, y)."""
+def _rows_of_layer(a, rows, activation, weigh_input):
+    """Return for each row: (x, weight of x, first product, p, activation, weight of y, y)."""
     x, weight = a["x"][rows.home], a["weights"][rows.choice][:, None]
     p = a["p"][rows.owner] if "p" in a else None
-    h = np.einsum("nh,nhi->ni", x, a["w_in"][rows.place])
+    before, weight = (
+        (weight, np.ones_like(weight)) if weigh_input else (np.ones_like(weight), weight)
+    )
+    h = np.einsum("nh,nhi->ni", before * x, a["w_in"][rows.place])
     h = h + a["b_in"][rows.place] if "b_in" in a else h
     act = activation.value(h, p)
     y = np.einsum("ni,nih->nh", weight * act, a["w_out"][rows.place])
     y = y + weight * a["b_out"][rows.place] if "b_out" in a else y
-    return x, h, p, act, weight, weight * act, y
+    return x, before, h, p, act, weight, y
 
 
-def expert_layer_transpose(a, rows, activation, g):
+def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
     """Return the cotangents of the arrays from that of the sums, g [R, T, H]."""
-    x, h, p, act, weight, weighted, _ = _rows_of_layer(a, rows, activation)
+    x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])
     of_weight = np.sum(act * of_act, axis=1)
     if "b_out" in a:
         of_weight = of_weight + np.sum(g * a["b_out"][rows.place], axis=1)
     of_h, of_p = activation.transpose(weight * of_act, h, p)
+    of_input = np.einsum("ni,nhi->nh", of_h, a["w_in"][rows.place])
+    if weigh_input:
+        of_weight = np.sum(x * of_input, axis=1)
     terms = dict(
-        x=(rows.home, np.einsum("ni,nhi->nh", of_h, a["w_in"][rows.place])),
+        x=(rows.home, before * of_input),
         weights=(rows.choice, of_weight),
-        w_in=(rows.place, np.einsum("nh,ni->nhi", x, of_h)),
-        w_out=(rows.place, np.einsum("ni,nh->nih", weighted, g)),
+        w_in=(rows.place, np.einsum("nh,ni->nhi", before * x, of_h)),
+        w_out=(rows.place, np.einsum("ni,nh->nih", weight * act, g)),
         b_in=(rows.place, of_h),
         b_out=(rows.place, weight * g),
         p=(rows.owner, of_p),

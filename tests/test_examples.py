@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import processes
 import pytest
+import test_integrations_transformers
 
 import jax_moe_a2a as ma
 
@@ -148,18 +149,14 @@ needs_both = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.joi
 def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals():
     printed = run("hf_moe_block.py")
     assert re.search(f" {harness.MANY} ranks, ", printed)
-    number = r" +(?:\d\.\de-\d\d|0\.0e\+00|-)"
-    rows = re.findall(f"^(.+?)((?:{number}){{5}})$", printed, re.M)
-    # Columns: Mixtral, Qwen3-MoE twice, DeepSeek-V3, GPT-OSS. The dash of "-07" is no cell.
-    compared = {
-        name.strip(): "".join(" x"[c != "-"] for c in cells.split()) for name, cells in rows
-    }
-    assert compared == {
-        **dict.fromkeys(("output", "tokens", "router.kernel"), "xxxxx"),
-        **dict.fromkeys(("experts.w_in", "experts.w_out"), "xxxxx"),
-        **dict.fromkeys(("router.select_bias", "shared.w_in", "shared.w_out"), "   x "),
-        **dict.fromkeys(("router.bias", "experts.b_in", "experts.b_out"), "    x"),
-    }
+    number = r" +(?:\d\.\de-\d\d|0\.0e\+00)"
+    rows = re.findall(f"^([a-z].+?)(?:{number}){{4}}({number}| +-)$", printed, re.M)
+    # The last column is that of a shared expert.
+    families = {name.split(",")[0]: of_shared.strip() != "-" for name, of_shared in rows}
+    configs, same = test_integrations_transformers.CONFIGS, test_integrations_transformers.SAME
+    assert families.keys() == {*configs, *same}
+    without = {"mixtral", "minimax_m2", "olmoe", "qwen3_moe", "gpt_oss"}
+    assert {name for name, has_shared in families.items() if not has_shared} == without
     assert "check: ok" in printed
 
 

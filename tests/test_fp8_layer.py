@@ -45,12 +45,13 @@ def frozen(args):
     return x, topk_weights, jax.jit(jax.vmap(ma.quantize_experts))(experts), ids
 
 
-def layer(*args, in_fp8=False, **options):
+def layer(*args, in_fp8=False, weigh_input=False, **options):
     """Call `ma.moe_mlp` with one rank's arrays."""
     x, topk_weights, experts, ids = args
     route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
     options = harness.exchanging(route_args, options)
     experts = experts.in_fp8() if in_fp8 else experts
+    experts = experts.replace(weigh_input=weigh_input)
     return ma.moe_mlp(x, ma.RouterChoices(ids, topk_weights), experts, **options)
 
 
@@ -106,7 +107,7 @@ def rounded(x):
 
 @jax.custom_vjp
 def decoded_dot(rows, w, sizes):
-    return ma.grouped_dot(rounded(rows), w, sizes)
+    return ma.grouped_dot(rows, w, sizes)
 
 
 def decoded_dot_transpose(kept, ct):
@@ -118,7 +119,7 @@ def decoded_dot_transpose(kept, ct):
 decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_transpose)
 
 
-def with_decoded_weights(*args):
+def with_decoded_weights(*args, weigh_input=False):
     """Return what the layer returns, from decoded numbers: rows, weights, activations, gradients of
     products."""
     x, topk_weights, weights, ids = args
@@ -132,9 +133,12 @@ def with_decoded_weights(*args):
     recv = ma.dispatch(x, ids, topk_weights, decode=True, **options)
     experts, has_token = jnp.clip(recv.row_experts, 0), recv.row_experts[:, None] >= 0
     b_in = weights.b_in.reshape(len(weights.b_in), -1)
-    h = SWIGLU(decoded_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
-    h = jnp.where(has_token, h * recv.weights[:, None], 0)
-    y = decoded_dot(h, w_out, recv.group_sizes) + recv.weights[:, None] * weights.b_out[experts]
+    before, after = recv.weights[:, None], jnp.where(has_token, jnp.ones((), x.dtype), 0)
+    before, after = (before, after) if weigh_input else (after, before)
+    h = SWIGLU(decoded_dot(before * recv.rows, w_in, recv.group_sizes) + b_in[experts])
+    h = jnp.where(has_token, h * after, 0)
+    h += jax.lax.stop_gradient(rounded(h) - h)
+    y = decoded_dot(h, w_out, recv.group_sizes) + after * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
 
@@ -150,12 +154,13 @@ def frozen_gradients(fn, args):
     return y, *transpose(ct.astype(y.dtype))
 
 
-def test_frozen_weights_have_the_gradients_of_decoded_ones():
+@pytest.mark.parametrize("weigh_input", (False, True))
+def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
     """In float32, only the order of sums differs, unless it makes a number the next FP8."""
     args = frozen(arguments("float32"))
 
     def run(fn):
-        gradients = functools.partial(frozen_gradients, of_all_ranks(fn))
+        gradients = functools.partial(frozen_gradients, of_all_ranks(fn, weigh_input=weigh_input))
         return small_layer.compiled(gradients, exchanges=4)(args)
 
     for one, right in zip(run(layer), run(with_decoded_weights), strict=True):

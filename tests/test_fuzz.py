@@ -24,6 +24,10 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
+def has_weighted_inputs(p):
+    return p.weigh_input and p.topk_weights and p.shared_expert
+
+
 # By number, what a program of this seed has. No other module shows these options together.
 PROGRAMS = {
     13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
@@ -31,7 +35,7 @@ PROGRAMS = {
     66: lambda p: p.derivative == "forward over reverse",
     91: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
     330: lambda p: p.depth and p.policy == "routing",
-    352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and p.shared_expert,
+    352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and has_weighted_inputs(p),
     1475: lambda p: p.replicated and p.activation == "p nan",
     45: lambda p: p.replicated and p.has_token_scales and p.shared_expert,
     35: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,

@@ -21,53 +21,84 @@ pytestmark = pytest.mark.exchanges(0)
 
 E, H, I = 4, 6, 3  # experts, hidden size, width of an expert
 PREFIX = "model.layers.1.mlp."
+LOCAL = dict(intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+QWEN = dict(moe_intermediate_size=I, num_experts=E, num_experts_per_tok=2, norm_topk_prob=False)
+DEEPSEEK = dict(
+    moe_intermediate_size=I,
+    n_routed_experts=E,
+    n_shared_experts=2,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+)
+ERNIE = dict(moe_intermediate_size=I, moe_num_experts=E, moe_num_shared_experts=2, moe_k=2)
 CONFIGS = {
-    "mixtral": dict(intermediate_size=I, num_local_experts=E, num_experts_per_tok=2),
-    "qwen3_moe": dict(
-        moe_intermediate_size=I, num_experts=E, num_experts_per_tok=2, norm_topk_prob=False
-    ),
-    "deepseek_v3": dict(
-        moe_intermediate_size=I,
-        n_routed_experts=E,
-        n_shared_experts=2,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-    ),
-    "gpt_oss": dict(intermediate_size=I, num_local_experts=E, num_experts_per_tok=2),
+    "mixtral": LOCAL,
+    "minimax_m2": LOCAL,
+    "olmoe": dict(intermediate_size=I, num_experts=E, num_experts_per_tok=2, norm_topk_prob=True),
+    "qwen3_moe": QWEN,
+    "qwen2_moe": QWEN | dict(shared_expert_intermediate_size=2 * I),
+    "deepseek_v2": DEEPSEEK | dict(topk_method="group_limited_greedy"),
+    "deepseek_v3": DEEPSEEK,
+    "ernie4_5_moe": ERNIE,
+    "gpt_oss": LOCAL,
+    "llama4_text": LOCAL,
 }
+SAME = {"qwen3_next": "qwen2_moe", "glm4_moe": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 CONFIGS = {
     kind: dict(model_type=kind, hidden_size=H, hidden_act="silu") | fields
     for kind, fields in CONFIGS.items()
 }
-FORMS = [(kind, per_expert) for kind in CONFIGS for per_expert in (False, True)][:-1]
+INPUTS_FIRST = "gpt_oss", "llama4_text"
+FORMS = [
+    (kind, per_expert)
+    for kind in CONFIGS
+    for per_expert in (False, True)
+    if not (per_expert and kind in INPUTS_FIRST)
+]
+
+
+def projections_of(kind):
+    """Return the names of gate, up and down."""
+    is_short = kind in ("mixtral", "minimax_m2")
+    return ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
 
 
 def shapes_of(kind, per_expert):
     """Return the shape of each tensor of a block, as transformers has it."""
-    if kind == "gpt_oss":
-        return {
-            "router.weight": (E, H),
-            "router.bias": (E,),
-            "experts.gate_up_proj": (E, H, 2 * I),
-            "experts.gate_up_proj_bias": (E, 2 * I),
-            "experts.down_proj": (E, I, H),
-            "experts.down_proj_bias": (E, H),
-        }
-    shapes = {"gate.weight": (E, H)}
-    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if per_expert:
+    router = "router" if kind in INPUTS_FIRST else "gate"
+    shapes = {f"{router}.weight": (E, H)}
+    names = projections_of(kind)
+    if kind in INPUTS_FIRST:
+        shapes |= {"experts.gate_up_proj": (E, H, 2 * I), "experts.down_proj": (E, I, H)}
+    elif per_expert:
         for expert in range(E):
             for name, shape in zip(names, [(I, H), (I, H), (H, I)], strict=True):
                 shapes[f"experts.{expert}.{name}.weight"] = shape
     else:
         shapes |= {"experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
-    if kind == "deepseek_v3":
-        shapes["gate.e_score_correction_bias"] = (E,)
-        for name, shape in zip(names, [(2 * I, H), (2 * I, H), (H, 2 * I)], strict=True):
-            shapes[f"shared_experts.{name}.weight"] = shape
+    if kind == "gpt_oss":
+        shapes |= {
+            "router.bias": (E,),
+            "experts.gate_up_proj_bias": (E, 2 * I),
+            "experts.down_proj_bias": (E, H),
+        }
+    shapes |= {
+        "deepseek_v3": {"gate.e_score_correction_bias": (E,)},
+        "minimax_m2": {"e_score_correction_bias": (E,)},
+        "ernie4_5_moe": {
+            f"{'' if per_expert else 'gate.'}moe_statics.e_score_correction_bias": (1, E)
+        },
+        "qwen2_moe": {"shared_expert_gate.weight": (1, H)},
+    }.get(kind, {})
+    shared = {"qwen2_moe": "shared_expert", "llama4_text": "shared_expert"}
+    shared |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "ernie4_5_moe"), "shared_experts")
+    if kind in shared:
+        width = I if kind == "llama4_text" else 2 * I
+        for name, shape in zip(names, [(width, H), (width, H), (H, width)], strict=True):
+            shapes[f"{shared[kind]}.{name}.weight"] = shape
     return shapes
 
 
@@ -87,8 +118,8 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(("kind", "per_expert"), FORMS)
-@pytest.mark.parametrize("dtype", (np.float32, jnp.bfloat16))
-def test_a_round_trip_returns_the_same_names_and_bits(kind, per_expert, dtype):
+def test_a_round_trip_returns_the_same_names_and_bits(kind, per_expert):
+    dtype = np.float32 if per_expert else jnp.bfloat16
     block = block_of(kind, per_expert, dtype)
     down = max(name for name in block if "down" in name or "w2" in name)
     payload = np.array(-5 if dtype == np.float32 else 0x7F81).astype(f"i{block[down].itemsize}")
@@ -112,37 +143,52 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def choices_of(kind, block, token):
+    """Return the experts of a token and their weights, as the routers of transformers 5 do."""
+    weight = next(block[name] for name in ("gate.weight", "router.weight") if name in block)
+    logits = weight @ token + block.get("router.bias", 0)
+    is_sigmoid = kind in ("deepseek_v3", "minimax_m2", "llama4_text")
+    scores = sigmoid(logits) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
+    bias = [x.reshape(-1) for name, x in block.items() if name.endswith("correction_bias")]
+    chosen_by = scores + (bias[0] if bias else 0)
+    if kind.startswith("deepseek"):  # two groups of two experts, of which the best one counts
+        groups = chosen_by.reshape(2, 2)
+        values = groups.max(axis=1) if kind == "deepseek_v2" else groups.sum(axis=1)
+        chosen_by = np.where(np.repeat(values == values.max(), 2), chosen_by, -np.inf)
+    ids = np.argsort(-chosen_by)[:2]
+    weights = scores[ids]
+    if kind not in ("qwen3_moe", "qwen2_moe", "deepseek_v2", "llama4_text"):
+        weights = weights / weights.sum()
+    return ids, weights * (2.5 if kind.startswith("deepseek") else 1)
+
+
+def gated_expert(token, gate, up, down):
+    gate = gate @ token
+    return down @ (gate * sigmoid(gate) * (up @ token))
+
+
 def original(kind, block, x):
     """Return what a block of transformers 5 computes for tokens, with numpy and loops."""
     y = np.zeros_like(x)
-    router = "router" if kind == "gpt_oss" else "gate"
+    shared = {
+        name.split(".")[1]: w for name, w in block.items() if re.match(r"shared_experts?\.", name)
+    }
     for token, out in zip(x, y, strict=True):
-        logits = block[f"{router}.weight"] @ token + block.get("router.bias", 0)
-        probs = np.exp(logits) / np.exp(logits).sum()
-        scores = chosen_by = sigmoid(logits) if kind == "deepseek_v3" else probs
-        if kind == "deepseek_v3":  # two groups of two experts, of which the best one counts
-            chosen_by = scores + block["gate.e_score_correction_bias"]
-            sums = np.repeat(chosen_by.reshape(2, 2).sum(axis=1), 2)
-            chosen_by = np.where(sums == sums.max(), chosen_by, -np.inf)
-        ids = np.argsort(-chosen_by)[:2]
-        weights = scores[ids] / (1 if kind == "qwen3_moe" else scores[ids].sum())
-        weights *= 2.5 if kind == "deepseek_v3" else 1
-        for expert, weight in zip(ids, weights, strict=True):
+        for expert, weight in zip(*choices_of(kind, block, token), strict=True):
             first, second = (block[f"experts.{name}_proj"][expert] for name in ("gate_up", "down"))
             if kind == "gpt_oss":
                 h = token @ first + block["experts.gate_up_proj_bias"][expert]
                 gate, up = np.minimum(h[::2], 7), np.clip(h[1::2], -7, 7)
                 h = (up + 1) * gate * sigmoid(1.702 * gate)
                 out += weight * (h @ second + block["experts.down_proj_bias"][expert])
+            elif kind == "llama4_text":
+                out += gated_expert(weight * token, *np.split(first.T, 2), second.T)
             else:
-                gate, up = np.split(first @ token, 2)
-                out += weight * (second @ (gate * sigmoid(gate) * up))
-        if kind == "deepseek_v3":
-            gate, up, down = (
-                block[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")
-            )
-            gate = gate @ token
-            out += down @ (gate * sigmoid(gate) * (up @ token))
+                out += weight * gated_expert(token, *np.split(first, 2), second)
+        if shared:
+            own = gated_expert(token, *(shared[f"{name}_proj"] for name in ("gate", "up", "down")))
+            is_gated = "shared_expert_gate.weight" in block
+            out += own * (sigmoid(block["shared_expert_gate.weight"] @ token) if is_gated else 1)
     return y
 
 
@@ -160,9 +206,7 @@ def converted(params, x):
 
 def fused(kind, block):
     """Return a block with tensors of each expert as one with tensors of all experts."""
-    gate, up, down = (
-        ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    )
+    gate, up, down = projections_of(kind)
     of_all = lambda name: np.stack([block[f"experts.{e}.{name}.weight"] for e in range(E)])
     gate_up = np.concatenate([of_all(gate), of_all(up)], axis=1)
     return block | {"experts.gate_up_proj": gate_up, "experts.down_proj": of_all(down)}
@@ -197,6 +241,24 @@ def test_the_configuration_selects_router_and_activation():
     ).items():
         found = hf.moe_config(CONFIGS["mixtral"] | dict(hidden_act=name)).activation(x)
         np.testing.assert_array_equal(found, ma.gated(act)(x))
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_families_with_the_same_block(kind):
+    like = CONFIGS[SAME[kind]]
+    config, block = like | dict(model_type=kind), block_of(SAME[kind], True, prefix="")
+    assert hf.moe_config(config) == hf.moe_config(like)
+    assert hf.to_state_dict(hf.from_state_dict(block, config), config, per_expert=True).keys() == (
+        block.keys()
+    )
+
+
+def test_a_configuration_may_hold_that_of_the_language_model():
+    inner = CONFIGS["llama4_text"]
+    of_image_and_text = types.SimpleNamespace(
+        model_type="llama4", hidden_size=1, text_config=types.SimpleNamespace(**inner)
+    )
+    assert hf.moe_config(of_image_and_text) == hf.moe_config(inner)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +331,14 @@ def test_parameters_with_mistakes(change, message):
     (
         (
             "mixtral",
-            dict(model_type="qwen2_moe"),
-            "model_type of config .*gpt_oss; got 'qwen2_moe'",
+            dict(model_type="mixtral2"),
+            "model_type of config .*gpt_oss, .*; got 'mixtral2'.* is 'mixtral'. If",
         ),
+        ("deepseek_v3", dict(model_type="deepseek_v32"), "got 'deepseek_v32'.* is 'deepseek_v3'"),
+        ("qwen2_moe", dict(model_type="qwen3_5_moe", norm_topk_prob=None), " is 'qwen2_moe'"),
+        ("deepseek_v3", dict(model_type="dots1"), " is '(deepseek_v3|glm4_moe|kimi_k2)'"),
         ("mixtral", dict(model_type=None), "config must have the field model_type.*config.json"),
-        ("mixtral", dict(num_experts_per_tok=None), "the field num_experts_per_tok; got"),
+        ("mixtral", dict(num_experts_per_tok=None), "the field num_experts_per_tok or moe_k; got"),
         ("qwen3_moe", dict(norm_topk_prob=None), "the field norm_topk_prob; got"),
         ("mixtral", dict(hidden_act="tanh"), "hidden_act .*silu.*got 'tanh'.*ma.gated"),
     ),
@@ -289,27 +354,25 @@ def test_configurations_with_mistakes(kind, change, message):
 
 @pytest.fixture(scope="module")
 def torch():
-    pytest.importorskip("transformers", minversion="4.57", reason="converts its models")
+    pytest.importorskip("transformers", minversion="5", reason="converts its models")
     return pytest.importorskip("torch", reason="converts its models")
 
 
 def model_of(kind, **fields):
-    """Return a tiny model of transformers with two layers; a dense one first in DeepSeek-V3."""
+    """Return a tiny model of transformers with two layers; a dense one first in some families."""
     import transformers
 
-    (name,) = [
-        name for name in dir(transformers) if name.lower() == f"{kind.replace('_', '')}config"
-    ]
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-    if kind == "deepseek_v3":
+    more |= dict(head_dim=4, pad_token_id=0, layer_types=["full_attention"] * 2)
+    if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
         more |= dict(first_k_dense_replace=1, q_lora_rank=4, kv_lora_rank=4, qk_rope_head_dim=2)
-    fields = CONFIGS[kind] | more | dict(head_dim=4, pad_token_id=0) | fields
+    fields = CONFIGS[SAME.get(kind, kind)] | more | fields
     del fields["model_type"]
-    config = getattr(transformers, name)(**fields)
-    return getattr(transformers, name.replace("Config", "ForCausalLM"))(config)
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", sorted({*CONFIGS, *SAME} - {"kimi_k2"}))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     from safetensors.torch import load_file
@@ -318,12 +381,11 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     for tensor in model.state_dict().values():
         tensor.normal_()
     state = model.state_dict()
-    per_expert = any(re.search(r"experts\.\d", name) for name in state)
-    prefix = f"model.layers.1.{'block_sparse_moe' if kind == 'mixtral' and per_expert else 'mlp'}."
+    prefix = f"model.layers.1.{'feed_forward' if kind == 'llama4_text' else 'mlp'}."
     block = {name: x for name, x in state.items() if name.startswith(prefix)}
 
     params = hf.from_state_dict(state, model.config, prefix)
-    back = hf.to_torch(hf.to_state_dict(params, model.config, prefix, per_expert=per_expert))
+    back = hf.to_torch(hf.to_state_dict(params, model.config, prefix))
     assert back.keys() == block.keys()
     for name, tensor in back.items():
         assert tensor.dtype == block[name].dtype and torch.equal(tensor, block[name]), name

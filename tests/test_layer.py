@@ -52,11 +52,12 @@ def of_all_ranks(fn=layer, **options):
     return small_layer.on_all_ranks(functools.partial(fn, **options), harness.mesh_of(RANKS))
 
 
-def dense(*args, activation=SWIGLU):
+def dense(*args, activation=SWIGLU, change=lambda experts: experts):
     """Compute the layer of all ranks without any exchange: each expert computes each token."""
     x, topk_weights, *arrays, ids, kept = args
     experts = experts_of(*(w.reshape(-1, *w.shape[2:]) for w in arrays), activation=activation)
-    return dense_experts(x, jnp.where(kept, topk_weights, 0), ids, experts)
+    weights, ids = jnp.where(kept, topk_weights, 0), jnp.where(kept, ids, -1)
+    return dense_experts(x, weights, ids, change(experts))
 
 
 def value_and_grads(fn):
@@ -103,6 +104,19 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout):
         assert_is_dense(layout, routing)
     for routing in ("masked", "all_masked", "repeated", "invalid"):
         assert_is_dense(layout, routing)
+
+
+def test_weights_of_choices_may_multiply_the_inputs_of_experts():
+    """A dropped choice adds nothing, although the expert of a zero is not zero with biases."""
+    change = lambda experts: experts.replace(weigh_input=True)
+    expected = small_layer.compiled(
+        value_and_grads(functools.partial(dense, change=change)), exchanges=0
+    )
+    for routing in ("skewed", "repeated", "invalid"):
+        floats, ids, kept = arguments(CUT, routing)
+        with harness.expect_exchanges(exchanges_of(CUT)):
+            actual = program(CUT, change=change)(floats, ids)
+        small_layer.assert_close(actual, expected(floats, ids, kept), routing, tolerance=5e-5)
 
 
 @pytest.mark.exchanges(0)

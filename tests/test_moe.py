@@ -293,13 +293,16 @@ def sigmoid_router(tokens, logits, per_token, whole):
     ids=["many", "one"],
 )
 def test_a_shared_expert_and_a_router_of_the_users(lead, more):
-    """The shared expert has biases, another width and another activation."""
+    """The shared expert has biases, another width, another activation and a gate. The routed
+    experts weigh their inputs."""
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
     shapes = (HIDDEN, 12), (6, HIDDEN), (12,), (HIDDEN,)
     arrays = (rng.normal(size=shape).astype(np.float32) / 2 for shape in shapes)
     params["router"] = params["router"].replace(choose=sigmoid_router)
-    params["shared"] = experts_of(*arrays, ma.gated(jax.nn.gelu))
+    shared = experts_of(*arrays, ma.gated(jax.nn.gelu))
+    params["shared"] = shared.replace(output_gate=np.linspace(-1, 1, HIDDEN, dtype="float32"))
+    params["experts"] = params["experts"].replace(weigh_input=True)
     params["shared_weights"] = np.linspace(0.5, 1.5, math.prod(lead), dtype="float32").reshape(lead)
     mask = np.arange(math.prod(lead)).reshape(lead) != 4
 
@@ -466,6 +469,9 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
         (shared(w_in=OWN.w_in[0, :3]), r"shared.w_in must have .*float32\[3,2,4\]"),
         (shared(w_out=OWN.w_out), r"shared.w_out must have the shape \[4, 8\]"),
+        (shared(output_gate=KERNEL), r"shared.output_gate must have the shape \[8\]"),
+        (shared(weigh_input=True), "shared.weigh_input must be False for a shared expert"),
+        (changed(output_gate=KERNEL[:, 0]), r"experts.output_gate must be None except .*\[8\]"),
         (dict(outputs="logits"), "outputs must be a tuple of the names .*; got 'logits'"),
         (
             dict(outputs=("logits",), router=ma.RouterChoices(IDS, None)),

@@ -43,6 +43,11 @@ def test_a_config_says_the_shapes_and_dtypes_of_parameters():
     assert dtypes == dict(experts={"bfloat16"}, router={"float32"}, shared={"bfloat16"})
     assert params["experts"].activation is params["shared"].activation is jnp.tanh
     assert drawn(router_dtype=jnp.bfloat16)["router"].kernel.dtype == jnp.bfloat16
+    assert params["shared"].output_gate is None and not params["experts"].weigh_input
+    params = drawn(shared_hidden=64, shared_gate=True, weigh_input=True, dtype=jnp.bfloat16)
+    assert params["shared"].output_gate.shape == (128,) and params["experts"].weigh_input
+    with pytest.raises(ValueError, match="shared_gate must be False without .*shared_hidden"):
+        drawn(shared_gate=True)
     assert set(drawn()) == {"router", "experts"} and drawn()["experts"].b_in is None
 
 

@@ -1,5 +1,6 @@
 """Compare routers and balance losses with formulas written out in numpy."""
 
+import dataclasses
 import functools
 import re
 
@@ -23,6 +24,7 @@ ROUTERS = {
     "softmax, not renormalized": dict(renormalize=False),
     "sigmoid": dict(score="sigmoid", renormalize=False, scale=2.0),
     "sigmoid with groups": dict(score="sigmoid", select_bias=BIAS, scale=2.5, **GROUPS),
+    "softmax with groups": dict(renormalize=False, scale=16.0, top_in_group=1, **GROUPS),
 }
 all_routers = pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
 
@@ -34,7 +36,7 @@ def choose(logits, k, *, select_bias=None, mask=None, **options):
 # One program compiles faster than one for each of its operations.
 route = jax.jit(
     choose,
-    static_argnames=("k", "score", "num_groups", "top_groups", "renormalize", "scale"),
+    static_argnames=[field.name for field in dataclasses.fields(ma.TopK)],
 )
 
 
@@ -73,12 +75,14 @@ def test_softmax_scores(top_k, renormalize, sums_to_1):
     np.testing.assert_allclose(found.scores, scores, rtol=1e-5)
 
 
-def test_sigmoid_scores_with_bias_and_groups():
+@pytest.mark.parametrize("top_in_group", (1, 2, 3))
+def test_sigmoid_scores_with_bias_and_groups(top_in_group):
     logits = logits_of(2)
-    found = route(logits, TOP_K, **ROUTERS["sigmoid with groups"])
+    options = ROUTERS["sigmoid with groups"] | dict(top_in_group=top_in_group)
+    found = route(logits, TOP_K, **options)
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
     biased = (scores + BIAS).reshape(TOKENS, 4, -1)
-    group_scores = np.sort(biased, -1)[..., -2:].sum(-1)
+    group_scores = np.sort(biased, -1)[..., -top_in_group:].sum(-1)
     best = np.argsort(-group_scores, -1)[:, :2]
     allowed = np.zeros((TOKENS, 4), bool)
     np.put_along_axis(allowed, best, True, -1)
@@ -391,6 +395,8 @@ OF_CHOICE = (
     (dict(num_groups=4), ("num_groups and top_groups must both", "num_groups=4", "top_groups")),
     (dict(num_groups=5, top_groups=2), ("num_groups must divide the 16 exp", "got 5", "Omit")),
     (dict(num_groups=16, top_groups=4), ("num_groups must divide", "2 or more; got 16")),
+    (dict(top_in_group=5, **GROUPS), ("num_groups must divide", "5 or more; got 4")),
+    (dict(top_in_group=0), ("top_in_group must be at least 1; got 0",)),
     (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "k=4", "got 1")),
     (dict(num_groups=8, top_groups=9), ("at most num_groups=8; got 9",)),
     (dict(renormalize=1), ("renormalize must be a bool; got 1",)),

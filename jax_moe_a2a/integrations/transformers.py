@@ -6,11 +6,13 @@ The module needs neither PyTorch nor transformers.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +26,100 @@ Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the con
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
-    """The names that a model's block and its configuration have."""
+class _Family:
+    """What a family of models has in its block and in its configuration.
+
+    Names of fields are those of the configuration, and other names those of the block's tensors.
+    """
 
     width: str = "moe_intermediate_size"
-    """I in the configuration."""
+    """The field with I."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of one expert."""
-    is_deepseek: bool = False
-    """True for a selection bias and a shared expert."""
+    router: str = "gate"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool | str = "norm_topk_prob"
+    """Whether the weights of a token are divided by their sum, or the field that says so."""
+    scale: str | None = None
+    """The field with a factor of the weights."""
+    top_in_group: int = 0
+    """As in ``TopK``, or 0 for a router without groups."""
+    select_bias: tuple[str, str] | None = None
+    """Its name with tensors of all experts, and with tensors of each expert."""
+    shared: str | None = None
+    """A shared expert."""
+    shared_width: tuple[str, ...] = ()
+    """The fields whose product is the width of the shared expert."""
+    shared_gate: str | None = None
+    """The gate of the shared expert."""
+    weigh_input: bool = False
+    inputs_first: bool = False
+    """True for tensors [inputs, outputs], which are always those of all experts."""
     is_gpt_oss: bool = False
-    """True for biases, and tensors [inputs, outputs] in which gate and up alternate."""
+    """True for biases, a clamped activation, and tensors in which gate and up alternate."""
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields that tell families apart."""
+        optional = {x for x in (self.renormalize, self.scale) if isinstance(x, str)}
+        groups = {"n_group"} if self.top_in_group else set()
+        return {self.width, *self.shared_width} | optional | groups
 
 
-_MODELS = {
-    "mixtral": _Model("intermediate_size", ("w1", "w3", "w2")),
-    "qwen3_moe": _Model(),
-    "deepseek_v3": _Model(is_deepseek=True),
-    "gpt_oss": _Model("intermediate_size", is_gpt_oss=True),
+_MIXTRAL = _Family("intermediate_size", ("w1", "w3", "w2"), renormalize=True)
+_QWEN_WITH_SHARED = _Family(
+    shared="shared_expert",
+    shared_width=("shared_expert_intermediate_size",),
+    shared_gate="shared_expert_gate.weight",
+)
+_DEEPSEEK = _Family(
+    score="sigmoid",
+    scale="routed_scaling_factor",
+    top_in_group=2,
+    select_bias=("gate.e_score_correction_bias",) * 2,
+    shared="shared_experts",
+    shared_width=("moe_intermediate_size", "n_shared_experts"),
+)
+_FAMILIES = {
+    "mixtral": _MIXTRAL,
+    "minimax_m2": dataclasses.replace(
+        _MIXTRAL, score="sigmoid", select_bias=("e_score_correction_bias",) * 2
+    ),
+    "olmoe": _Family("intermediate_size"),
+    "qwen3_moe": _Family(),
+    "qwen2_moe": _QWEN_WITH_SHARED,
+    "qwen3_next": _QWEN_WITH_SHARED,
+    "deepseek_v2": dataclasses.replace(
+        _DEEPSEEK, score="softmax", renormalize=False, top_in_group=1, select_bias=None
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "ernie4_5_moe": _Family(
+        renormalize=True,
+        select_bias=(
+            "gate.moe_statics.e_score_correction_bias",
+            "moe_statics.e_score_correction_bias",
+        ),
+        shared="shared_experts",
+        shared_width=("moe_intermediate_size", "moe_num_shared_experts"),
+    ),
+    "gpt_oss": _Family(
+        "intermediate_size", router="router", renormalize=True, inputs_first=True, is_gpt_oss=True
+    ),
+    "llama4_text": _Family(
+        "intermediate_size",
+        router="router",
+        score="sigmoid",
+        renormalize=False,
+        shared="shared_expert",
+        shared_width=("intermediate_size",),
+        weigh_input=True,
+        inputs_first=True,
+    ),
 }
-_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_NUM_EXPERTS = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
+_TOP_K = "num_experts_per_tok", "moe_k"
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -55,7 +131,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def from_state_dict(
     state_dict: Mapping[str, object], config: Config, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the parameters of one block of Mixtral, Qwen3-MoE, DeepSeek-V3 or GPT-OSS.
+    """Return the parameters of one block of a model of a family that the page of this module lists.
 
     A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
     transformers 4 and in published files. Values and dtypes are unchanged, and copied.
@@ -64,7 +140,7 @@ def from_state_dict(
       state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more. Names
         without the prefix are ignored. Gradients by name are converted in the same way.
       config: the model's configuration: an object of transformers, or the content of its
-        ``config.json`` as a dict.
+        ``config.json`` as a dict. If it has a ``text_config``, this is read.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
         ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict holds one block only.
 
@@ -72,10 +148,10 @@ def from_state_dict(
       Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I:
       ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are ``Experts`` with
       ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. Their ``choose`` and
-      ``activation`` are those of ``moe_config``. DeepSeek-V3 also has the router's ``select_bias``
-      [E] and the shared expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the
-      experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. The bfloat16 of the arrays is that of
-      ``jax.numpy``.
+      ``activation`` are those of ``moe_config``. Some families also have the router's
+      ``select_bias`` [E]; a shared expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and
+      Qwen3-Next; or, in GPT-OSS, the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and
+      ``b_out`` [E, H]. The bfloat16 of the arrays is that of ``jax.numpy``.
 
     Raises:
       TypeError: if a tensor does not hold floats of 16 bits or more, or if the tensors of one
@@ -91,7 +167,7 @@ def from_state_dict(
             + _known_prefixes(state_dict)
         )
     per_expert = any(re.match(r"experts\.\d+\.", name) for name in names)
-    expected = _tensors(_model_of(config), sizes, per_expert)
+    expected = _tensors(_family_of(config), sizes, per_expert)
     _check_names("state_dict", names, expected, _remedy(names, state_dict))
 
     arrays: dict[str, np.ndarray] = {}
@@ -124,7 +200,8 @@ def to_state_dict(
       config: as in ``from_state_dict``.
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
-        False for tensors of all experts, as in transformers 5. GPT-OSS always has the latter.
+        False for tensors of all experts, as in transformers 5. GPT-OSS and Llama 4 always have
+        the latter.
 
     Returns:
       numpy arrays by name. ``to_torch`` makes PyTorch tensors of them.
@@ -142,7 +219,7 @@ def to_state_dict(
     }
     return {
         prefix + name: np.array(tensor.view(arrays[tensor.param]), order="C").reshape(tensor.shape)
-        for name, tensor in _tensors(_model_of(config), sizes, per_expert).items()
+        for name, tensor in _tensors(_family_of(config), sizes, per_expert).items()
     }
 
 
@@ -171,7 +248,7 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def moe_config(config: Config) -> ma.MoEConfig:
     """Return sizes, router and activation of a model's block: ``config`` of the Flax modules.
 
-    Noise on logits, which Mixtral can have in training, is not included.
+    Noise on tokens, which Mixtral and MiniMax-M2 can have in training, is not included.
 
     Args:
       config: as in ``from_state_dict``.
@@ -179,26 +256,36 @@ def moe_config(config: Config) -> ma.MoEConfig:
     Raises:
       ValueError: if the model or its activation is unknown, or the configuration lacks a field.
     """
-    model = _model_of(config)
-    width = _field(config, model.width)
+    family = _family_of(config)
+    shared_width = math.prod(_field(config, name, default=0) for name in family.shared_width)
+    has_shared = family.shared is not None and shared_width > 0
     return ma.MoEConfig(
         _field(config, "hidden_size"),
-        width,
+        _field(config, family.width),
         _field(config, *_NUM_EXPERTS),
-        _top_k(config, model),
-        activation=_activation(config, model),
-        bias=model.is_gpt_oss,
-        shared_hidden=width * _field(config, "n_shared_experts") if model.is_deepseek else None,
+        _top_k(config, family),
+        activation=_activation(config, family),
+        bias=family.is_gpt_oss,
+        shared_hidden=shared_width if has_shared else None,
+        shared_gate=has_shared and family.shared_gate is not None,
+        weigh_input=family.weigh_input,
     )
 
 
 # --------------------------------------------------------------------------------- configuration
 
 
+def _value(config: Config, name: str) -> Any:
+    """Return a field of a configuration, or of the language model in it, or None."""
+    get = lambda of, name: of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+    text = get(config, "text_config")
+    return get(config if text is None else text, name)
+
+
 def _field(config: Config, *names: str, default: float | None = None) -> Any:
     """Return the first of the fields that a configuration has, or raise an error."""
     for name in names:
-        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        value = _value(config, name)
         if value is not None:
             return value
     if default is None:
@@ -210,39 +297,49 @@ def _field(config: Config, *names: str, default: float | None = None) -> Any:
     return default
 
 
-def _model_of(config: Config) -> _Model:
-    """Return the names of the model of a configuration, or raise an error."""
+def _family_of(config: Config) -> _Family:
+    """Return the family of the model of a configuration, or raise an error."""
     kind = _field(config, "model_type")
-    if kind not in _MODELS:
-        raise ValueError(
-            f"model_type of config must be one of {', '.join(_MODELS)}; got {kind!r}. If the model "
-            "has the same block as one of them, pass the configuration with that model_type"
-        )
-    return _MODELS[kind]
+    if kind in _FAMILIES:
+        return _FAMILIES[kind]
 
+    def likeness(name: str) -> tuple[int, float]:
+        fields = _FAMILIES[name].fields
+        num_here = sum(_value(config, field) is not None for field in fields)
+        return 2 * num_here - len(fields), difflib.SequenceMatcher(None, kind, name).ratio()
 
-def _top_k(config: Config, model: _Model) -> ma.TopK:
-    """Return how the router of a model chooses experts."""
-    k = _field(config, "num_experts_per_tok")
-    if model in (_MODELS["mixtral"], _MODELS["gpt_oss"]):
-        return ma.TopK(k, renormalize=True)
-    renormalize = _field(config, "norm_topk_prob")
-    if not model.is_deepseek:
-        return ma.TopK(k, renormalize=renormalize)
-    has_groups = _field(config, "n_group", default=1) > 1
-    return ma.TopK(
-        k,
-        score="sigmoid",
-        num_groups=_field(config, "n_group") if has_groups else None,
-        top_groups=_field(config, "topk_group") if has_groups else None,
-        renormalize=renormalize,
-        scale=_field(config, "routed_scaling_factor"),
+    nearest = max(_FAMILIES, key=likeness)
+    raise ValueError(
+        f"model_type of config must be one of {', '.join(_FAMILIES)}; got {kind!r}. The nearest of "
+        f"them, by the fields of the configuration and by name, is {nearest!r}. If the model has "
+        "the same block, pass the configuration with that model_type"
     )
 
 
-def _activation(config: Config, model: _Model) -> Callable[[jax.Array], jax.Array]:
+def _top_k(config: Config, family: _Family) -> ma.TopK:
+    """Return how the router of a model chooses experts."""
+    has_groups = family.top_in_group > 0 and _field(config, "n_group", default=1) > 1
+    has_groups = has_groups and _value(config, "topk_method") != "greedy"
+    groups: dict[str, int] = {}
+    if has_groups:
+        groups = dict(
+            num_groups=_field(config, "n_group"),
+            top_groups=_field(config, "topk_group"),
+            top_in_group=family.top_in_group,
+        )
+    is_sum_one = family.renormalize
+    return ma.TopK(
+        _field(config, *_TOP_K),
+        score=family.score,
+        renormalize=_field(config, is_sum_one) if isinstance(is_sum_one, str) else is_sum_one,
+        scale=1.0 if family.scale is None else _field(config, family.scale),
+        **groups,
+    )
+
+
+def _activation(config: Config, family: _Family) -> Callable[[jax.Array], jax.Array]:
     """Return the activation of a model's experts, with gate and up side by side."""
-    if model.is_gpt_oss:
+    if family.is_gpt_oss:
         return ma.clamped_swiglu(
             _field(config, "swiglu_limit", default=7.0),
             _field(config, "swiglu_alpha", default=1.702),
@@ -264,7 +361,7 @@ def _parameters(config: Config) -> dict[str, Any]:
     """Return the parameters of a block with shapes in place of arrays. Dtypes have no meaning."""
     moe = moe_config(config)
     params = jax.eval_shape(lambda key: ma.init_moe(key, moe), jax.random.key(0))
-    if _model_of(config).is_deepseek:
+    if _family_of(config).select_bias is not None:
         bias = jax.ShapeDtypeStruct((moe.num_experts,), jnp.float32)
         params["router"] = params["router"].replace(select_bias=bias)
     return params
@@ -290,22 +387,19 @@ class _Tensor(NamedTuple):
     """Returns a view of the parameter. The tensor is this view with some axes merged."""
 
 
-def _tensors(model: _Model, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
+def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, _Tensor]:
     """Return all tensors of a block by name."""
-    e, h, i, s = sizes.num_experts, sizes.hidden, sizes.expert_hidden, sizes.shared_hidden or 0
+    e, h, i, s = sizes.num_experts, sizes.hidden, sizes.expert_hidden, sizes.shared_hidden
     swapped, whole, every = lambda w: w.swapaxes(-1, -2), lambda w: w, slice(None)
-    if model.is_gpt_oss:
-        return {
-            "router.weight": _Tensor("router.kernel", (e, h), swapped),
-            "router.bias": _Tensor("router.bias", (e,), whole),
-            "experts.gate_up_proj": _Tensor("experts.w_in", (e, h, 2 * i), swapped),
-            "experts.gate_up_proj_bias": _Tensor("experts.b_in", (e, 2 * i), swapped),
+    gate, up, down = (f"{name}.weight" for name in family.projections)
+    found = {f"{family.router}.weight": _Tensor("router.kernel", (e, h), swapped)}
+    if family.inputs_first:
+        turned = swapped if family.is_gpt_oss else whole
+        found |= {
+            "experts.gate_up_proj": _Tensor("experts.w_in", (e, h, 2 * i), turned),
             "experts.down_proj": _Tensor("experts.w_out", (e, i, h), whole),
-            "experts.down_proj_bias": _Tensor("experts.b_out", (e, h), whole),
         }
-    found = {"gate.weight": _Tensor("router.kernel", (e, h), swapped)}
-    gate, up, down = (f"{name}.weight" for name in model.projections)
-    if per_expert:
+    elif per_expert:
         for k in range(e):
             of = f"experts.{k}."
             found[of + gate] = _Tensor("experts.w_in", (i, h), _matrix(k, every, 0))
@@ -318,14 +412,26 @@ def _tensors(model: _Model, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, 
             ),
             "experts.down_proj": _Tensor("experts.w_out", (e, h, i), swapped),
         }
-    if model.is_deepseek:
-        of, first = "shared_experts.", "shared.w_in"
+    if family.is_gpt_oss:
         found |= {
-            "gate.e_score_correction_bias": _Tensor("router.select_bias", (e,), whole),
+            "router.bias": _Tensor("router.bias", (e,), whole),
+            "experts.gate_up_proj_bias": _Tensor("experts.b_in", (e, 2 * i), swapped),
+            "experts.down_proj_bias": _Tensor("experts.b_out", (e, h), whole),
+        }
+    if family.select_bias is not None:
+        name = family.select_bias[per_expert]
+        shape = (1, e) if "moe_statics" in name else (e,)
+        found[name] = _Tensor("router.select_bias", shape, whole)
+    if s is not None:
+        of, first = f"{family.shared}.", "shared.w_in"
+        found |= {
             of + gate: _Tensor(first, (s, h), _matrix(every, 0)),
             of + up: _Tensor(first, (s, h), _matrix(every, 1)),
             of + down: _Tensor("shared.w_out", (h, s), swapped),
         }
+    if sizes.shared_gate:
+        assert family.shared_gate is not None
+        found[family.shared_gate] = _Tensor("shared.output_gate", (1, h), whole)
     return found
 
 

@@ -113,6 +113,7 @@ class Program(draw.Routed):
     is_outside: bool  # the derivative is that of the function of all ranks
     num_chunks: int | None
     spare: tuple[int, ...] | None  # the experts of spare slots, -1 for none; None: no placement
+    weigh_input: bool
 
     @property
     def floats(self):
@@ -229,6 +230,7 @@ def program(seed, number, *, has_mesh=True):
         batched=batched,
         num_chunks=None,
         spare=None,
+        weigh_input=draw.generator(seed, number, 13).random() < 0.2,
     )
     return with_parts(rng, found)
 
@@ -271,7 +273,7 @@ def of_one_rank(program, group):
         y = ma.moe_mlp(
             a["x"],
             ma.RouterChoices(source, a.get("topk_weights")),
-            experts_of(**own, activation=activation),
+            experts_of(**own, activation=activation).replace(weigh_input=p.weigh_input),
             shared_weights=p.shared_weights_of(a),
             **harness.exchanging(
                 routed,
@@ -459,7 +461,8 @@ class Expected:
         """Return what enters each layer, and the result of the last."""
         xs = [a["x"]]
         for i, rows in enumerate(self.rows):
-            y = oracle.expert_layer(self.of_layer(a, i, xs[-1]), rows, activation)
+            arrays = self.of_layer(a, i, xs[-1])
+            y = oracle.expert_layer(arrays, rows, activation, self.p.weigh_input)
             xs.append(xs[-1] + y if self.p.depth else y)
         return xs
 
@@ -470,7 +473,9 @@ class Expected:
         p, xs = self.p, self.xs(a, activation)
         layers = []
         for i, rows in reversed(list(enumerate(self.rows))):
-            own = oracle.expert_layer_transpose(self.of_layer(a, i, xs[i]), rows, activation, g)
+            own = oracle.expert_layer_transpose(
+                self.of_layer(a, i, xs[i]), rows, activation, g, p.weigh_input
+            )
             g = g + own["x"] if p.depth else own["x"]
             own["topk_weights"] = own["weights"][..., : p.top_k]
             own["shared_weights"] = own["weights"][..., p.top_k :].sum(axis=2)  # one, or none

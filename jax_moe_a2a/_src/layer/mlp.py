@@ -5,6 +5,8 @@ The combine then sums rows without weights. So the backward pass does not need t
 second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
 output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
 is (w a)^T D.
+
+With ``weigh_input``, the weights multiply the rows before the first product instead.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..ad import accumulation_dtype
+from .. import scopes
+from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_floats, check_static, merge_axes, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.recv import Recv
 from ..formats.formats import BlockwiseFp8, TokenFormat
+from ..grouped.frozen import RowsInFp8
 from ..grouped.weights import QuantizedExperts, encode_experts
 from ..placement.types import Placement
 from ..plan.capacity import shared_tokens
@@ -55,6 +59,7 @@ class LayerOptions(NamedTuple):
 
     activation: Activation
     placement: Placement | None
+    weigh_input: bool
 
 
 def moe_mlp(
@@ -95,7 +100,8 @@ def moe_mlp(
         ``topk_ids`` of ``route``; or a ``Routing``. With a ``Routing``, omit the arguments of
         ``route``, or pass equal values. Its weights are floats [T, K], the ``topk_weights`` of
         ``dispatch``; or None for an unweighted sum. They multiply the activations in float32, and
-        the result is rounded to the dtype of ``x``. Scores are not read.
+        the result is rounded to the dtype of ``x``. With ``experts.weigh_input``, they multiply the
+        rows instead. Scores are not read.
       experts: the weights of this rank's L experts. L is ``num_experts // group.size``, plus one
         with a shared expert of the exchange, which comes first.
       group: the ranks, as in ``route``.
@@ -159,7 +165,7 @@ def moe_mlp(
     x = check_tokens(x)
     experts = check_weights(experts, x)
     arguments = RouteArguments(group, num_experts, exchange)
-    options = LayerOptions(activation_of(experts), placement)
+    options = LayerOptions(activation_of(experts), placement, experts.weigh_input)
     tokens = Tokens(x, choices.ids, choices.weights, shared_weights)
     weights, totals = LayerWeights(flat(experts)), totals_of(experts)
     num_chunks = exchange.num_chunks or 1
@@ -235,7 +241,7 @@ def mlp_and_routing(
     Args:
       totals: of the weights that the call has in common with other calls.
     """
-    activation, placement = layer_options
+    activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights, shared_weights = tokens
     given = weights.experts
     in_fp8 = isinstance(given.w_in, QuantizedExperts)
@@ -268,6 +274,8 @@ def mlp_and_routing(
         rows = _weighted_rows(recv, accumulation_dtype(x.dtype))
     else:
         rows = _rows_of(recv)
+    if weigh_input and recv.weights is not None:
+        rows = _weighted_inputs(rows)
     if spare:
         assert placement is not None
         alone = lambda rows, weights, sizes: form(rows, weights, sizes, Totals())[0]
@@ -345,6 +353,25 @@ def _weighted_rows(recv: Recv, dtype: jnp.dtype) -> Rows:
     has_token = recv.routing.row_rank >= 0
     weights = has_token if recv.weights is None else recv.weights
     return Rows(recv.rows, weights.astype(dtype), has_token)
+
+
+@scopes.activation
+def _weighted_inputs(rows: Rows) -> Rows:
+    """Return rows times their weights, with weights of 1 for their outputs."""
+    weights = rows.weights[:, None]
+
+    def scaled(x: jax.Array) -> jax.Array:
+        dtype = accumulation_dtype(x.dtype)
+        return (x.astype(dtype) * weights.astype(dtype)).astype(x.dtype)
+
+    of_outputs = rows.has_token.astype(rows.weights.dtype)
+    if not isinstance(rows.rows, RowsInFp8):
+        return Rows(scaled(rows.rows), of_outputs, rows.has_token)
+    encoded, floats = rows.rows
+    scales = encoded.scales * fixed(weights).astype(encoded.scales.dtype)
+    return Rows(
+        RowsInFp8(encoded._replace(scales=scales), scaled(floats)), of_outputs, rows.has_token
+    )
 
 
 def check_tokens(value: object) -> jax.Array:

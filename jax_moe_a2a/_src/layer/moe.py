@@ -30,6 +30,7 @@ from .axes import Axes, AxesLike, as_axes
 from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_loss_of
 from .chunks import LayerWeights, Tokens, check_one_global_scale
 from .load import ExpertLoad, counts_of, load_of
+from .logits import router_logits
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
@@ -266,6 +267,8 @@ def moe(
         if of_all is not None:
             weights = weights._replace(shared=flat(_biased_once(of_all, tensor_axis)))
             kept = per_token["shared_weights"]
+            if of_all.output_gate is not None:
+                kept = kept * _open_gates(flat_x, of_all.output_gate).astype(kept.dtype)
             if mask is not None:  # masked tokens have zero output
                 kept = jnp.where(mask, kept, 0)
             if tokens.replicated:  # the ranks' results are added
@@ -275,7 +278,7 @@ def moe(
             weights,
             Totals() if domains else totals_of(own),
             RouteArguments(scope.group, num_experts, exchange),
-            LayerOptions(activation, placement),
+            LayerOptions(activation, placement, experts.weigh_input),
             of_shared,
         )
         partial = scope.group.axes if tokens.replicated else ()
@@ -345,6 +348,12 @@ def _losses(
         counts = jnp.pad(wanted, (0, num_scores - wanted.size))  # scores of no expert
         found[0] = balance_loss_of(sums[:num_scores], sums[num_scores], counts)
     return found[0], found[1]
+
+
+@scopes.shared_expert
+def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
+    """Return the weights [T] by which the gate of a shared expert multiplies its outputs."""
+    return jax.nn.sigmoid(router_logits(x, output_gate[:, None], None)[:, 0])
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:

@@ -108,6 +108,10 @@ class MoEConfig:
     """True to add biases, which are zeros, to the router and to the experts."""
     shared_hidden: int | None = None
     """J, width of a shared expert, or None without one."""
+    shared_gate: bool = False
+    """True for a shared expert with an ``output_gate``."""
+    weigh_input: bool = False
+    """True if weights of choices multiply the inputs of the experts, as in ``Experts``."""
     dtype: DTypeLike = jnp.float32
     """dtype of the experts."""
     router_dtype: DTypeLike = jnp.float32
@@ -122,7 +126,12 @@ class MoEConfig:
         sizes += ["shared_hidden"] * (self.shared_hidden is not None)
         for name in sizes:
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=1))
-        check_bool("bias", self.bias)
+        for name in ("bias", "shared_gate", "weigh_input"):
+            check_bool(name, getattr(self, name))
+        if self.shared_gate and self.shared_hidden is None:
+            raise ValueError(
+                "shared_gate must be False without a shared expert; got True. Pass shared_hidden"
+            )
         for name in ("dtype", "router_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
 
@@ -140,7 +149,7 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
       A dict with ``router``, which is a ``Router`` with a kernel [H, E]; with ``experts``, which
       are ``Experts`` with ``w_in`` [E, H, 2, I] and ``w_out`` [E, I, H]; and, with
       ``shared_hidden``, with ``shared``, which are ``Experts`` with ``w_in`` [H, 2, J] and
-      ``w_out`` [J, H], without biases.
+      ``w_out`` [J, H], without biases, and with an ``output_gate`` [H] if ``shared_gate``.
 
     Raises:
       TypeError: if ``config`` is no ``MoEConfig``.
@@ -218,6 +227,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         jnp.zeros((num_experts, 2, width), dtype) if config.bias else None,
         jnp.zeros((num_experts, hidden), dtype) if config.bias else None,
         activation=config.activation,
+        weigh_input=config.weigh_input,
     )
     router_bias = jnp.zeros(num_experts, config.router_dtype) if config.bias else None
     params: dict[str, Any] = {
@@ -230,4 +240,8 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_out = draw_matrix(keys[6], shape[::-1], dtype)
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
+        if config.shared_gate:
+            # One more key in keys would change all of them.
+            column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
+            params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

@@ -41,8 +41,11 @@ class TopK:
     | Switch (arXiv:2101.03961) | ``TopK(1)`` |
     | Mixtral (arXiv:2401.04088) and GPT-OSS (arXiv:2508.10925) | ``TopK(k)`` |
     | Qwen3-MoE (arXiv:2505.09388) | ``TopK(k, renormalize=norm_topk_prob)`` |
+    | DeepSeek-V2 (arXiv:2405.04434) | ``TopK(6, num_groups=8, top_groups=3, top_in_group=1,
+      renormalize=False, scale=16)`` |
     | DeepSeek-V3 (arXiv:2412.19437) | ``TopK(k, score="sigmoid", num_groups=8, top_groups=4,
       scale=2.5)``, with ``select_bias`` |
+    | Llama 4 | ``TopK(1, score="sigmoid")``, with ``weigh_input`` of ``Experts`` |
 
     Tests compare these routers, except for their random noise, and their gradients with those of
     transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
@@ -54,9 +57,10 @@ class TopK:
       k: K, the number of experts of each token, 1 to 32 and at most E.
       score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit.
       num_groups: divides the experts into this many groups of consecutive experts. A token then
-        chooses from its best groups only. The value of a group is the sum of its two highest
-        ``scores + select_bias``. None means that a token may choose all experts.
+        chooses from its best groups only. None means that a token may choose all experts.
       top_groups: number of groups that a token may choose from. Needs ``num_groups``.
+      top_in_group: the value of a group is the sum of its highest ``scores + select_bias``, of this
+        many experts: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
       renormalize: True if the weights of a token sum to ``scale``. None means True if ``k`` is
         above 1. With a single choice, a renormalized weight is constant, so that the output does
         not depend on the logits and trains no router.
@@ -93,6 +97,7 @@ class TopK:
     score: Score = "softmax"
     num_groups: int | None = None
     top_groups: int | None = None
+    top_in_group: int = 2
     renormalize: bool | None = None
     scale: float = 1.0
 
@@ -110,6 +115,7 @@ class TopK:
             )
         if not missing:
             own |= {name: check_int(name, number, least=1) for name, number in groups.items()}
+        own["top_in_group"] = check_int("top_in_group", self.top_in_group, least=1)
         if self.renormalize is not None:
             check_bool("renormalize", self.renormalize)
         own["scale"] = check_factor("scale", self.scale)
@@ -155,7 +161,7 @@ class TopK:
             bias = lax.stop_gradient(select_bias).astype(keys.dtype)
             keys += bias.reshape((1,) * (keys.ndim - 1) + bias.shape)
         if self.num_groups is not None and self.top_groups is not None:
-            keys = _only_best_groups(keys, self.num_groups, self.top_groups)
+            keys = _only_best_groups(keys, self.num_groups, self.top_groups, self.top_in_group)
         ids = _best(keys, self.k)[1]
         weights = self._weights(log_scores, scores, ids)
         if mask is not None:
@@ -269,11 +275,11 @@ class TopK:
         if self.num_groups is None or self.top_groups is None:
             return
         size, rest = divmod(num_experts, self.num_groups)
-        if rest or size < 2:
+        if rest or size < self.top_in_group:
             raise ValueError(
-                f"num_groups must divide the {num_experts} experts into groups of equal size, 2 or "
-                f"more; got {self.num_groups}. Omit num_groups and top_groups to choose from all "
-                "experts"
+                f"num_groups must divide the {num_experts} experts into groups of equal size, "
+                f"{self.top_in_group} or more; got {self.num_groups}. Omit num_groups and "
+                "top_groups to choose from all experts"
             )
         if not self.k <= self.top_groups * size <= num_experts:
             raise ValueError(
@@ -338,11 +344,13 @@ def _best_by_rank(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(is_chosen, keys[..., None, :], 0).sum(axis=-1), ids
 
 
-def _only_best_groups(keys: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
+def _only_best_groups(
+    keys: jax.Array, num_groups: int, top_groups: int, top_in_group: int
+) -> jax.Array:
     """Return the keys of a token's best groups, and minus infinity for all other experts."""
     size = keys.shape[-1] // num_groups
     grouped = keys.reshape(*keys.shape[:-1], num_groups, size)
-    values = _best(grouped, 2)[0].sum(axis=-1)
+    values = _best(grouped, top_in_group)[0].sum(axis=-1)
     best = _best(values, top_groups)[1]
     is_best = one_hot(best, num_groups).any(axis=-2)
     eligible = jnp.where(is_best[..., None], grouped, -jnp.inf)

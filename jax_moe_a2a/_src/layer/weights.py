@@ -68,7 +68,10 @@ class Experts:
     b_in: Any = None
     """Biases of the first product, [E, 2, I], or [E, I] without a gate; or None."""
     b_out: Any = None
-    """Biases of the second product, [E, H], or None. Weights of choices multiply them."""
+    """Biases of the second product, [E, H], or None. Weights of outputs multiply them."""
+    output_gate: Any = None
+    """[H], only of a shared expert of ``moe``: ``sigmoid(x @ output_gate)`` multiplies its outputs,
+    in addition to ``shared_weights``, as in Qwen2-MoE. None means that the expert has no gate."""
     _: dataclasses.KW_ONLY
     activation: Activation | None = dataclasses.field(default=None, metadata=dict(static=True))
     """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], each row
@@ -78,6 +81,10 @@ class Experts:
     without a token have the values of a row with a token, or 0.5 if no row has a token. With a
     tensor axis, I is the size of a part, so the function must be the same for each column. JAX
     traces a program again for another function, so define it once."""
+    weigh_input: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    """True if weights of choices multiply the inputs of experts and not their outputs, as in Llama
+    4: the layer computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each product
+    ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass."""
     totals: Totals | None = None
     """Set by ``accumulate_grads`` for weights that nothing has changed since."""
 
@@ -203,6 +210,7 @@ def specs_of(
         w_out=P(*lead, tensor, fsdp),
         b_in=P(*lead, *gate, tensor),
         b_out=P(*lead, None),
+        output_gate=P(None),
     )
 
     def spec(name: str) -> Any:
@@ -269,7 +277,16 @@ def check_weights(
             f"{remedy if side_by_side else ''}"
         )
     gate = (2,) * is_gated
-    for field, shape in (("b_in", (*lead, *gate, width)), ("b_out", (*lead, hidden))):
+    if lead == () and experts.weigh_input:
+        raise ValueError(f"{name}.weigh_input must be False for a shared expert; got True. Omit it")
+    if lead != () and experts.output_gate is not None:
+        raise ValueError(
+            f"{name}.output_gate must be None except in the argument shared of moe; got "
+            f"{short(as_array(experts.output_gate))}. For a shared expert of the exchange, pass "
+            "jax.nn.sigmoid(x @ output_gate) as shared_weights"
+        )
+    shapes = dict(b_in=(*lead, *gate, width), b_out=(*lead, hidden), output_gate=(hidden,))
+    for field, shape in shapes.items():
         bias = getattr(experts, field)
         if bias is None:
             continue
