@@ -44,10 +44,12 @@ from ._src.layer.fetch import fetch_experts as fetch_experts
 from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
 from ._src.layer.load import plot_expert_load as plot_expert_load
+from ._src.layer.lora import LoRA as LoRA
 from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
 from ._src.layer.parameters import MoEConfig as MoEConfig
+from ._src.layer.parameters import add_lora as add_lora
 from ._src.layer.parameters import init_moe as init_moe
 from ._src.layer.parameters import moe_partition_specs as moe_partition_specs
 from ._src.layer.router import Replay as Replay

@@ -132,9 +132,19 @@ def with_decoded_weights(*args):
     recv = ma.dispatch(x, ids, topk_weights, decode=True, **options)
     experts, has_token = jnp.clip(recv.row_experts, 0), recv.row_experts[:, None] >= 0
     b_in = weights.b_in.reshape(len(weights.b_in), -1)
-    h = SWIGLU(decoded_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
+
+    def product(rows, w, lora):
+        y = decoded_dot(rows, w, recv.group_sizes)
+        if lora is None:
+            return y
+        # Adapters read the rounded rows, and rounding counts as the identity.
+        rows = rows + jax.lax.stop_gradient(rounded(rows) - rows)
+        low = ma.grouped_dot(rows, lora.a, recv.group_sizes) * lora.scale
+        return y + ma.grouped_dot(low, lora.b.reshape(*lora.b.shape[:2], -1), recv.group_sizes)
+
+    h = SWIGLU(product(recv.rows, w_in, weights.lora_in) + b_in[experts])
     h = jnp.where(has_token, h * recv.weights[:, None], 0)
-    y = decoded_dot(h, w_out, recv.group_sizes) + recv.weights[:, None] * weights.b_out[experts]
+    y = product(h, w_out, weights.lora_out) + recv.weights[:, None] * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
 
