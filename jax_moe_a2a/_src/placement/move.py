@@ -26,9 +26,9 @@ def move_experts(
     the call to whatever else has the axis of experts, too, such as the moments of an optimizer.
 
     Each JAX array keeps its placement over the mesh, over Auto and Explicit axes, so the number of
-    slots must be a multiple of the parts of its first axis. Besides the result, the call needs
-    memory for as many experts as there are ranks. NumPy arrays stay NumPy arrays. Inside
-    ``jax.jit``, the compiler places the result over Auto axes.
+    slots must be a multiple of the parts of its first axis. A device then holds as many experts
+    of other devices at a time as there are parts. Inside ``jax.jit``, the compiler places the
+    result over Auto axes, and may gather all experts. NumPy arrays stay NumPy arrays.
 
     Args:
       w: array [N, ...], or a pytree of arrays with this first axis, such as ``Experts``. N is the
@@ -64,10 +64,11 @@ def move_experts(
     given = [placement for placement in (source, target) if placement is not None]
     if not given:
         raise ValueError("source or target must be a Placement; got None for both. Pass one")
-    num_experts = given[-1].num_experts if isinstance(given[-1], Placement) else None
+    num_experts = None
     for placement in given:
-        check_placement(placement, placement.num_ranks, num_experts=num_experts)
-    expected = given[-1].num_experts if source is None else source.num_slots
+        num_ranks = getattr(placement, "num_ranks", 0)
+        num_experts = check_placement(placement, num_ranks, num_experts=num_experts).num_experts
+    expected = num_experts if source is None else source.num_slots
     for x in map(as_array, jax.tree.leaves(w)):
         if x.ndim < 1 or x.shape[0] != expected:
             raise ValueError(
@@ -80,13 +81,16 @@ def move_experts(
 def _moved(x: Any, *, source: Placement | None, target: Placement | None) -> Any:
     """Return an array in other slots."""
     x = as_array(x)
+    if not isinstance(x, jax.Array):
+        index = _index_of(np, source, target)
+        is_empty = (index < 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return np.where(is_empty, np.zeros((), x.dtype), x[index])
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    num_parts = x.shape[0] // sharding.shard_shape(x.shape)[0]
     if isinstance(x, jax.core.Tracer):
-        return _take(x, source, target)
-    if isinstance(x, jax.Array):
-        return jax.jit(_take, out_shardings=x.sharding)(x, source, target)
-    index = _index_of(np, source, target)
-    is_empty = (index < 0).reshape(-1, *(1,) * (x.ndim - 1))
-    return np.where(is_empty, np.zeros((), x.dtype), x[index])
+        return _take(x, source, target, num_parts)
+    take = jax.jit(_take, static_argnums=3, out_shardings=x.sharding)
+    return take(x, source, target, num_parts)
 
 
 def _index_of(xp: ModuleType, source: Placement | None, target: Placement | None) -> Any:
@@ -102,19 +106,15 @@ def _index_of(xp: ModuleType, source: Placement | None, target: Placement | None
 
 
 @scopes.placement
-def _take(x: jax.Array, source: Placement | None, target: Placement | None) -> jax.Array:
-    """Return an array in other slots: the first ones of all ranks, then the second ones, and so on,
-    because the compiler gathers what one step reads."""
+def _take(x: jax.Array, source: Any, target: Any, num_parts: int) -> jax.Array:
+    """Return an array in other slots: the first ones of all devices, then the second ones, and so
+    on, because each device gathers what one step reads."""
     index = _index_of(jnp, source, target)
-    last = target if target is not None else source
-    assert last is not None
-    num_ranks = last.num_ranks if index.size % last.num_ranks == 0 else 1
-    index = jnp.where(index < 0, x.shape[0], index).reshape(num_ranks, -1)  # a fill of zeros
+    index = jnp.where(index < 0, x.shape[0], index)  # a fill of zeros
     sharding = jax.typeof(x).sharding
     spec = sharding if any(axis is not None for axis in sharding.spec) else None
-
-    def take(index: jax.Array) -> jax.Array:
-        return x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)
-
-    found = jax.lax.map(take, index.T)
+    take = lambda index: x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)
+    if num_parts == 1:
+        return take(index)
+    found = jax.lax.map(take, index.reshape(num_parts, -1).T)
     return jnp.moveaxis(found, 0, 1).reshape(index.size, *x.shape[1:])
