@@ -110,8 +110,8 @@ def moe_mlp(
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
         they are fetched once for all chunks, and kept. If they are those of all P / R slots of
-        this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not be quantized yet
-        (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
+        this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not be
+        quantized yet (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
         ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
       return_totals: True to also return what ``accumulate_grads`` reads.
 

@@ -180,10 +180,10 @@ def add_lora(
     dtype: DTypeLike | None = None,
     axes: AxesLike | None = None,
 ) -> Experts:
-    """Return experts with a new ``LoRA`` for each of their weights, which are then frozen.
+    """Add a new ``LoRA`` to each of the weights of experts, which are then frozen.
 
-    As in the paper, ``a`` is normal, here with the variance 1 / K, and ``b`` is zero, so the
-    experts compute what they computed before. ``experts.replace(lora_in=None)`` drops one of both.
+    As in the paper (Hu et al., arXiv:2106.09685), ``a`` is normal, here with the variance 1 / K,
+    and ``b`` is zero, so the experts compute what they computed before.
 
     Args:
       key: a key of ``jax.random``.
@@ -192,6 +192,10 @@ def add_lora(
       scale: the factor of the adapters, alpha / r in the paper.
       dtype: of the adapters. None means that of float weights, and bfloat16 for weights in FP8.
       axes: as in ``init_moe``: where the adapters are drawn. None leaves the placement to JAX.
+
+    Returns:
+      The experts with ``lora_in`` and ``lora_out``. To adapt one of both weights alone, call
+      ``replace(lora_in=None)`` or ``replace(lora_out=None)`` on the result.
 
     Raises:
       TypeError: if an argument has the wrong type.
