@@ -6,13 +6,15 @@
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --capacities tight worst 1.25 --methods moe_mlp moe_mlp_fp8
     python -m benchmarks.layer --tokens 8 128 1024 4096 --sigma 0 1.1
+    python -m benchmarks.layer --methods moe_mlp moe_mlp_lora moe_mlp_fp8 moe_mlp_fp8_lora
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times experts
-alone. The router's choices are given. Training is forward alone, and forward with the gradients
-of tokens, router weights and experts; decode is up to 128 tokens, forward. Every result is checked
+call. ``moe_mlp_fp8`` has weights that were quantized before, without gradients; ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. ``_lora`` adds adapters of rank 16,
+which have the gradients in place of the weights. ``benchmarks.products`` times experts alone. The
+router's choices are given. Training is forward alone, and forward with the gradients of tokens,
+router weights and experts; decode is up to 128 tokens, forward. Every result is checked
 before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
 drop others, ``ours``. The programs of all settings are compiled first.
 """
@@ -32,6 +34,7 @@ import numpy as np
 from jax import lax
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.ad import select, spread
 
 from . import experts, operations, stages, suite, timing
 from . import run as runs
@@ -45,11 +48,15 @@ TINY_INTERMEDIATE = 128
 TINY_LAYER: dict[str, Any] = dict(hidden=128, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "moe_mlp", "moe_mlp_fp8", "moe_mlp_to_fp8")
 METHODS += ("dense", "ragged", "ragged32")
-OF_FP8 = "moe_mlp_fp8"  # weights are quantized before, for inference
+OF_FP8, LORA = "moe_mlp_fp8", "_lora"
+FROZEN = ("moe_mlp_fp8", "moe_mlp_lora", "moe_mlp_fp8_lora")  # weights without gradients
+RANK = 16  # of adapters
 OF_MOE_MLP = {  # method: of the weights that it gets
     "moe_mlp": ma.Experts,
     OF_FP8: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
+    "moe_mlp_lora": lambda *pairs: with_adapters(*pairs),
+    "moe_mlp_fp8_lora": lambda *pairs: with_adapters(*pairs),
 }
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
@@ -89,7 +96,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--stages", action="store_true", help="router, exchange and products")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    every = dict.fromkeys((*METHODS, *OF_MOE_MLP))
+    parser.add_argument("--methods", nargs="+", choices=every, default=METHODS)
     parser.add_argument("--tokens", nargs="+", type=int, help="per rank, of training and decode")
     parser.add_argument("--sigma", nargs="+", type=float, default=(0.0,), help="Setting.sigma")
     parser.add_argument(
@@ -189,9 +197,10 @@ class Bench:
     def layer_case(self, method: str) -> Case:
         """Return the case of the layer by a method, whose results must be those of the first."""
         layer = self.layer(method)
-        prepare = quantize if method == OF_FP8 else lambda weights: weights
+        of_rank = functools.partial(prepared, method)
+        prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights
         shapes = jax.eval_shape(prepare, self.weights)
-        has_gradients = self.shape.is_training and method != OF_FP8
+        is_trained = lambda w: method not in FROZEN or isinstance(w, ma.LoRA)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
@@ -199,7 +208,14 @@ class Bench:
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
-            out, vjp = jax.vjp(functools.partial(layer, ids), x, weights, w_in, w_out)
+            is_leaf = lambda w: isinstance(w, ma.LoRA)
+            leaves, tree = jax.tree.flatten((w_in, w_out), is_leaf=is_leaf)
+            are_trained = list(map(is_trained, leaves))
+
+            def of_trained(x: Any, weights: Any, trained: list[Any]) -> jax.Array:
+                return layer(ids, x, weights, *tree.unflatten(spread(are_trained, trained, leaves)))
+
+            out, vjp = jax.vjp(of_trained, x, weights, select(are_trained, leaves))
             return out, *vjp(x)
 
         def start(fn: Callable[..., Any], reps: int = 1) -> Program:
@@ -210,7 +226,7 @@ class Bench:
         timed = start(forward, self.shape.reps)
         jobs = [self.job("forward", method, timed)]
         checked = timed if self.shape.reps == 1 else start(forward)  # the same program
-        if has_gradients:
+        if self.shape.is_training:
             checked = start(both)
             jobs.append(self.job("forward_and_gradients", method, checked))
 
@@ -219,7 +235,9 @@ class Bench:
             found = jax.tree.leaves(checked.compiling.result()(*args))
             self.reference = found if self.reference is None else self.reference
             squares = jax.jit(operations.squares)
-            pairs = zip(found, self.reference, strict=method != OF_FP8)
+            if method in FROZEN:
+                found = found[:3]  # the output, and the gradients of tokens and router weights
+            pairs = zip(found, self.reference, strict=method not in FROZEN)
             errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
             operations.check_errors(errors, FP8_TOLERANCE if "fp8" in method else TOLERANCE)
             return args
@@ -278,10 +296,22 @@ class Bench:
         return Job(op, program, lambda args: args, row)
 
 
-@jax.jit
-def quantize(weights: list[jax.Array]) -> list[Any]:
-    """Return the weights of all ranks in FP8."""
-    return [jax.vmap(ma.quantize_experts)(w) for w in weights]
+def prepared(method: str, weights: list[jax.Array]) -> list[Any]:
+    """Return the weights of one rank as a method reads them: in FP8, or in pairs with adapters,
+    which change no result."""
+    experts = ma.Experts(*weights)
+    if method.endswith(LORA):
+        experts = ma.add_lora(jax.random.key(2), experts, rank=RANK)
+    if method.startswith(OF_FP8):
+        experts = ma.quantize_experts(experts)
+    if not method.endswith(LORA):
+        return [experts.w_in, experts.w_out]
+    return [(experts.w_in, experts.lora_in), (experts.w_out, experts.lora_out)]
+
+
+def with_adapters(w_in: Any, w_out: Any) -> ma.Experts:
+    """Return experts of pairs of weights and their adapters."""
+    return ma.Experts(w_in[0], w_out[0], lora_in=w_in[1], lora_out=w_out[1])
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:

@@ -83,6 +83,8 @@ METHODS = {  # what plots call the methods of other sweeps
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
     "moe_mlp_to_fp8": "this package, experts in FP8",
+    "moe_mlp_lora": "this package, adapters",
+    "moe_mlp_fp8_lora": "this package, experts in FP8 with adapters",
     "all_gather": "all_gather",
     "dense": "dense all_to_all",
     "ragged": "ragged_all_to_all",

@@ -45,10 +45,12 @@ from ._src.layer.fetch import fetch_experts as fetch_experts
 from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
 from ._src.layer.load import plot_expert_load as plot_expert_load
+from ._src.layer.lora import LoRA as LoRA
 from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
 from ._src.layer.parameters import MoEConfig as MoEConfig
+from ._src.layer.parameters import add_lora as add_lora
 from ._src.layer.parameters import init_moe as init_moe
 from ._src.layer.parameters import moe_partition_specs as moe_partition_specs
 from ._src.layer.router import Replay as Replay
@@ -58,6 +60,7 @@ from ._src.layer.weights import Experts as Experts
 from ._src.layer.weights import quantize_experts as quantize_experts
 from ._src.placement.choice import choose_slots as choose_slots
 from ._src.placement.choice import gather_counts as gather_counts
+from ._src.placement.move import move_experts as move_experts
 from ._src.placement.planner import plan_placement as plan_placement
 from ._src.placement.types import Placement as Placement
 from ._src.plan.memory import DeviceMemory as DeviceMemory

@@ -135,10 +135,19 @@ def with_decoded_weights(*args, weigh_input=False):
     b_in = weights.b_in.reshape(len(weights.b_in), -1)
     before, after = recv.weights[:, None], jnp.where(has_token, jnp.ones((), x.dtype), 0)
     before, after = (before, after) if weigh_input else (after, before)
-    h = SWIGLU(decoded_dot(before * recv.rows, w_in, recv.group_sizes) + b_in[experts])
+
+    def product(rows, w, lora):
+        y = decoded_dot(rows, w, recv.group_sizes)
+        if lora is None:
+            return y
+        # Adapters read the rounded rows, and rounding counts as the identity.
+        rows = rows + jax.lax.stop_gradient(rounded(rows) - rows)
+        low = ma.grouped_dot(rows, lora.a, recv.group_sizes) * lora.scale
+        return y + ma.grouped_dot(low, lora.b.reshape(*lora.b.shape[:2], -1), recv.group_sizes)
+
+    h = SWIGLU(product(before * recv.rows, w_in, weights.lora_in) + b_in[experts])
     h = jnp.where(has_token, h * after, 0)
-    h += jax.lax.stop_gradient(rounded(h) - h)
-    y = decoded_dot(h, w_out, recv.group_sizes) + after * weights.b_out[experts]
+    y = product(h, w_out, weights.lora_out) + after * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
 

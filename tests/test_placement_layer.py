@@ -219,9 +219,7 @@ def test_moe_with_replicas_or_the_weights_of_all_slots_equals_moe_without():
         params = ma.init_moe(jax.random.key(0), config, axes="ep")
         x = jax.random.normal(jax.random.key(1), (12, 8))
 
-        slots = np.maximum(placement.slot_experts, 0)
-        of_slots = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)[slots]), params["experts"])
-        served = params | dict(experts=of_slots)
+        served = params | dict(experts=ma.move_experts(params["experts"], target=placement))
         layer = jax.jit(
             lambda params, placement: ma.moe(x, **params, axes="ep", placement=placement)
         )

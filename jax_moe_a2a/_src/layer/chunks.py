@@ -22,7 +22,7 @@ from ..grouped.totals import total_of, with_total
 from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
-from .weights import Experts, Totals
+from .weights import ADAPTERS, BIASES, Experts, Totals
 
 Result = TypeVar("Result")
 
@@ -97,7 +97,7 @@ def in_chunks(
         chunks = num_chunks, array.shape[0] // num_chunks
         divided[name] = jnp.reshape(array, (*chunks, *array.shape[1:]))
     first = _map_floats(total_of, weights)
-    if not jax.tree.leaves(totals):
+    if not jax.tree.leaves(totals) and not weights.experts.has_lora:
         totals = totals.of(first.experts.map_weights(_floats))
     # Gradients take the way of the totals.
     fixed = _map_floats(lax.stop_gradient, weights)
@@ -123,10 +123,15 @@ def _map_floats(function: Callable[..., jax.Array], weights: Any, *others: Any) 
     """Apply a function to each array of weights that has a gradient."""
 
     def apply(w: Any, *more: Any) -> Any:
+        if isinstance(w, Experts):
+            names = *BIASES, *ADAPTERS
+            trained = ([getattr(each, name) for name in names] for each in (w, *more))
+            return dataclasses.replace(w, **dict(zip(names, _map_floats(function, *trained))))
         if _floats(w) is None:
             return w
         found = function(*map(_floats, (w, *more)))
         return dataclasses.replace(w, source=found) if isinstance(w, QuantizedExperts) else found
 
-    is_leaf = lambda w: isinstance(w, QuantizedExperts)
+    # Adapters freeze the weights of experts.
+    is_leaf = lambda w: isinstance(w, QuantizedExperts) or isinstance(w, Experts) and w.has_lora
     return jax.tree.map(apply, weights, *others, is_leaf=is_leaf)

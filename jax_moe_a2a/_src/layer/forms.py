@@ -5,7 +5,7 @@ A form maps rows, weights, the sizes of their groups and totals of the weights t
 
 - *fused*: kernels apply the activation and its derivative.
 - *composed*: products around passes of the activation. The products of weights that are trained in
-  FP8 quantize rows, and their weights if they are not quantized yet.
+  FP8 quantize rows, and their weights if they are not quantized yet. Adapters add to the products.
 - *frozen*: products read rows and weights in FP8, which arrive so. The weights have no gradient.
 """
 
@@ -35,6 +35,7 @@ from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
 from ..grouped.weights import QuantizedExperts
 from ..paths import Choice
+from .lora import add_product
 from .placed import Rows
 from .weights import Activation, Experts, Totals
 
@@ -75,6 +76,8 @@ def choose_form(
             "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
             f"arrays of the enclosing function; got {getattr(activation, '__name__', activation)!r}"
         )
+    elif weights.has_lora:
+        why = "adapters add to the product before the activation"
     elif in_training:
         why = "no activation is fused with weights that are trained in FP8"
     elif fused is not None:
@@ -85,7 +88,7 @@ def choose_form(
     activate = jax.checkpoint(partial(_activate, known or activation, intermediate, why))
     if isinstance(weights.w_in, QuantizedExperts) and not in_training:
         return _frozen(activate, fused, tail), False
-    if fused is not None:
+    if fused is not None and not weights.has_lora:
         return partial(_fused, activation=fused), True
     of_rows = lambda product, rows, _: activate(product, rows.weights, rows.has_token)
     return partial(_composed, multiply=_multiply, activate=of_rows), False
@@ -119,12 +122,20 @@ def _composed(
       multiply: as ``_multiply``.
       activate: maps first products, rows and sizes to rows for the second product.
     """
+    add_lora = lambda product, rows, lora: add_product(
+        product,
+        rows.floats if isinstance(rows, RowsInFp8) else rows,
+        lora,
+        lambda rows, w: unspecified_dot(rows, w, sizes, None),
+    )
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
+    product = add_lora(product, rows.rows, weights.lora_in)
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
     h = activate(product, rows, sizes)
     y, of_out = multiply(h, weights.w_out, sizes, totals.w_out)
+    y = add_lora(y, h, weights.lora_out)
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)
     return y, dataclasses.replace(totals, w_in=of_in, w_out=of_out)

@@ -82,7 +82,7 @@ def moe_mlp(
     ``dispatch``, with derivatives of any order.
 
     For the backward pass, the call keeps the rows [C, H] and the first products [C, I'], and the
-    weighted activations [C, I] if the activation is not recognized (``explain`` says why). The
+    weighted activations [C, I] if no kernel applies the activation (``explain`` says why). The
     backward pass computes the activation again, and never needs the second products. Under
     ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
@@ -116,8 +116,8 @@ def moe_mlp(
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
         they are fetched once for all chunks, and kept. If they are those of all P / R slots of
-        this rank, nothing is fetched. Weights to train in FP8 must not be quantized yet
-        (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
+        this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not be
+        quantized yet (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
         ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
       return_totals: True to also return what ``accumulate_grads`` reads.
 

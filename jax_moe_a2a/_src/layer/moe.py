@@ -31,6 +31,7 @@ from .balance import balance_loss_of, shares_of, sum_of_columns, z_columns, z_lo
 from .chunks import LayerWeights, Tokens, check_one_global_scale
 from .load import ExpertLoad, counts_of, load_of
 from .logits import router_logits
+from .lora import add_product
 from .mlp import LayerOptions, mlp_and_routing, quantized_once, with_fetched
 from .parameters import names_of, place
 from .router import Router, RouterLike, check_router, choose_experts, map_arrays, num_outputs
@@ -376,7 +377,7 @@ def _experts(
 
     @scopes.shared_expert
     def shared_expert(x: jax.Array, weights: jax.Array, shared: Experts) -> jax.Array:
-        product = jnp.dot(x, shared.w_in)
+        product = add_product(jnp.dot(x, shared.w_in), x, shared.lora_in, jnp.dot)
         if shared.b_in is not None:
             product += shared.b_in[None]
         rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
@@ -384,7 +385,8 @@ def _experts(
         act = (recognize(shared_activation, rows) or shared_activation)(product)
         act_dtype = accumulation_dtype(act.dtype)
         of_tokens = weights.astype(act_dtype)[:, None]
-        y = jnp.dot((act.astype(act_dtype) * of_tokens).astype(x.dtype), shared.w_out)
+        act = (act.astype(act_dtype) * of_tokens).astype(x.dtype)
+        y = add_product(jnp.dot(act, shared.w_out), act, shared.lora_out, jnp.dot)
         if shared.b_out is not None:
             y += (of_tokens * shared.b_out.astype(act_dtype)[None]).astype(x.dtype)
         return y

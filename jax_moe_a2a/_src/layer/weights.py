@@ -13,17 +13,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from ..ad import accumulation_dtype
+from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_static, short
 from ..experts.gated import gated
 from ..formats.formats import Quantized
 from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
 from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
+from .lora import LoRA, check_lora, merge, spec_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
 WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
 BIASES = "b_in", "b_out"
+ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # fields, and the weights to which they add
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +87,11 @@ class Experts:
     """True if weights of choices multiply the inputs of experts and not their outputs, as in Llama
     4: the layer computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each product
     ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass."""
+    lora_in: LoRA | None = None
+    """An adapter of ``w_in``, or None. With an adapter of any weights, both weights are frozen:
+    their gradients are zero, and are not computed. Biases keep their gradients."""
+    lora_out: LoRA | None = None
+    """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
     """Set by ``accumulate_grads`` for weights that nothing has changed since."""
 
@@ -103,10 +110,36 @@ class Experts:
         """
         return self.map_weights(lambda w: QuantizedExperts(source=w))
 
+    def merge_lora(self) -> Experts:
+        """Return the experts with their adapters added to their weights, and without adapters.
+
+        Weights become ``w + scale * a b``, computed in float32 (float64 for float64) and rounded
+        once to their dtype.
+
+        Raises:
+          TypeError: if the weights are in FP8.
+        """
+        if any(isinstance(getattr(self, field), QuantizedExperts) for field in WEIGHTS):
+            raise TypeError(
+                "merge_lora needs float weights; got QuantizedExperts. Merge the adapters into the "
+                "weights from which they were quantized, and quantize the result"
+            )
+        num_lead = self.w_out.ndim - 2
+        weights = {
+            w: merge(getattr(self, w), getattr(self, lora), num_lead)
+            for lora, w in ADAPTERS.items()
+        }
+        return self.replace(**weights, lora_in=None, lora_out=None)
+
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
         """Return the experts with the results of a function for both weights."""
         w_in, w_out = function(self.w_in), function(self.w_out)
         return dataclasses.replace(self, w_in=w_in, w_out=w_out)
+
+    @property
+    def has_lora(self) -> bool:
+        """Return True if an adapter freezes the weights."""
+        return self.lora_in is not None or self.lora_out is not None
 
     @property
     def is_trained_in_fp8(self) -> bool:
@@ -165,7 +198,7 @@ def flat(experts: Experts) -> Experts:
         sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
         return None if array is None else jnp.reshape(array, sizes)
 
-    w_in, b_in = experts.w_in, experts.b_in
+    w_in, b_in, lora_in = experts.w_in, experts.b_in, experts.lora_in
     if len(w_in.shape) == lead + 3:
         b_in = merged(b_in, lead)
         if isinstance(w_in, QuantizedExperts):
@@ -175,7 +208,10 @@ def flat(experts: Experts) -> Experts:
             )
         else:
             w_in = merged(w_in, lead + 1)
-    return Experts(w_in, experts.w_out, b_in, experts.b_out)
+        if lora_in is not None:
+            lora_in = lora_in.replace(b=merged(lora_in.b, lead + 1))
+    biases = b_in, experts.b_out
+    return Experts(w_in, experts.w_out, *biases, lora_in=lora_in, lora_out=experts.lora_out)
 
 
 def totals_of(experts: Experts) -> Totals:
@@ -197,7 +233,8 @@ def paired(home: Experts, spare: Experts) -> Experts:
     """Return experts whose fields are tuples of those of home and spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
-    return Experts(*map(pair, WEIGHTS), *biases)
+    lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
+    return Experts(*map(pair, WEIGHTS), *biases, **dict(zip(ADAPTERS, lora)))
 
 
 def specs_of(
@@ -228,7 +265,10 @@ def specs_of(
         if experts.totals is None
         else experts.totals.of(Experts(specs["w_in"], specs["w_out"]))
     )
-    return experts.replace(**{name: spec(name) for name in specs}, totals=totals)
+    lora = {
+        name: spec_of(getattr(experts, name), specs[w], len(lead)) for name, w in ADAPTERS.items()
+    }
+    return experts.replace(**{name: spec(name) for name in specs}, totals=totals, **lora)
 
 
 def check_weights(
@@ -241,6 +281,8 @@ def check_weights(
     """Return experts with JAX arrays for tokens [..., H], or raise an error. ``lead`` has the size
     E, or nothing for a shared expert; None means any E."""
     check_type(experts, name)
+    if experts.has_lora:
+        experts = experts.map_weights(partial(jax.tree.map, fixed)).replace(totals=None)
     hidden = x.shape[-1]
     in_fp8 = any(isinstance(getattr(experts, field), QuantizedExperts) for field in WEIGHTS)
     found: dict[str, Any] = {}
@@ -304,6 +346,9 @@ def check_weights(
             raise TypeError(
                 f"{name}.{field} must have the dtype of x, {x.dtype}; got {short(own)}. Cast it"
             )
+    for field, w in ADAPTERS.items():
+        if (lora := getattr(experts, field)) is not None:
+            found[field] = check_lora(f"{name}.{field}", lora, found[w], len(lead), x)
     if experts.activation is None and not is_gated:
         raise ValueError(
             f"{name}.activation must be a function for {name}.w_in without a gate; got None. Pass "
