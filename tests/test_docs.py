@@ -220,6 +220,17 @@ def test_every_page_is_in_the_navigation_of_the_site():
         assert page.relative_to(ROOT / "docs").as_posix() in config, page
 
 
+def test_the_gallery_shows_every_picture_once():
+    def pictures_of(page):
+        shown = re.findall(r"^!\[[^\]]*\]\(([^)]+)\)$", page.read_text(), re.M)
+        return [(page.parent / name).resolve() for name in shown]
+
+    gallery, *others = sorted(ROOT.glob("docs/**/*.md"), key=lambda page: page.stem != "gallery")
+    shown = [picture for page in (*others, ROOT / "README.md") for picture in pictures_of(page)]
+    shown += ROOT.glob("benchmarks/results/**/*.png")
+    assert sorted(pictures_of(gallery)) == sorted({path.resolve() for path in shown})
+
+
 INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 
 
