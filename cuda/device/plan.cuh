@@ -20,7 +20,7 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice that is dropped, in the order that docs/protocol.md, section 19, defines. All
+// The first choice that is dropped, in the order that docs/protocol.md, section 17, defines. All
 // choices before it are kept.
 struct Threshold {
   int number;  // of the choice index, counted from `first_choice`

@@ -25,7 +25,7 @@ constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_s
 // Returns how many blocks a launch may have if no other rank uses the device, or 0 if the device
 // has too few multiprocessors. A launch of several ranks leaves one multiprocessor free. If a whole
 // exchange filled one rank's device and a split exchange filled another's, they would wait for each
-// other forever (docs/protocol.md, section 16). A single rank waits for no other rank.
+// other forever (docs/protocol_split.md). A single rank waits for no other rank.
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }

@@ -239,7 +239,7 @@ def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array
 
 def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.Array:
     """Return which choices of this rank fit, bool [R, T, K], if choices ask for room in order: by
-    choice, then token, then source rank (docs/protocol.md, section 19). The first choice of a block
+    choice, then token, then source rank (docs/protocol.md, section 17). The first choice of a block
     of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
     choice, or the number of groups if it is not for this rank.
     """
