@@ -1,6 +1,5 @@
-// All numbers that were found by measurement. Values that pass the static_asserts next to their
-// uses change times, but not results. One exception: the rounding of a weighted dispatch's inner
-// products depends on the teams.
+// All measured numbers. Values that pass the static_asserts next to their uses change times but not
+// results, except that the rounding of a weighted dispatch's inner products depends on the teams.
 //
 // To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
 // and choose the struct as `Tuning` below. A build is for one architecture, because host and device
@@ -45,11 +44,12 @@ struct Sm90 {
   // team has more than one item for each kBytesPerTeam bytes of a row.
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
-  // The least teams of a block, for rows of at most kSmallRowBytes and for larger rows.
+  // The smallest number of teams of a block, for rows of at most kSmallRowBytes and for larger
+  // rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
-  // All blocks send first if a block has at most this number of send items; otherwise a share of
-  // the blocks does.
+  // All blocks send first if a block has at most this number of send items; otherwise only a share
+  // of the blocks sends.
   static constexpr int64_t kFewItems = 1;         // dispatch
   static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
   // "Senders": sending one row takes as long as writing this number of rows.
@@ -90,7 +90,7 @@ struct Sm90 {
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
   // Combine sums a row with several weights through the list if a weight covers at least this
-  // number of bytes. (Not in the notes.)
+  // number of bytes. (The notes do not mention this.)
   static constexpr int64_t kLeastListedBytes = 1024;
 
   // ---- The grouped GEMM ("Grouped products").
