@@ -1,5 +1,5 @@
-// What a warp does with the results of a tile: it may apply an activation or its derivative, rounds
-// and stores.
+// Handles the results of a tile in a warp: optionally applies an activation or its derivative, then
+// rounds and stores.
 //
 // A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes
 // has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the
@@ -149,8 +149,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The rounded results of a warp's last tile, 16 rows of m by all n, which it stores while the
-// products of its next tile run. So only the rounding keeps the next products waiting.
+// The rounded results of a warp's last tile, 16 rows of m by all n. The warp stores them while the
+// products of its next tile run, so the next products wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
@@ -203,8 +203,8 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
                                          float (&d)[kProducts][kSize]) {
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
-  // A gated tile that is turned has gate and up in two products; another has them in the halves of
-  // one.
+  // A transposed gated tile has gate and up in two products. Other gated tiles have gate and up in
+  // the two halves of one product.
   constexpr int kColumns = F::kIsTurned ? 16 : F::kResultN;
   constexpr int kResults = F::kIsTurned ? kSize : kColumns / 2;
   static_assert(F::kIsTurned ? kProducts == 2 : kProducts == 1);
@@ -429,9 +429,9 @@ class Derivative {
 // Adds products to a tile of float32 totals, and stores the sums in their place.
 //
 // Totals come through the stages of the operands, 64 columns of a tile in each: 32 in place of
-// operand a, and 32 in place of operand b. A warp adds to the rows that it has, and stores them
-// from there. Bulk reductions do the same without a load, but the L2 cache adds slower than it
-// stores.
+// operand a, and 32 in place of operand b. A warp adds its results to these rows in shared memory,
+// and stores the sums from there. Bulk reductions need no load, but are slower, because the L2
+// cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -490,7 +490,7 @@ class AddToTotals {
     const bool is_odd = row % 2 != 0;
     const int swizzle = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);
     float x[kColumns / 2];
-    // Copies, because the compiler would otherwise let no products overlap.
+    // These are copies, because otherwise the compiler would not let products overlap.
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));

@@ -18,7 +18,7 @@ struct LibraryGemm {
 // Returns the numbers, int32, of the scratch memory of a product.
 int64_t LibraryScratch(int64_t num_groups);
 
-// Computes a product on the current device. Finds an algorithm at the first call with such sizes.
+// Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
 // An operand or the result of each group: its rows, or its matrix of weights.

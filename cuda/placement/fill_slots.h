@@ -7,10 +7,11 @@
 
 namespace moe_a2a {
 
-// The most experts whose slots fit into shared memory.
+// The largest number of experts whose slots fit into shared memory.
 constexpr int kMaxPlannedExperts = 4096;
 
-// Arrays of B plans for R ranks, with L slots of their own and S spare ones on each rank.
+// Arrays of B plans for R ranks, with L slots for the rank's experts and S spare slots on each
+// rank.
 struct FillSlots {
   const int32_t *experts, *rows;        // [B, R, L]
   int32_t *slot_experts, *slot_rows;    // [B, R, L + S]

@@ -110,7 +110,8 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  // Another exchange may use the event from now on, because the wait below reads its state at once.
+  // Another exchange may use the event from now on, because the wait below reads the event's state
+  // at once.
   flight->is_under_way = false;
   return Check(cudaStreamWaitEvent(stream, flight->end, 0), "waiting for the exchange");
 }
