@@ -1,4 +1,4 @@
-"""Time a whole MoE layer, exchange, experts and weighted combine, by ours and by plain JAX.
+"""Time a whole MoE layer (exchange, experts and weighted combine) of this package and of plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
@@ -9,12 +9,13 @@
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times experts
-alone. The router's choices are given. Training is forward alone, and forward with the gradients
-of tokens, router weights and experts; decode is up to 128 tokens, forward. Every result is checked
-before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
-drop others, ``ours``. The programs of all settings are compiled first.
+call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients. ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times only
+experts. The router's choices are inputs. Training is a forward pass, and a forward pass with the
+gradients of tokens, router weights and experts. Decode is a forward pass of up to 128 tokens. Every
+result is checked before it is timed. The reference is ``all_gather``, or ``ours`` if the capacity
+drops rows, because plain JAX would drop different rows. The programs of all settings are compiled
+first.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method that the others are compared with: one that drops the same rows."""
+        """Return the method with which the other methods are compared. It drops the same rows."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -155,7 +156,7 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
 
 
 class Bench:
-    """What the measurements of a shape with one grouped product share."""
+    """The state that all measurements of a shape with one grouped product share."""
 
     def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped
@@ -187,7 +188,8 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of the layer by a method, whose results must be those of the first."""
+        """Return the case of the layer by a method, whose results must equal those of the first
+        method."""
         layer = self.layer(method)
         prepare = quantize if method == OF_FP8 else lambda weights: weights
         shapes = jax.eval_shape(prepare, self.weights)
@@ -251,8 +253,8 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program, on what the check of its case returns; the tie of
-        repetitions is some 1 % of them, and stays."""
+        """Return the job of a program. Its arguments are what the check of its case returns. The
+        time of the tie is included; it is about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
@@ -285,7 +287,8 @@ def quantize(weights: list[jax.Array]) -> list[Any]:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep their size; all ranks, each on its device.
+    """Draw normal tokens, and experts that keep the size of tokens, for all ranks, each on its
+    device.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

@@ -3,8 +3,8 @@
     python -m benchmarks.report                     README.md and docs/performance.md, with plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-The first form is for a new record in ``results/``: it writes the parts of both documents between
-their marks, from the newest record with the most GPUs of each sweep.
+Use the first form after a new record in ``results/``. It rewrites the marked parts of both
+documents, from the newest record with the most GPUs of each sweep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# By column: the entries of the row with its figure, and the name of the figure.
+# For each column: the entries of the row that has its figure, and the name of the figure.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -156,7 +156,8 @@ def ms(us: float | None) -> str:
 
 
 def main_steps(rows: Rows) -> list[Row]:
-    """Return the rows of whole steps with the most rows per expert, uniform, in one batch."""
+    """Return the rows of whole steps with the most rows per expert, uniform routing and one
+    micro-batch."""
     most = max(row["rows"] for row in rows)
     main = dict(rows=most, routing="uniform", micro_batches=1)
     return [row for row in rows if main.items() <= row.items()]
@@ -169,8 +170,8 @@ def of_method(rows: Rows) -> dict[str, list[Row]]:
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return a table of whole steps on the most GPUs, a column for each model, and the plot of the
-    first ones, for README."""
+    """Return a table of whole steps on the most GPUs, with a column for each model, and the plot of
+    the first models, for README."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
     if not most:
@@ -228,7 +229,7 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and what it is from."""
+    """Return the table of the standard settings, and the source of its figures."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -250,7 +251,7 @@ def machine(record: Row) -> str:
 
 
 def of_main_size(rows: Rows) -> list[Row]:
-    """Return the rows of the sizes that have most of them."""
+    """Return the rows of the most frequent sizes."""
     size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
     return max(grouped(rows, size).values(), key=len)
 
@@ -265,7 +266,7 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return a row whose operation says if it lacks the routing that others include."""
+    """Return a row whose operation says if it does not include routing."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 

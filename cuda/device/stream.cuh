@@ -5,8 +5,8 @@
 // mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
 // that a row is read once.
 //
-// Bulk copies use a separate proxy, so a fence is needed between the acquire of a flag or credit and
-// the next copy. The stores must be complete before a flag says that their rows have landed.
+// Bulk copies use a separate proxy, so a fence is needed between the acquire of a flag or a credit
+// and the next copy. The stores must be complete before a flag says that their rows have landed.
 #pragma once
 
 #include "device/ptx.cuh"
