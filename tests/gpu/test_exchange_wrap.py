@@ -1,4 +1,4 @@
-"""Epochs across the limits of narrower integers, with flags that were raised before the limit."""
+"""Epochs cross the limits of narrower integers, with flags that were raised before the limit."""
 
 import checked
 import pytest
