@@ -1,4 +1,4 @@
-"""Run the kernels on a CPU, as C++: random sequences are right, a mutation is noticed.
+"""Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected.
 
 A run tries a third of the mutations, which depends on the commit; ``make emulate`` tries all. These
 tests fail on a machine without a C++ compiler.

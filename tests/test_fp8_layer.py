@@ -1,4 +1,4 @@
-"""Layers with weights in FP8 are those of decoded numbers, and have their gradients."""
+"""Layers with weights in FP8 equal layers of the decoded numbers, and have their gradients."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def of_all_ranks(fn=layer, **options):
 
 
 def on_one_device(wrap=lambda fn: fn, **options):
-    """Return the layer of all ranks without their devices; `wrap` is a transform of one rank's."""
+    """Return the layer of all ranks on one device; `wrap` is a transform of one rank's layer."""
     on_rank = functools.partial(layer, **dict(group=harness.emulated_group(RANKS)) | options)
     return jax.vmap(wrap(on_rank), axis_name=harness.AXIS)
 
@@ -77,7 +77,7 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
     assert (counts["grouped_dot_fp8"], counts["act_encode"]) == (2, 1)
     other = args[2].replace(activation=lambda x: SWIGLU(1 * x))
     assert "act_encode" not in small_layer.counts(of_all_ranks(), *args[:2], other, args[3])
-    with jax.debug_nans(True):  # it must not see rows that the kernel leaves
+    with jax.debug_nans(True):  # it must not see rows that the kernel does not write
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
@@ -87,7 +87,8 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """Next to a source, too: an optimizer would change the source, and not its numbers in FP8."""
+    """This is also an error next to a source, because an optimizer would change the source, but not
+    its numbers in FP8."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -119,8 +120,8 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_tra
 
 
 def with_decoded_weights(*args):
-    """Return what the layer returns, from decoded numbers: rows, weights, activations, gradients of
-    products."""
+    """Return the results of the layer, computed from decoded numbers: rows, weights, activations,
+    gradients of products."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
     w_in, w_out = (
@@ -151,7 +152,8 @@ def frozen_gradients(fn, args):
 
 
 def test_frozen_weights_have_the_gradients_of_decoded_ones():
-    """In float32, only the order of sums differs, unless it makes a number the next FP8."""
+    """In float32, only the order of sums differs, unless the order changes the FP8 value to which a
+    number rounds."""
     args = frozen(arguments("float32"))
 
     def run(fn):
@@ -185,7 +187,7 @@ def emulated(variant=None):
 @pytest.mark.parametrize("variant", ("unfused", "transposed, checkpoint, chunks", "vmap"))
 def test_frozen_weights_have_the_same_gradients_in_each_program(variant):
     for one, right in zip(emulated(variant), emulated(), strict=True):
-        # Other sums make some activations the next FP8.
+        # Different sums make some activations round to the neighbouring FP8 value.
         assert relative_error(one, right) < (1e-6 if variant != "unfused" else 0.01)
 
 
@@ -231,7 +233,7 @@ def value_and_grads(floats, ids, ct, **options):
 
 @functools.cache
 def exact():
-    """Return floats, ids and a cotangent, and what a layer in float32 returns for them."""
+    """Return floats, ids and a cotangent, and the results of a layer in float32 for them."""
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
@@ -261,7 +263,7 @@ def test_training_needs_multiples_of_128(columns):
 
 @pytest.mark.exchanges(0)
 def test_training_makes_as_many_exchanges_and_products_in_fp8():
-    """In chunks, each chunk runs the same again."""
+    """With chunks, each chunk repeats all of this."""
     *floats, ids = arguments()
     ct = floats[0]
     run = functools.partial(value_and_grads, in_fp8=True)
@@ -323,7 +325,7 @@ def test_errors_are_those_of_the_page(row):
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
     stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
     assert len(found) == len(stated)
-    # On a GPU, or with all ranks on one device, XLA omits other roundings to bfloat16.
+    # On a GPU, or with all ranks on one device, XLA omits different roundings to bfloat16.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 
@@ -345,7 +347,7 @@ def test_moe_over_expert_and_tensor_axes():
 
     @quick_jit
     def run(x, params):
-        """Return the result, and the gradients of all but the weights of the experts."""
+        """Return the result, and all gradients except those of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):
@@ -373,7 +375,7 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """The weights are stored in parts that are no whole squares: of 192 rows."""
+    """The weights are stored in parts of 192 rows, which are not whole squares."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Drawn exchanges, layers and products are those of the oracle, and the fuzzer notices a package
-that is broken.
+"""Drawn exchanges, layers and products equal those of the oracle, and the fuzzer detects a broken
+package.
 
-`python -m tests.fuzz` runs others for as long as wanted, and repeats a failure.
+`python -m tests.fuzz` runs more programs, and repeats a failure.
 """
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
-# By number, what a program of this seed has. No other module shows these options together.
+# Properties of the programs of this seed, by number. No other module tests these options together.
 PROGRAMS = {
     13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
     16: lambda p: p.derivative == "reverse over reverse",

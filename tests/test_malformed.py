@@ -1,8 +1,8 @@
-"""A malformed call, which is a bug of the lowering, raises while the program is lowered. It is no
-reason for another path.
+"""A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
+is not a reason for another path.
 
-Each test damages a call of one kernel on its way from the lowering to the kernels, and then the
-call itself in every other way."""
+Each test damages a call of one kernel in one way between the lowering and the kernels, and then
+damages the call in all other ways."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +43,7 @@ def devices_pass_for_gpus(monkeypatch):
 
 
 class Call(NamedTuple):
-    """A call that is lowered: its arrays are their types."""
+    """A call that is being lowered, with the types of its arrays."""
 
     target: str
     attributes: dict[str, Any]

@@ -1,4 +1,5 @@
-"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers.
+"""Under jax.checkpoint, the backward pass does not repeat exchanges whose results a policy saves,
+and no policy changes the results.
 
 Every policy treats a routed dispatch as a route and a dispatch.
 """
@@ -21,13 +22,13 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """Return a policy that saves what the package's primitives of those names return."""
+    """Return a policy that saves the results of the package's primitives with these names."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policies, and how often each primitive stands in value and gradient of a checkpointed layer: one
-# route, two dispatches (of the rows, of the gradient), one weighted combine and one combine, and
-# what is done again in the backward pass.
+# Policies, and how often each primitive occurs in value and gradient of a checkpointed layer: one
+# route, two dispatches (of the rows and of the gradient), one weighted combine, one combine, and
+# the repetitions in the backward pass.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=3)),
@@ -77,7 +78,7 @@ def counted_gradient(policy, **options):
 
 
 def in_parts(counted):
-    """Return the counts, where a primitive that does several things counts as each of them."""
+    """Return the counts. A primitive that combines several operations counts as each of them."""
     parts = collections.Counter()
     for name, count in counted.items():
         for part in PARTS.get(name, (name,)):
@@ -89,7 +90,7 @@ def in_parts(counted):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The result is the same if the dispatch is given ids or a routing."""
+    """The result is the same for a dispatch of ids and a dispatch with a routing."""
     policy, expected = CASES[name]
     if expected is None:
         expected = dict(route=2, dispatch=3) if routed_before else dict(route=1, dispatch=2)
@@ -108,7 +109,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     ],
 )
 def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
-    """If the rows are saved and the routing is not, nothing is moved again either."""
+    """If the rows are saved and the routing is not, no row is moved again."""
     counted = counted_gradient(CASES[name][0])
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 
@@ -122,7 +123,8 @@ def layers_problem():
 @pytest.mark.exchanges(15)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """The usual way to train deep models; what a step saves is stacked over the steps."""
+    """This is the usual way to train deep models. The arrays that a step saves are stacked over the
+    steps."""
     policy, expected = CASES[name]
     (x, topk_weights, w), ids, kept = layers_problem()
 

@@ -1,4 +1,4 @@
-"""Ids of any integer dtype, in range or not, route as the oracle says."""
+"""Ids of any integer dtype, inside or outside the range, are routed as by the oracle."""
 
 import functools
 
@@ -29,7 +29,7 @@ def expected_routing(layout, ids):
 
 
 def test_invalid_ids_route_like_masked_ones():
-    """An id out of range changes nothing but its own rank's count of invalid ids."""
+    """An id out of range changes only its own rank's count of invalid ids."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     ids = cases.Case(layout, "invalid").ids(ranks)
     wild = (ids < -1) | (ids >= layout.num_experts(ranks))

@@ -1,7 +1,7 @@
 """A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
-Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py. Dead code:
-in test_dce.py.
+The tests check which primitives are bound, and the effect of every transform. test_remat.py tests
+rematerialization, and test_dce.py dead code.
 """
 
 import functools
@@ -112,8 +112,8 @@ def test_tangents_and_cotangents_use_the_existing_routing():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
-    """For a payload with another value on each device of a second axis, where the ids are the same:
-    the routing may leave shard_map as one for all of them.
+    """The payload differs between the devices of a second axis, but the ids are equal, so the
+    routing may leave shard_map replicated over this axis.
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
