@@ -133,8 +133,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check the exchange between all processes, which must all be there, because XLA's collectives
-    would wait forever for a missing one."""
+    """Check the exchange between all processes. All must be there, because XLA's collectives would
+    wait forever for a missing process."""
     count = jax.process_count()
     if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
         yield _failed("processes", why, "read the output of the missing processes")
@@ -228,8 +228,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels here: the driver decides which nvcc can be used, and pip
-    downloads that of ``NEWEST_CUDA`` if the machine has none."""
+    """Return how to build the kernels here. The driver decides which nvcc can be used, and pip
+    downloads nvcc of ``NEWEST_CUDA`` if the machine has no nvcc."""
     command = extension.how_to_build()
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -361,7 +361,8 @@ def _path(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace, or that within a host, with the memory outside of XLA's pool."""
+    """Compare the workspace with the memory outside of XLA's pool; in two levels, the workspace
+    within a host."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels
@@ -421,8 +422,8 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how a small exchange of the group differs from numpy, or ''. An expert multiplies its
-    rows by its id plus one. All numbers are small multiples of a quarter, so that sums are exact.
+    """Return how a small exchange of the group differs from numpy, or ''. Each expert multiplies
+    its rows by its id plus one. Sums are exact, because all numbers are small multiples of 1/4.
     """
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts

@@ -21,7 +21,7 @@ class MoE(linen.Module):
 
     Its attributes and the names of its parameters are described there. In Linen, parameters are
     ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
-    ``linen.scan`` and ``linen.vmap`` over layers therefore need
+    For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
     ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
     returns plain arrays, which the module accepts, too. With ``select_bias``, that variable is in
     the collection ``"router_state"``.
@@ -57,8 +57,8 @@ class MoE(linen.Module):
         experts: ma.Experts | None = None,
         placement: ma.Placement | None = None,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer to the tokens of all ranks: as a call of ``nnx.MoE``, except that
-        ``module.experts(params)`` is the argument of ``quantize_experts``."""
+        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. But pass
+        ``module.experts(params)`` to ``quantize_experts``."""
         layer = _layer_of(self)
         shapes, specs = named(layer.shapes()), layer.specs()
         drawn = layer.init(self.make_rng("params")) if self.is_initializing() else {}
