@@ -1,9 +1,9 @@
-"""Let processes that map each other's workspaces find each other.
+"""Exchange the information that processes need to map each other's workspaces.
 
 Each process publishes a notice through JAX's coordination service. The notice has the socket at
 which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
-``group.py`` says when a process publishes its notice. Every function here publishes it before it
-waits for another process.
+``group.py`` says when a process publishes its notice. Every function of this module publishes the
+notice before it waits for another process.
 """
 
 from __future__ import annotations
