@@ -101,7 +101,8 @@ def local(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, keep those of its experts, and psum_scatter the sums."""
+    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
+    sums."""
     axis, method = group.axis_name, local(workload, group)
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:

@@ -12,7 +12,7 @@ routing the choices are inputs, and every expert is equally likely. With ``learn
 router chooses, after ``--train`` steps. The first setting is measured for all geometries. Later
 settings change only one of rows, routing and micro-batches.
 
-The first losses of every method, from the same state with the same batches, must equal those of the
+From the same state and with the same batches, every method must have the first losses of the
 reference. Then the methods take turns in random order. They share one state, whose weights do not
 change. The programs of the next setting compile while losses are compared, but not while steps are
 timed. The record is written after each turn.

@@ -5,13 +5,13 @@
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
                                                    experts of models, with so many rows for each
 
-Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are those
-of one rank: 32 experts and 32,768 rows, as for 4,096 tokens on each of 4 ranks with top-8 of 128
-experts; or a few rows, as in decode. Every result is compared with plain products of the first and
-the last group before it is timed. With --models, the experts are the fused experts of `ma.moe_mlp`,
-with SwiGLU and without biases, and their six products are also timed alone. FP8 experts quantize
-rows and weights; the times of products in FP8 do not include quantization. cuBLASLt is a method if
-the library that JAX has loaded, or the library at --cublas-lt, has grouped products.
+Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
+experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts; or a few
+rows, as in decoding. Every result is compared with plain products of the first and the last group
+before it is timed. With --models, the experts are the fused experts of `ma.moe_mlp`, with SwiGLU
+and without biases, and their six products are also timed alone. FP8 experts quantize rows and
+weights; the times of products in FP8 do not include quantization. cuBLASLt is a method if the
+library that JAX has loaded, or the library at --cublas-lt, has grouped products.
 
 A figure is a median over samples. All implementations of a product take samples in turns, because a
 GPU's clock falls when the GPU is hot.
@@ -113,7 +113,7 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
 
 
 def is_of_experts(setting: Setting) -> bool:
-    """Return True if the operations are those of experts, False if they are those of a product."""
+    """Return True for operations of experts, and False for operations of a product."""
     return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
 
 

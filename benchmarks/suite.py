@@ -29,7 +29,7 @@ TIE_SAMPLES = 3
 # launch.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 # The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
-# number limits the repetitions, because XLA needs long to compile those of plain JAX.
+# number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),

@@ -243,9 +243,9 @@ def for_many_ranks(layout):
     """Return a layout that fits one GPU, however many ranks share it.
 
     With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks.
-    So the capacity is twice the mean load, with padding. Landing zones and the loops of the oracle
-    grow in the same way. So the layouts for GPUs have fewer tokens with more than `MOST_RANKS`
-    ranks.
+    The capacity is therefore twice the mean load, with padding. Landing zones and the loops of the
+    oracle grow in the same way. The layouts for GPUs therefore have fewer tokens with more than
+    `MOST_RANKS` ranks.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout

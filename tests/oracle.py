@@ -513,7 +513,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Return the cotangents of `arrays` from that of `products`."""
+    """Return the cotangents of `arrays` from the cotangent of `products`."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -622,7 +622,7 @@ def _rows_of_layer(a, rows, activation):
 
 
 def expert_layer_transpose(a, rows, activation, g):
-    """Return the cotangents of the arrays from that of the sums, g [R, T, H]."""
+    """Return the cotangents of the arrays from g [R, T, H], the cotangent of the sums."""
     x, h, p, act, weight, weighted, _ = _rows_of_layer(a, rows, activation)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

@@ -52,7 +52,7 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return the number of products that add to a total, and the number of those that add to
+    """Return the number of products that add to a total, and the number of products that add to
     zeros."""
 
     def count(jaxpr):

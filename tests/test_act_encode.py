@@ -120,7 +120,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or without the kernel with only one of them."""
+    """Return each value with both dtypes, or with only one dtype if the kernel does not run."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)

@@ -212,8 +212,8 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # Two dispatches, and of each three combines those that differ, because XLA runs equal combines
-    # only once.
+    # Two dispatches, each followed by three combines. XLA runs equal combines only once, so only
+    # different combines count.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

@@ -62,8 +62,8 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# An addend is added where a partial sum ends, whatever the routing. So one routing of six layouts
-# replaces the catalogue.
+# An addend is added where a partial sum ends, whatever the routing. One routing of six layouts
+# therefore replaces the catalogue.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 

@@ -1,4 +1,4 @@
-"""`python -m jax_moe_a2a` prints what it should, and fails if a check fails.
+"""`python -m jax_moe_a2a` prints the right lines, and fails if a check fails.
 
 Tests break parts of this process, and pretend drivers and GPUs that do not exist.
 """

@@ -1,5 +1,5 @@
-"""The compiled extension is this package's own, or that of another installation if this package is
-a clone, or that of an installed wheel."""
+"""The compiled extension belongs to this package, to another installation if this package is a
+clone, or to an installed wheel."""
 
 import re
 import subprocess

@@ -65,7 +65,8 @@ def on_one_device(wrap=lambda fn: fn, **options):
 
 
 def relative_error(found, expected):
-    """Return the root mean square of the error, relative to that of the expected numbers."""
+    """Return the root mean square of the error divided by the root mean square of the expected
+    numbers."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 

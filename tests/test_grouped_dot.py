@@ -163,7 +163,8 @@ CASES = dict(
     no_columns=(16, 0, 64, [5, 6]),
     odd_columns=(50, 20, 12, [20, 13]),
 )
-# Sizes around those of the kernel's tiles, and more groups than the kernel reads at a time.
+# Sizes slightly below and above the kernel's tiles, and more groups than the kernel reads at a
+# time.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 if harness.ON_GPU:
     CASES |= dict(

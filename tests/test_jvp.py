@@ -30,8 +30,8 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """Compare transform(function of floats), a function of (floats, directions), with that of the
-    dense layer."""
+    """Compare transform(function of floats), a function of (floats, directions), for the layer and
+    the dense layer."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)

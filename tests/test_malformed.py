@@ -225,7 +225,7 @@ def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, c
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
-    """The order is that of the kernels (``MOE_A2A_ROUTING_ARRAYS``)."""
+    """The kernels have the same order (``MOE_A2A_ROUTING_ARRAYS``)."""
     first, second, *others = lowered.READ_BY_KERNELS
     assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
     monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))

@@ -74,7 +74,7 @@ class Worker:
 
 
 def both_come(worker):
-    """Process 1 comes late, but in time."""
+    """Process 1 is late, but within the timeout."""
     time.sleep(worker.own * PATIENCE / 4)
     return worker.meet("in time")
 
@@ -216,7 +216,7 @@ def test_processes_announce_themselves_when_they_lower_programs_in_any_order(fou
     for outcome in found:
         assert_well(*outcome["found"])
         assert outcome["lowered"] == ["cuda", "cuda"]
-    # Process 0 comes first and waits until the other one lowers its first program.
+    # Process 0 starts first, and waits until process 1 lowers its first program.
     assert found[0]["found"][0]["seconds"] > PATIENCE / 4, found
 
 

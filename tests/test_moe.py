@@ -507,8 +507,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """This test uses `vmap`; test_parallelism uses `shard_map`. Next to a routing, the argument
-    must equal that of the routing."""
+    """This test uses `vmap`; test_parallelism uses `shard_map`. If a routing is passed, the
+    argument must equal the option of the routing."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 

@@ -126,7 +126,7 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
 @every_hosts
 def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
-    """A route, a dispatch and two combines; those of all hosts are in the same launch."""
+    """A route, a dispatch and two combines. Each launch is for all hosts."""
     if hosts == RANKS:
         pytest.skip("hosts of one rank")
     before = exchanged_within(hosts)
@@ -176,8 +176,7 @@ def test_a_token_crosses_to_each_host_once():
 
 @of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
-    """The crossings are those of ids, tokens with their weights, sums, and the gradients of
-    these."""
+    """Ids, tokens with their weights, sums, and the gradients of these cross between hosts."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
     forward = jax.make_jaxpr(layer)(*floats, ids)

@@ -288,8 +288,8 @@ struct Operands {
 //
 // Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or
 // the columns of an activation that is not gated, in place of operand a, and up in place of operand
-// b. So the loader brings them while the last products run. A warp overwrites the rows that it
-// reads with their gradients, and stores these from there.
+// b. The loader therefore loads them while the last products run. A warp overwrites the rows that
+// it reads with their gradients, and stores these from there.
 template <typename T, typename F>
 class Derivative {
  public:

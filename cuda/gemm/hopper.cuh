@@ -97,9 +97,9 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
 }
 
 // Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
-// see the phase before one of them continues and lets the next phase come. With kInClusterOrder,
-// later accesses come after what other blocks did before they sent, or arrived in the order of the
-// cluster; this is slow, too.
+// see the phase before any lane continues, because a lane that continues lets the next phase begin.
+// With kInClusterOrder, later accesses come after what other blocks did before they sent, or
+// arrived in the order of the cluster; this is slow, too.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {

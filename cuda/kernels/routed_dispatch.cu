@@ -1,5 +1,5 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens, whose time is mostly that of
-// launches and of waits for other ranks.
+// routed_dispatch: route and dispatch in one launch, for few tokens, which take little time besides
+// launches and waits for other ranks.
 //
 // Holds afterwards: the same bits that route and then dispatch would have written, or route and
 // then format_dispatch if there is a format.

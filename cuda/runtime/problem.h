@@ -25,7 +25,8 @@ inline Problem Unsupported(std::string text) {
   return problem;
 }
 
-// Returns the problem of an expression from the function around it, if it is not empty.
+// Evaluates an expression. If the result is a problem that is not empty, the enclosing function
+// returns the problem.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

@@ -20,8 +20,8 @@ Problem Check(cudaError_t error, const char* doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // The highest priority: the few blocks of an exchange start before those of the work that hides
-  // the exchange.
+  // The highest priority: the few blocks of an exchange start before the blocks of the work that
+  // hides the exchange.
   int least, greatest;
   Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
   if (p.empty()) {

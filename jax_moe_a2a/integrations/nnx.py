@@ -35,7 +35,8 @@ class MoE(nnx.Module):
     module under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
 
     Args:
-      config: sizes, router and activation, a ``MoEConfig``. Its dtypes are those of parameters.
+      config: sizes, router and activation, a ``MoEConfig``. Its dtypes are the dtypes of the
+        parameters.
       axes: as in ``moe``. Parameters are stored where ``moe_partition_specs`` says.
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
       exchange: how tokens travel, an ``Exchange``, as in ``moe``.

@@ -81,7 +81,7 @@ def files():
 
 
 def of_campaign(found):
-    """Return the names except those that only processes outside this campaign have open, because
+    """Return the names, except names that only processes outside this campaign have open, because
     other campaigns and tests may run on this host."""
     if not found:
         return []

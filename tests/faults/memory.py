@@ -122,8 +122,8 @@ class Member(Inside):
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait for the others before a close, as an exchange does, but raise no error if a process
-        is missing. The next opening will detect it."""
+        """Wait for the other processes before a close, as an exchange does, but raise no error if a
+        process is missing. The next opening will detect it."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:

@@ -316,7 +316,7 @@ def acts(act, given, *patterns, of_others=None, undo=None, **options):
     Args:
       given: (the random choices, the step) -> the arguments of the method.
       patterns: causes that an error may name.
-      of_others: arguments for the others, if they call the method, too.
+      of_others: arguments for the other processes, if they also call the method.
       undo: a method and arguments, called in all processes at the end.
       options: those of `begin`.
     """

@@ -73,8 +73,8 @@ def of_one_rank(program, group):
     """Return a function of (inputs, directions) of one rank, by name, that returns the results and
     their derivatives.
 
-    The derivatives of `jvp` are the tangents of `draw.outputs_of`; those of `vjp` are the
-    cotangents of the inputs.
+    For `jvp`, the derivatives are the tangents of `draw.outputs_of`; for `vjp`, the cotangents of
+    the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]

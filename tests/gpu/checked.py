@@ -601,8 +601,8 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program: state -> the sum over all ranks of the rows that a dispatch has brought, by
-    a psum; the same float32 on each rank."""
+    """Return a program: state -> the sum of the rows that a dispatch delivers to all ranks, by a
+    psum; the same float32 on each rank."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])

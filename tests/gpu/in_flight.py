@@ -83,9 +83,8 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that makes the actions of a script, (name, index), one after the other. The
-    index of a done is that of the exchange in flight. The done of a dispatch also starts a
-    combine."""
+    """Return an order that makes the actions of a script, (name, index), in turn. A done has the
+    index of its exchange in flight. The done of a dispatch also starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -118,7 +118,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
 
 
 def there_and_back(group, step):
-    """Return the sums of replicated tokens, which are those of rank 0."""
+    """Return the sums of replicated tokens. All ranks have the tokens of rank 0."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
     route_args = dict(
@@ -129,7 +129,7 @@ def there_and_back(group, step):
 
 
 def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
-    # These exchanges are not those of the group's own workspace.
+    # These exchanges do not use the group's own workspace.
     run = checked.on_all_ranks(lambda step: there_and_back(group, step), group, Count())
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()

@@ -52,7 +52,7 @@ class Layout:
     def largest(self):
         """Return the largest integer in tokens, weights of experts and cotangents.
 
-        Rows of outputs are then at most 256 in bfloat16: 16 in the activations, times 8 of them,
+        Outputs are then at most 256, which bfloat16 holds exactly: 8 activations of at most 16,
         times 2 for the weight of a choice.
         """
         return 1 if self.dtype == "bfloat16" else 2

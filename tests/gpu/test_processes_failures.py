@@ -5,7 +5,7 @@ Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first 
 alternately, except in tests that need NCCL or a full GPU.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
-pytest, all tests or those with parts of these names run at the same time:
+pytest, all tests, or all tests with these parts of names, run at the same time:
 
     python tests/gpu/test_processes_failures.py
     python tests/gpu/test_processes_failures.py killed grows

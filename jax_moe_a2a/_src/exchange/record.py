@@ -1,8 +1,8 @@
 """Define the record of an exchange primitive, which all rules of transforms read.
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
-Given the routing (integers), it is linear in its payload, or bilinear in pairs of rows and weights.
-Dispatch and combine are transposes of each other, and so are their weighted forms.
+For a fixed routing (integers), it is linear in its payload, or bilinear in pairs of rows and
+weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 

@@ -50,7 +50,7 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # At the limits themselves the derivative is that of the interior.
+        # Exactly at a limit, the derivative is the same as inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))

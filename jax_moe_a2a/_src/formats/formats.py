@@ -280,8 +280,8 @@ class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 128 with float32 scales.
 
     The scale is the smallest power of two, at least 2**-117, with which no value of the group
-    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``. The group
-    size is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``.
+    DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128

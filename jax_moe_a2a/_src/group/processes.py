@@ -76,7 +76,7 @@ def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) ->
     """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
     the same result. ``domains`` has the devices of each exchange domain. Raise a RuntimeError if a
     process has not announced itself within ``timeout`` seconds."""
-    # All processes of the mesh run one program, also those that exchange nothing with each other.
+    # All processes of the mesh run one program, even if they exchange nothing with each other.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}
     for index, notice in everyone.items():

@@ -227,7 +227,7 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for those that are known.
+    """Return the cotangents of arrays of weights, and None for known arrays.
 
     Args:
       ct: the one of ``x`` and ``y`` that is a cotangent.
@@ -265,7 +265,7 @@ def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, so that it runs in one launch, and its
-    size. Operands after those of ``is_full`` may be shared."""
+    size. Operands for which ``is_full`` has no bool may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -1,8 +1,8 @@
 """Run a layer for chunks of tokens, one after the other, to save memory.
 
-The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. So the
-loop of the backward pass carries the sums of the gradients of weights in float32, and products add
-to them.
+The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. The loop of
+the backward pass therefore carries the gradients of weights as float32 sums, and products add to
+these sums.
 """
 
 from __future__ import annotations

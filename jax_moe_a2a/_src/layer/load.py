@@ -145,8 +145,8 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     """Return what this rank adds to the counts of all ranks, 0 for what other ranks count.
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
-    be dropped or experts are shared, it goes on with the rows of each rank's experts, all its rows
-    and its dropped rows [R, L + 2]. Otherwise exactly the choices have rows.
+    be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
+    rows, and its dropped rows. Otherwise exactly the choices have rows.
     """
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size

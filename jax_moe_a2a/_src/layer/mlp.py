@@ -1,7 +1,7 @@
 """Define the expert layer: dispatch, two grouped products around an activation, and combine.
 
 Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
-The combine then sums rows without weights. So the backward pass does not need the result of the
+The combine then sums rows without weights. The backward pass then does not need the result of the
 second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
 output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
 is (w a)^T D.
@@ -51,7 +51,7 @@ from .weights import (
 
 
 class LayerOptions(NamedTuple):
-    """The options of a layer, besides those of its exchange."""
+    """The options of a layer, except the options of its exchange."""
 
     activation: Activation
     placement: Placement | None
@@ -109,10 +109,10 @@ def moe_mlp(
         (``choose_slots``). If ``experts`` are the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
-        they are fetched once for all chunks, and kept. If they are those of all P / R slots of
-        this rank, nothing is fetched. Weights to train in FP8 must not be quantized yet
-        (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
-        ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
+        they are fetched once for all chunks, and kept. If the weights of all P / R slots of this
+        rank are passed, nothing is fetched. Weights to train in FP8 must not be quantized yet
+        (``Experts.in_fp8``). A ``Routing`` must be one of slots. A replica's activation reads the
+        arrays of the replica's rank, so keep these arrays equal on all ranks.
       return_totals: True to also return what ``accumulate_grads`` reads.
 
     Returns:
@@ -203,8 +203,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return what ``in_chunks`` returns. Weights to train in FP8 are quantized once for both passes
-    of all chunks."""
+    """Return the result of ``in_chunks``. Weights to train in FP8 are quantized once for both
+    passes of all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:

@@ -22,7 +22,7 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without its last entries that are None, as XLA returns those of results
+    """Return a placement without trailing entries of None, as XLA returns the placements of results
     over Auto axes. JAX counts each form as a signature of a jitted function."""
     entries = list(spec)
     while entries and entries[-1] is None:

@@ -117,8 +117,9 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> Experts:
-    """Return the weights of spare slots from those of home experts, of which ``first`` are shared.
-    Transposed values do not travel, because the backward pass can transpose the values."""
+    """Return the weights of spare slots, from the weights of home experts. The ``first`` of these
+    experts are shared. Transposed values do not travel, because the backward pass can transpose the
+    values."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
@@ -136,7 +137,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows of which only some are used: the gradients of the others are zero."""
+    """Return rows, of which only some are used. Rows that are not used have zero gradients."""
     return Rows(
         _with_gradients_of(rows.rows, is_kept),
         jnp.where(is_kept, rows.weights, 0),

@@ -86,7 +86,7 @@ class Router:
     def replay(self, ids: ArrayLike) -> Replay:
         """Return a router for ``moe`` whose experts are already chosen.
 
-        Weights and scores are those of the router for these experts, so that gradients reach the
+        The router computes weights and scores for these experts, so that gradients reach the
         kernel. This serves reinforcement learning, where the trainer uses the experts that the
         sampler has chosen: ``statistics.choices.ids``.
 

@@ -121,7 +121,7 @@ def quantize_experts(
 
     Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
     inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
-    FP8, and the gradients of their weights are those of ``w``.
+    FP8, and the gradients of their weights are gradients with respect to ``w``.
 
     Args:
       w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
@@ -181,7 +181,8 @@ def totals_of(experts: Experts) -> Totals:
 
 
 def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
-    """Return the totals that the products of experts returned, in the shapes of those given."""
+    """Return the totals that the products of experts returned, in the shapes of the totals that
+    were passed."""
     given = experts.totals
     return given if given is None or not totals.name else totals.like(given)
 
@@ -320,7 +321,8 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
-    """Raise an error if weights do not fit to products in FP8, and to those of their gradients."""
+    """Raise an error if products in FP8, or the products of their gradients, do not support the
+    weights."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"

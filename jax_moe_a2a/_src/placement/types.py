@@ -27,7 +27,7 @@ class Placement:
     """The expert slots of all ranks, and the expert whose weights each slot holds.
 
     Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. An expert in
-    several slots has *replicas*. The ranks exchange rows as if each slot were an expert of its own:
+    several slots has *replicas*. The ranks exchange rows as if each slot were a separate expert:
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
     A placement is a pytree of int32 arrays, so another placement of the same shapes does not

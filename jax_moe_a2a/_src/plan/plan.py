@@ -196,12 +196,13 @@ class Slots(NamedTuple):
 
 
 def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
-    """Return the slots of tokens, given the rank of each choice, int32 [R, T, K], or -1. A token
+    """Return the slots of tokens, from the rank of each choice, int32 [R, T, K], or -1. A token
     uses one slot on each rank of its choices, in token order."""
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
-    # Tokens that go from this rank to each rank, then those that come here from each rank.
+    # The tokens that this rank sends to each rank, and then the tokens that it receives from each
+    # rank.
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)  # [2R, T]
     # The tokens that go, in order, and then all other tokens. XLA:CPU compiles a sort in less time
     # than a prefix sum or a scatter.
