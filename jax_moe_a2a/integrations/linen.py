@@ -57,8 +57,8 @@ class MoE(linen.Module):
         experts: ma.Experts | None = None,
         placement: ma.Placement | None = None,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. But pass
-        ``module.experts(params)`` to ``quantize_experts``."""
+        """Apply the layer to the tokens of all ranks: as a call of ``nnx.MoE``, except that
+        ``module.experts(params)`` is the argument of ``quantize_experts``."""
         layer = _layer_of(self)
         shapes, specs = named(layer.shapes()), layer.specs()
         drawn = layer.init(self.make_rng("params")) if self.is_initializing() else {}

@@ -71,10 +71,11 @@ def from_state_dict(
     Returns:
       Arguments of ``ma.moe`` by name, of numpy arrays, for H features and E experts of width I:
       ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are ``Experts`` with
-      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. ``choose`` and ``activation``
-      are as in ``moe_config``. DeepSeek-V3 also has the router's ``select_bias`` [E] and the shared
-      expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the experts' ``b_in`` [E, 2,
-      I] and ``b_out`` [E, H]. bfloat16 arrays have the dtype of ``jax.numpy``.
+      ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out`` [E, I, H]. Their ``choose`` and
+      ``activation`` are those of ``moe_config``. DeepSeek-V3 also has the router's ``select_bias``
+      [E] and the shared expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the
+      experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. The bfloat16 of the arrays is that of
+      ``jax.numpy``.
 
     Raises:
       TypeError: if a tensor does not hold floats of 16 bits or more, or if the tensors of one
@@ -377,7 +378,7 @@ def _checked(name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConf
 
 
 def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], remedy: str) -> None:
-    """Raise an error unless the names are the expected names."""
+    """Raise an error unless the names are those that are expected."""
     missing, unexpected = sorted({*expected} - {*names}), sorted({*names} - {*expected})
     if not missing and not unexpected:
         return

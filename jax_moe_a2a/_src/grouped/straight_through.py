@@ -2,16 +2,16 @@
 
 Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
 rows r and weights w or, if its parameter ``quantizes`` is False, ``r w``. Its derivative is defined
-to be the derivative of ``r w``: quantization counts as the identity.
+as that of ``r w``: quantization counts as the identity.
 
 - jvp: ``dr w + r dw``, with ``quantizes=False``.
 - transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
-  again the derivative without Q. Therefore derivatives of any order exist.
+  again that of the product without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The other parameters are as in ``grouped_dot_p``. The operands are also as in ``grouped_dot_p``,
-followed by values, scales and transposed values of ``QuantizedExperts`` if Q(w) and Q(w^T) are
-operands. The axis that a quantized product sums over has a size that is a multiple of 128.
+The other parameters and the operands are those of ``grouped_dot_p``, and values, scales and
+transposed values of ``QuantizedExperts`` if Q(w) and Q(w^T) are given. The axis that a quantized
+product sums over has a size that is a multiple of 128.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class QuantizedExperts:
     """The weights of experts in ``BlockwiseFp8``, float weights to train in it, or both.
 
     It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
-    alone, the weights are frozen: they have no gradient. With a source, a layer's gradients are
-    gradients with respect to the source. With a source alone, each product quantizes the source
-    when it reads it.
+    alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
+    are those of the source. With a source alone, each product quantizes the source when it reads
+    it.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
@@ -129,7 +129,7 @@ def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> ja
 
 
 def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """Return the transposed weights, by which the gradient of rows is multiplied."""
+    """Return the weights transposed: those by which the gradient of rows is multiplied."""
     values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
     return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
 
@@ -228,7 +228,7 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Over Explicit mesh axes, gather each of both axes whose parts are not whole squares. Over
+    """Gather those of both axes whose parts, over Explicit mesh axes, are not whole squares. Over
     Auto axes, the compiler does so."""
     sharding = jax.typeof(w).sharding
     spec = list(sharding.spec)

@@ -109,10 +109,10 @@ def moe_mlp(
         (``choose_slots``). If ``experts`` are the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
         (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
-        they are fetched once for all chunks, and kept. If the weights of all P / R slots of this
-        rank are passed, nothing is fetched. Weights to train in FP8 must not be quantized yet
-        (``Experts.in_fp8``). A ``Routing`` must be one of slots. A replica's activation reads the
-        arrays of the replica's rank, so keep these arrays equal on all ranks.
+        they are fetched once for all chunks, and kept. If they are those of all P / R slots of
+        this rank, nothing is fetched. Weights to train in FP8 must not be quantized yet
+        (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
+        ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
       return_totals: True to also return what ``accumulate_grads`` reads.
 
     Returns:
