@@ -253,7 +253,7 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program. Its arguments are what the check of its case returns. The
+        """Return the job of a program. Its arguments are the results of the check of its case. The
         time of the tie is included; it is about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 

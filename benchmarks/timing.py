@@ -145,8 +145,8 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return ``leaves`` unchanged. XLA cannot know that they are unchanged before it has the
-    ``results``.
+    """Return ``leaves`` unchanged. Before XLA has the ``results``, it cannot know that the inputs
+    are unchanged.
 
     Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
     reduction.

@@ -214,7 +214,8 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True for a Hopper or newer GPU. Other vendors' capabilities are no numbers."""
+    """Return True for a Hopper or newer GPU. The capabilities of other vendors' GPUs are not
+    numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
 

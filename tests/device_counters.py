@@ -36,9 +36,9 @@ def epochs_of(topology, kind=native.WHOLE):
 
 
 def counters_of(group):
-    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``, without those
-    of split exchanges and of replicated tokens. () on the portable path, with two levels, and while
-    the workspace is closed."""
+    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``, without the
+    counters of split exchanges and of replicated tokens. () on the portable path, with two levels,
+    and while the workspace is closed."""
     if group.two_level:
         return ()
 

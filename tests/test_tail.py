@@ -221,7 +221,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """The function that computed the rows of a combine may read all of their cotangent."""
+    """The function that computed the rows of a combine may read the cotangent of all rows."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):

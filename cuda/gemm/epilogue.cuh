@@ -2,8 +2,8 @@
 // rounds and stores.
 //
 // A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes
-// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the
-// row 8 below:
+// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then the same
+// elements of the row that is 8 rows below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #pragma once

@@ -68,7 +68,7 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
 
 // Returns the first column of weights in a box of a gated tile, whose results begin at column
 // `first` of I. Operand b has two boxes of gate columns, then two of up. Operand a has one of each
-// for each warp group.
+// kind for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;

@@ -36,7 +36,7 @@ constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
 constexpr int kLoads = Tuning::kPlanLoads;  // of a thread at a time
 static_assert(kMaxTeams % kLoads == 0);
-// An id travels in the bits of a flag that are not the epoch. If all of these bits are set, the
+// An id travels in the bits of a flag that do not hold the epoch. If all of these bits are set, the
 // word has no id.
 static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
 

@@ -45,7 +45,7 @@ class Call:
     name: str
     """The operation in words, for example "grouped product"."""
     count: int
-    """How many times a rank makes the call. ``where`` may say of what."""
+    """How many times a rank makes the call. ``where`` may say per which iteration."""
     sizes: str
     """Sizes of one rank."""
     path: str
@@ -184,7 +184,7 @@ class _Walk:
             self.visit(compat.traced_in(within, avals[0], axes), times, where, mesh)
 
     def _choose(self, eqn: compat.Equation, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
-        """Return path, reason and what to visit of a call."""
+        """Return the path of a call, the reason, and the jaxprs within it that must be visited."""
         present = devices.devices.flat[0].platform if devices else jax.default_backend()
         is_gpu = present == "gpu" if self.device is None else self.device != "cpu"
         axes = SimpleNamespace(num_devices=self.num_devices)

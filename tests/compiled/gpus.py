@@ -1,7 +1,7 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
 XLA for GPUs is in jax's CUDA plugin, which can compile for GPUs that are described in text, without
-a GPU and without CUDA libraries. It then tunes nothing, so products of XLA are Triton's. The
+a GPU and without CUDA libraries. XLA then tunes nothing, so its products are Triton kernels. The
 package uses the fake driver (`tests/host_extension.py`). Import this module before jax.
 """
 

@@ -139,7 +139,7 @@ def combine_jvp(
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Compute the jvp of a weighted combine or of one of its halves. In a done, the array in flight
-    comes before the pairs and has its own tangent."""
+    is before the pairs, and has a separate tangent."""
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
     end = len(payload) - options.num_addends  # of the pairs

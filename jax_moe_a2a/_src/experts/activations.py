@@ -212,7 +212,7 @@ def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
             return ""
         digests = _Digests(tuple(rows.shape))
         outs = digests.of(closed, ["x", "dx"])
-    except Exception:  # the layer calls the function again, and the user sees the error
+    except Exception:  # the layer calls the function again, which raises this error for the user
         return ""
     return " ".join([_HALF] * digests.has_halves + outs)
 

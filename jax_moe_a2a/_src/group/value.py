@@ -202,7 +202,7 @@ def _in_order_of_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
 
 
 def device_ids(group: GroupValue) -> tuple[int, ...]:
-    """Return the ids of the devices that ``devices_of`` returns."""
+    """Return the ids of the devices in the order of ``devices_of``."""
     return tuple(device.id for device in devices_of(group))
 
 

@@ -142,7 +142,8 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 @scopes.load
 def counts_of(routing: AnyRouting) -> jax.Array:
-    """Return what this rank adds to the counts of all ranks, 0 for what other ranks count.
+    """Return this rank's part of the counts of all ranks, with 0 for everything that other ranks
+    count.
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
     be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
@@ -151,7 +152,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size
     is_valid = (ids >= 0) & (ids < num_experts)
-    # What a choice counts for: an expert, or the invalid ids of a rank.
+    # Each choice counts for an expert, or for the invalid ids of a rank.
     counts_for = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
     if routing.replicated:  # the ranks hold the same ids
         is_own = jnp.where(is_valid, ids // (num_experts // num_ranks) == rank, rank == 0)

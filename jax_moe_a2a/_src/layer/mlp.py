@@ -113,11 +113,11 @@ def moe_mlp(
         this rank, nothing is fetched. Weights to train in FP8 must not be quantized yet
         (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
         ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
-      return_totals: True to also return what ``accumulate_grads`` reads.
+      return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing. With ``return_totals``, a pair of
-      it and of ``experts.totals`` for the next use of the experts, or None without totals.
+      this array and ``experts.totals`` for the next use of the experts, or None without totals.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -184,8 +184,8 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Return the weights of a layer in chunks, with those of spare slots if the layer would
-    otherwise fetch them for each chunk."""
+    """Return the weights of a layer in chunks. Include the weights of spare slots if the layer
+    would otherwise fetch them for each chunk."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
         return weights  # whose checks raise errors
     group, shared = check_scope(route_arguments.group), bool(route_arguments.exchange.shared_expert)
@@ -228,12 +228,12 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return what ``moe_mlp`` returns, the routing of its tokens, and totals.
+    """Return the result of ``moe_mlp``, the routing of its tokens, and totals.
 
     With a placement, the routing is one of slots.
 
     Args:
-      totals: of the weights that the call has in common with other calls.
+      totals: the totals of the weights that the call shares with other calls.
     """
     activation, placement = layer_options
     x, topk_ids, topk_weights, shared_weights = tokens
@@ -295,7 +295,7 @@ def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool) -> TokenFormat:
 
 
 def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -> None:
-    """Raise an error if weights are not those of this number of experts."""
+    """Raise an error unless the weights belong to this number of experts."""
     num = experts.w_in.shape[0]
     if num == expected:
         return
@@ -332,8 +332,8 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
 
 
 def _rows_of(recv: Recv) -> Rows:
-    """Return the rows of a rank with their router weights, which are any values for rows without a
-    token."""
+    """Return the rows of a rank with their router weights. The weight of a row without a token may
+    be any value."""
     is_row = recv.routing.row_rank >= 0
     ones = jnp.ones(is_row.shape, jnp.float32)
     return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)

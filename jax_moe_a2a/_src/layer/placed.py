@@ -35,7 +35,7 @@ from .weights import Experts, paired
 
 
 class Rows(NamedTuple):
-    """The rows of a rank, and what the experts read for each row."""
+    """The rows of a rank, with their weights and a mask."""
 
     rows: Any
     """[C, H]: an array or a ``Quantized``."""
@@ -91,7 +91,7 @@ def apply_to_both(
     fetched: Experts | None,
 ) -> jax.Array:
     """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
-    rows, whose groups in ``recv`` are the home experts and then the spare slots."""
+    rows. The groups of ``recv`` are the home experts and then the spare slots."""
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:

@@ -38,18 +38,18 @@ class Totals:
     """Names the parameters whose gradients the totals add."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return the fields of experts in place of the totals."""
+        """Return the totals with the weights of experts in place of the sums."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
-        """Return the totals in the shapes of others."""
+        """Return the totals, reshaped to the shapes of ``others``."""
         return jax.tree.map(lambda x, other: jnp.reshape(x, other.shape), self, others)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experts:
-    """The weights of experts, of which each is a network of two products.
+    """The weights of experts. Each expert is a network of two products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
     are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
@@ -79,7 +79,7 @@ class Experts:
     tensor axis, I is the size of a part, so the function must be the same for each column. JAX
     traces a program again for another function, so define it once."""
     totals: Totals | None = None
-    """Set by ``accumulate_grads`` for weights that nothing has changed since."""
+    """Set by ``accumulate_grads``, and valid only while the weights stay unchanged."""
 
     def replace(self, **fields: Any) -> Experts:
         """Return the experts with other fields. Other weights have no totals."""
@@ -172,8 +172,8 @@ def flat(experts: Experts) -> Experts:
 
 
 def totals_of(experts: Experts) -> Totals:
-    """Return the totals to which products of ``flat(experts)`` add. It has none if they were cast
-    like their weights."""
+    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast with
+    their weights, return a value without arrays."""
     given = experts.totals
     if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()
@@ -188,7 +188,8 @@ def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts whose fields are tuples of those of home and spare experts."""
+    """Return experts whose fields are pairs: the field of the home experts and the field of the
+    spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     return Experts(*map(pair, WEIGHTS), *biases)
@@ -315,7 +316,8 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
     if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
         return QuantizedExperts(source=as_array(w.source))
     found = check_experts(name, w, may_be_pairs=may_be_pairs)
-    # Only the source has a gradient: an optimizer that updates it would leave its numbers in FP8.
+    # Only the source has a gradient, so an optimizer would update the source and leave the numbers
+    # in FP8 unchanged.
     numbers = jax.tree.map(without_gradient, dataclasses.replace(found, source=None))
     return dataclasses.replace(numbers, source=found.source)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..checks import check_int
 
-MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+MAX_TOP_K = 32  # the lanes of a warp hold the choices of one token
 
 
 class Sizes(NamedTuple):
