@@ -55,7 +55,7 @@ OF_MOE_MLP = {  # method: of the weights that it gets
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
-GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
+GROUPED_DOT = "grouped_dot"  # a key of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 

@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # one of this process would reserve the memory of the GPUs
+            if head:  # a head made in this process would reserve the memory of the GPUs
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0

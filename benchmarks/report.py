@@ -78,7 +78,7 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
-METHODS = {  # what plots call the methods of other sweeps
+METHODS = {  # names in plots of other sweeps
     "ours": "this package",
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",

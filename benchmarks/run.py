@@ -29,10 +29,10 @@ from . import timing, wire
 from .report import plot, tables
 
 QUICK_SAMPLES = 3
-QUICK_SECONDS = 0.008  # of a sample: enough to check that it runs; figures vary by 15 %
+QUICK_SECONDS = 0.008  # duration of a sample; figures then vary by 15 %
 CPU_RANKS = 8
 MAX_THREADS = 32
-TIMEOUT_SECONDS = 10.0  # of a wait in a kernel
+TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
 Row = dict[str, Any]
 

@@ -80,7 +80,7 @@ def of_budgets(setting: Setting) -> dict[str, Any]:
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
 
 
-SWEEPS: dict[str, Sweep] = dict(  # what says most first
+SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
     tokens=Sweep(
         by("tokens"),
         (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),

@@ -53,7 +53,7 @@ struct RoutingView {
 #define MOE_A2A_FIELD(name) const int32_t* name;
   MOE_A2A_ROUTING_ARRAYS(MOE_A2A_FIELD)
 #undef MOE_A2A_FIELD
-  int32_t num_tokens;  // also the number of slots per source
+  int32_t num_tokens;  // and slots per source
   int32_t top_k;
   int32_t capacity;
 };
@@ -122,7 +122,7 @@ struct RouteParams {
 struct MovedArray {
   const char* in;
   char* out;
-  int64_t row_bytes;     // of a token; also what lands in a slot
+  int64_t row_bytes;     // bytes of a token, and of its slot
   int64_t choice_bytes;  // of a choice: row_bytes / top_k; 0 if whole rows move
   int64_t zone_offset;
   int32_t width;  // bytes per access: 16, 4, 2 or 1

@@ -25,7 +25,7 @@ ON_CPU = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     "MOE_A2A_TEST_GPU": "0",
 }
-SECONDS = 120  # for processes that start, compile and end
+SECONDS = 120  # long enough for a process to start, compile and end
 
 
 def can_build():

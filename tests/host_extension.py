@@ -80,7 +80,7 @@ def built():
         return object_file
 
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of a run, one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of a run builds
         if not library.exists():
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compiled, sources))

@@ -19,7 +19,7 @@ from jax_moe_a2a._src.grouped.totals import add_outer_p
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # of totals: an error that counts them twice, or not at all, is large
+START = 100.0  # large, to detect totals that count twice or not at all
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 

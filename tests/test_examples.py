@@ -96,7 +96,7 @@ def test_a_training_that_continues_on_another_mesh_equals_the_dense_reference(
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_losses):
     """Process 0 prints for both."""
-    flags = os.environ.get("XLA_FLAGS", "")  # of two numbers of devices, XLA uses the last
+    flags = os.environ.get("XLA_FLAGS", "")  # XLA uses the last number of devices
     flags += " --xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     programs = [
         program(

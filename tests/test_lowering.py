@@ -146,7 +146,7 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     for name, value in dict(num_experts=EXPERTS, alignment=1, num_choice_arrays=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
     assert attribute(text, "routed_dispatch", "format") == '""'
-    assert attribute(text, "combine", "workspace_kind") == "0 : i64"  # not that of split exchanges
+    assert attribute(text, "combine", "workspace_kind") == "0 : i64"  # the kind of whole exchanges
 
 
 @pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")

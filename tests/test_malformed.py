@@ -34,7 +34,7 @@ WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
 CAPACITY = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
-ANOTHER_DTYPE = jnp.dtype("complex64")  # of no array of a call
+ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
 
 
 @pytest.fixture(autouse=True)

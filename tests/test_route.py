@@ -37,7 +37,7 @@ def test_invalid_ids_route_like_masked_ones():
     program = route_program(layout, ranks)
     with_invalid, with_masked = program(ids), program(np.where(wild, np.int32(-1), ids))
     np.testing.assert_array_equal(with_invalid.num_invalid, wild.sum(axis=(1, 2)))
-    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # only int32 ids are not clipped
+    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # ids of other dtypes are clipped
     np.testing.assert_array_equal(narrow.num_invalid, with_invalid.num_invalid)
     for field in oracle.FIELDS:
         if field != "num_invalid":

@@ -78,7 +78,7 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP, layout))
         recv = ma.dispatch_done(inflight)
         plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
-        return {  # not in the order of their starts
+        return {  # in another order than the starts
             "recv": recv,
             "weighted": ma.combine_done(weighted),
             "sum": ma.combine_done(plain),

@@ -31,7 +31,7 @@ struct StreamShared {
   alignas(8) uint64_t landed[kStages];  // mbarriers
   // The list of what the warp copies: rows, and the destinations of each.
   const char* sources[kWarpThreads];
-  int destinations_end[kWarpThreads];  // where those of each row end in `destinations`
+  int destinations_end[kWarpThreads];  // the end of each row's part of `destinations`
   char* destinations[kWarpThreads];
 };
 

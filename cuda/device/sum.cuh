@@ -170,8 +170,8 @@ struct SourceList {
 
 struct SourceCounts {
   int own;
-  int landed_before;  // of ranks below this one
-  int landed_after;   // of ranks above this one
+  int landed_before;  // partial sums of lower ranks
+  int landed_after;   // partial sums of higher ranks
 };
 
 constexpr int kPartWords =

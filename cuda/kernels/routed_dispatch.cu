@@ -34,7 +34,7 @@ namespace {
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
-constexpr int kLoads = Tuning::kPlanLoads;  // of a thread at a time
+constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
 static_assert(kMaxTeams % kLoads == 0);
 // An id travels in the bits of a flag that do not hold the epoch. If all of these bits are set, the
 // word has no id.
@@ -643,7 +643,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
 // Work items of receivers: own tokens that do not land, then rows to zero, then tokens that land.
 struct ReceiveItems {
   int own, zero, all;
-  int rows_each;  // of an item of rows to zero
+  int rows_each;  // rows to zero in one work item
 
   __device__ explicit ReceiveItems(const RoutedDispatchParams& p, bool own_land) {
     const RoutingView& routing = p.exchange.routing;

@@ -12,7 +12,7 @@ namespace moe_a2a {
 
 struct LibraryGemm {
   GroupedGemm gemm;   // without an activation; `counter` is the scratch memory
-  int64_t mean_rows;  // of a group: what the library expects
+  int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
 // Returns the numbers, int32, of the scratch memory of a product.

@@ -18,7 +18,7 @@ struct FillSlots {
   int32_t batch, num_ranks, num_local;  // B, R up to kMaxRanks, L; R * L up to kMaxPlannedExperts
   int32_t spare;                        // S
   int32_t most;                         // slots of an expert, at least 1
-  int64_t min_rows;                     // of a replica, at least 1
+  int64_t min_rows;                     // fewest rows of a replica, at least 1
 };
 
 // Loads the kernel on the current device, so that no later call does.

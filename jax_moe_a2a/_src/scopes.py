@@ -24,7 +24,7 @@ def _in_scope(name: str) -> Callable[[F], F]:
     def decorate(fn: F) -> F:
         @functools.wraps(fn)
         def in_scope(*args: jax.Array, **kwargs: Any) -> Any:
-            if compat.innermost_scope() == name:  # of a caller with the same decorator
+            if compat.innermost_scope() == name:  # a caller has the same decorator
                 return fn(*args, **kwargs)
             with jax.named_scope(name):
                 return fn(*args, **kwargs)

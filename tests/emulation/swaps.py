@@ -104,7 +104,7 @@ class _Source:
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
-            if begin <= run[0][0] and run[-1][1] <= end:  # not inside of a run before it
+            if begin <= run[0][0] and run[-1][1] <= end:  # skips runs inside earlier runs
                 text += self._copied(begin, run[0][0]) + self._with_choices(run)
                 begin = run[-1][1]
         return text + self._copied(begin, end)

@@ -30,8 +30,8 @@ class Done:
 
     number: int
     kind: str
-    outcome: str  # of OUTCOMES
-    seconds: float  # of the run
+    outcome: str  # one of OUTCOMES
+    seconds: float  # duration of the run
     error: str = ""  # the clearest one
     to_error: float | None = None  # seconds from the fault
 

@@ -211,7 +211,7 @@ class Run:
         self.workers = []
         self.started = []
         self.helpers = []  # ids of processes that a fault started on purpose
-        self.kept = contextlib.ExitStack()  # what this process holds for the run
+        self.kept = contextlib.ExitStack()  # resources of this process in the run
         self.error, self.seconds = "", None  # the clearest error, and how long it took
 
     def start_one(self, make, index, **arguments):

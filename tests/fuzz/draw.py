@@ -96,7 +96,7 @@ class Routed(Sizes):
     has_traced_scale: bool
     is_routed_first: bool
     has_load: bool
-    batched: tuple[str, ...]  # of ids, x, weights, and y or experts
+    batched: tuple[str, ...]  # some of ids, x, weights, and y or experts
     derivative: str | None
 
     @property
@@ -132,7 +132,7 @@ class Program(Routed):
     is_split: bool
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
-    weights_are_powers: bool  # of two, so that no product is rounded
+    weights_are_powers: bool  # powers of two, so that no product is rounded
     dispatch_wire: str | None  # a dtype or a format
     combine_wire: str | None
     tail: str  # "zero" or "unspecified"

@@ -20,7 +20,7 @@ FORGET_EVERY = 50  # programs: JAX keeps what it has traced
 class Kind(typing.NamedTuple):
     """A kind of programs: how a program is drawn and run."""
 
-    share: float  # of the programs
+    share: float  # share of the programs
     program: typing.Callable  # (seed, number, has_mesh) -> program
     compiled: typing.Callable  # program -> function
     inputs: typing.Callable  # (program, seed, number, run) -> inputs

@@ -347,7 +347,7 @@ class Inputs:
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
     directions: dict[str, np.ndarray]
-    routings: list[list[list[oracle.Routing]]]  # of each element and layer, as `route_mode`
+    routings: list[list[list[oracle.Routing]]]  # for each element and layer, as `route_mode`
     names: list[str]
 
 

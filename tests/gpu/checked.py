@@ -681,7 +681,7 @@ class Outcome:
     """The outcome of a call that may fail."""
 
     counts: Counts | None  # None: it raised
-    error: str  # what it raised or `Group.check` raised afterwards, or ''
+    error: str  # the error of the call or of a later `Group.check`, or ''
     seconds: float
 
     def is_right(self):

@@ -4,7 +4,7 @@ import checked
 import pytest
 from hooks import hooked, set_epoch
 
-LIMITS = (2**31, 2**32, 2**47)  # at the last one a flag's highest bit is set
+LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
 
 
 @pytest.mark.parametrize("limit", LIMITS)

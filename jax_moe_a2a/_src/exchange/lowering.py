@@ -31,11 +31,11 @@ DEFAULT_CUDA_GRAPHS = True
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
 FEW_TOKENS = native.tuning("FEW_TOKENS")
 FEW_BYTES = native.tuning("FEW_BYTES")
-FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # of a call with few tokens, or few bytes on the links
+FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # for few tokens, or few bytes on the links
 WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
-ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
-SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # for a domain of one rank
+SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # for a split exchange
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 

@@ -234,7 +234,7 @@ def _is_int(value: object) -> bool:
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the budget in a form that can be hashed."""
-    if isinstance(num_sms, tuple):  # from the field of another group
+    if isinstance(num_sms, tuple):  # the field of another group
         num_sms = dict(num_sms)
     budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
     for operation, number in budgets.items():

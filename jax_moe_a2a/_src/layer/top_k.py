@@ -111,7 +111,7 @@ class TopK:
         if self.renormalize is not None:
             check_bool("renormalize", self.renormalize)
         own["scale"] = check_factor("scale", self.scale)
-        for name, value in own.items():  # such as an int for an integer of numpy
+        for name, value in own.items():  # for example an int in place of a numpy integer
             object.__setattr__(self, name, value)
 
     @scopes.router

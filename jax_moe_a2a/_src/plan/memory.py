@@ -16,7 +16,7 @@ from .plan import plan_shapes
 
 RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
 HEADER_BYTES = 6 << 20  # flags, credits and counters, before the ring
-WEIGHT_BYTES = 4  # of a router weight
+WEIGHT_BYTES = 4  # bytes of a router weight
 
 
 @dataclasses.dataclass(frozen=True)
