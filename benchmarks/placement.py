@@ -58,7 +58,7 @@ def main() -> int:
 
 def table(rows: list[records.Row]) -> Iterator[str]:
     """Yield the lines of the table of calculated layers, from the rows of a record."""
-    yield "| ranks, σ | no plan | home form | of it the fetch | pays from, tokens per rank |"
+    yield "| ranks, σ | no plan | home form | its fetch | pays from, tokens per rank |"
     yield "| --- | --- | --- | --- | --- |"
     loads = {(r["ranks"], r["sigma"], r["method"]): r["load"][0] for r in rows}
     for row in rows:
