@@ -148,8 +148,8 @@ def tie(
     """Return ``leaves`` unchanged. Before XLA has the ``results``, it cannot know that the inputs
     are unchanged.
 
-    Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
-    reduction.
+    Comparisons of scalars, added to the ``tied`` leaves: XLA compiles the tie to one kernel,
+    without a reduction.
     """
     is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
     never = functools.reduce(operator.or_, is_huge)

@@ -340,7 +340,8 @@ def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of all devices, in two levels if asked and if they are on several hosts."""
+    """Return a group of all devices, in two levels if the caller allows it and the devices are on
+    several hosts."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)

@@ -482,8 +482,9 @@ class AddToTotals {
   }
 
  private:
-  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. Lanes of odd rows add to
-  // other columns than those of even rows at the same time, which would be in the same banks.
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At the same time, lanes of
+  // odd rows and lanes of even rows add to different columns. In equal columns, they would use the
+  // same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;

@@ -33,8 +33,8 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and
-// Form's numbers of bytes hold.
+// A box of 64 rows has 128 values in a row. These are the bytes of 64 16-bit elements, so Form's
+// numbers of bytes also apply here.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {

@@ -19,8 +19,8 @@
 // Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
 // flight.
 //
-// Why not one source with dispatch.cu: as a template of the form of rows, with 7 lines fewer in
-// all, formats took 4 to 8 % longer with 8 and 128 tokens
+// This file and dispatch.cu are not one template, because formats then took 4 to 8 % longer with 8
+// and 128 tokens, and only 7 lines were saved
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"

@@ -69,8 +69,8 @@ def jvp_of_moving(
 def cotangents_of(
     payload: Sequence[jax.Array], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
-    linear operands, and None for known operands."""
+    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for other linear
+    operands, and None for known operands."""
     none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
     return spread(wanted, found, none)
 

@@ -37,8 +37,8 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange except those of its routing: checked options of the caller, or the
-    static parameter of the primitive. A combine has no format.
+    """The options of an exchange, without the options of its routing. They are the checked options
+    of the caller, or the static parameter of the primitive. A combine has no format.
 
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 

@@ -30,8 +30,8 @@ class Groups(NamedTuple):
 def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
     """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
 
-    A negative size counts as 0. For any values, all groups lie within the rows, because kernels
-    rely on it.
+    A negative size counts as 0. All groups lie within the rows, whatever the sizes are, because
+    kernels rely on it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)

@@ -265,7 +265,7 @@ def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
 
 
 def _range_of(samples: np.ndarray) -> dict[str, Any]:
-    """Return the arguments of ``bar`` for error bars from the least to the largest sample. One
+    """Return the arguments of ``bar`` for error bars from the smallest to the largest sample. One
     sample has no error bars."""
     if len(samples) < 2:
         return {}

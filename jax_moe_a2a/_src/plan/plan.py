@@ -266,9 +266,9 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first position of each group, and of elements without one, int32 [num_groups + 1],
-    and the position of each element, int32 [N], if elements are sorted by group and then in their
-    order. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
+    """Sort elements by group and then in their order. Return the first position of each group and
+    of the elements without a group, int32 [num_groups + 1], and the position of each element, int32
+    [N]. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
     # A mark for each group is sorted before the elements of the group, and shows where they begin.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
