@@ -73,7 +73,8 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message, with numbers of experts and of ranks that fit each other."""
+    """Return the end of a message: numbers of experts that fit the ranks, and a number of ranks
+    that fits the experts."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1

@@ -41,7 +41,8 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with the same lead."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with the axes
+    ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -188,8 +189,8 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Dispatch g [T, *W, ...] to G by ``dispatch``. Return weights_i * G for weights_1..n [C, *W],
-    and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
+    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W], and
+    then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)

@@ -12,7 +12,7 @@ from jax import lax
 
 from .capacity import Sizes, shared_tokens
 
-# Arguments of indexing without negative indices. By default, JAX adds three operations for them.
+# Arguments that exclude negative indices. Otherwise JAX adds three operations to each indexing.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
