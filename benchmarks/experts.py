@@ -79,7 +79,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = lowering.mosaic_dot(rows, w, sizes, transposed=transposed, dtype=rows.dtype)
-        # The kernel writes nothing after the last group, and a product must not read these rows.
+        # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     return _differentiable(

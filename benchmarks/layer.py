@@ -9,13 +9,12 @@
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients. ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times only
-experts. The router's choices are inputs. Training is a forward pass, and a forward pass with the
-gradients of tokens, router weights and experts. Decode is a forward pass of up to 128 tokens. Every
-result is checked before it is timed. The reference is ``all_gather``, or ``ours`` if the capacity
-drops rows, because plain JAX would drop different rows. The programs of all settings are compiled
-first.
+call. ``moe_mlp_fp8`` has weights that were quantized before, and no gradients; ``moe_mlp_to_fp8``
+quantizes rows and weights for the products, with gradients. ``benchmarks.products`` times experts
+alone. The router's choices are given. Training is forward alone, and forward with the gradients
+of tokens, router weights and experts; decode is up to 128 tokens, forward. Every result is checked
+before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
+drop others, ``ours``. The programs of all settings are compiled first.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 
 def dense_experts(x, weights, ids, experts):
-    """Return `dense` of `ma.Experts`. The arrays of a shared expert receive an axis of experts."""
+    """Return `dense` of `ma.Experts`; an axis of experts is added to those of a shared expert."""
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu

@@ -601,7 +601,7 @@ def rows_of(ids, local_experts, routings, shared, replicated):
 
 def expert_layer(a, rows, activation):
     """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
-    w_out [R, L, I, H], and optionally b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
+    w_out [R, L, I, H], and where the dict has them b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
     """
     y = _rows_of_layer(a, rows, activation)[-1]
     out = np.zeros(a["x"].shape, y.dtype)
@@ -622,7 +622,7 @@ def _rows_of_layer(a, rows, activation):
 
 
 def expert_layer_transpose(a, rows, activation, g):
-    """Return the cotangents of the arrays from g [R, T, H], the cotangent of the sums."""
+    """Return the cotangents of the arrays from that of the sums, g [R, T, H]."""
     x, h, p, act, weight, weighted, _ = _rows_of_layer(a, rows, activation)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

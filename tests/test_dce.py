@@ -91,8 +91,8 @@ def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route
 )
 @pytest.mark.parametrize("eliminated", (False, True), ids=("asked_for", "eliminated"))
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled, eliminated):
-    """The gradient of only the rows needs no dots, and the gradient of only the weights needs no
-    products. The other gradient is not requested, or is unused.
+    """The gradient of only the rows needs no dots, and that of only the weights no products. The
+    other gradient is not requested, or is unused.
     """
 
     def fn(y, weights, ids):
@@ -115,7 +115,7 @@ def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scal
 
 
 def combines(recv, used):
-    """Combine one dispatch four times, and use the named results."""
+    """Combine one dispatch four times; use the results that are named."""
     rows = recv.rows["a"]
     trees = ma.combine({"first": rows, "second": 2 * rows}, recv, weights=None)
     results = {

@@ -621,8 +621,8 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
 
 @pytest.mark.parametrize("tokens", (SMALL.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
 def test_unused_results_of_a_format_are_not_made(tokens):
-    """Values and scales are removed together. Without them, the format, its scale and the scales of
-    tokens are also removed."""
+    """Values and scales are removed together. Without them the format and its scale are removed
+    too, and so are scales of tokens."""
     group, layout = harness.group_of(RANKS), dataclasses.replace(SMALL, tokens=tokens)
     ids = cases.Case(layout, "masked").ids(RANKS)
     x = np.ones((RANKS, tokens, SMALL.hidden), np.float32)

@@ -121,8 +121,8 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_tra
 
 
 def with_decoded_weights(*args):
-    """Return the results of the layer, computed from decoded numbers: rows, weights, activations,
-    gradients of products."""
+    """Return what the layer returns, from decoded numbers: rows, weights, activations, gradients of
+    products."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
     w_in, w_out = (
@@ -153,8 +153,7 @@ def frozen_gradients(fn, args):
 
 
 def test_frozen_weights_have_the_gradients_of_decoded_ones():
-    """In float32, only the order of sums differs, unless the order changes the FP8 value to which a
-    number rounds."""
+    """In float32, only the order of sums differs, unless it makes a number the next FP8."""
     args = frozen(arguments("float32"))
 
     def run(fn):

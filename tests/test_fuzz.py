@@ -24,7 +24,7 @@ def has_chunks(p):
     return p.num_chunks and p.batch > 1 and "ids" in p.batched
 
 
-# Properties of the programs of this seed, by number. No other module tests these options together.
+# By number, what a program of this seed has. No other module shows these options together.
 PROGRAMS = {
     13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
     16: lambda p: p.derivative == "reverse over reverse",

@@ -1,8 +1,8 @@
 """Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
-On CPU, the paths are `lax.ragged_dot`; numpy in place of the kernel, which reads the kernel's table
-of groups ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless").
-With MOE_A2A_TEST_GPU=1, the paths are the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
+On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
+kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
+MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
 
 Rows after the last group are NaN and infinite in every operand of every test.
 """
@@ -132,7 +132,7 @@ def path(request):
 BY_OTHERS = ("mosaic", "careless")
 
 
-# The oracle, in float64. Its results are zero in rows that belong to no group.
+# The oracle, in float64. Rows that no group has are zero in its results.
 
 
 def wide(*arrays):

@@ -218,8 +218,7 @@ def test_a_group_over_hosts_and_ranks_runs_the_kernels_within_hosts(
 def test_an_axis_that_spans_hosts_is_warned_of_with_the_lines_that_divide_it(
     told, monkeypatch, is_known
 ):
-    """The lines of the message work. If NVLink connects the hosts, JAX has one partition for
-    them."""
+    """The lines work. If NVLink connects the hosts, JAX has one partition for them."""
     hosts_of_two(told, monkeypatch)
     if not is_known:
         monkeypatch.setattr(Gpu, "partition_index", 0)

@@ -362,7 +362,8 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     ids="_and_".join,
 )
 def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
-    """If tokens are replicated, the calls are for single-rank domains, which reserve no zone."""
+    """If tokens are replicated, the calls are those of single-rank domains, which reserve no
+    zone."""
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
     weights = aval(tokens, TOP_K, dtype="float32")
     text = lower(functools.partial(gradients_of_mode, **modes), x, ids, weights, x)

@@ -1,5 +1,4 @@
-"""Under jax.checkpoint, the backward pass does not repeat exchanges whose results a policy saves,
-and no policy changes the results.
+"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers.
 
 Every policy treats a routed dispatch as a route and a dispatch.
 """
@@ -26,9 +25,9 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policies, and how often each primitive occurs in value and gradient of a checkpointed layer: one
-# route, two dispatches (of the rows and of the gradient), one weighted combine, one combine, and
-# the repetitions in the backward pass.
+# Policies, and how often each primitive stands in value and gradient of a checkpointed layer: one
+# route, two dispatches (of the rows, of the gradient), one weighted combine and one combine, and
+# what is done again in the backward pass.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=3)),
@@ -78,7 +77,7 @@ def counted_gradient(policy, **options):
 
 
 def in_parts(counted):
-    """Return the counts. A primitive that combines several operations counts as each of them."""
+    """Return the counts, where a primitive that does several things counts as each of them."""
     parts = collections.Counter()
     for name, count in counted.items():
         for part in PARTS.get(name, (name,)):
@@ -109,7 +108,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     ],
 )
 def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
-    """If the rows are saved and the routing is not, no row is moved again."""
+    """If the rows are saved and the routing is not, nothing is moved again either."""
     counted = counted_gradient(CASES[name][0])
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 

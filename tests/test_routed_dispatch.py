@@ -1,7 +1,7 @@
 """A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
-The tests check which primitives are bound, and the effect of every transform. test_remat.py tests
-rematerialization, and test_dce.py dead code.
+Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py. Dead code:
+in test_dce.py.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Compare the ids and weights of choices_from_map with numpy loops."""
+"""choices_from_map: the ids and weights of a routing map, against numpy loops of its own."""
 
 import functools
 
@@ -92,7 +92,7 @@ def test_weights_and_gradients_have_the_dtype_of_the_probs(dtype):
     with jax.enable_x64(dtype == "float64"):
         routing_map, probs = inputs((6, 9), density=0.3, dtype=dtype)
         cotangent = np.random.default_rng(1).normal(size=(6, 3)).astype(probs.dtype)
-        cotangent[expected(routing_map, probs, 3)[0] < 0] = np.nan  # no choice: affects no gradient
+        cotangent[expected(routing_map, probs, 3)[0] < 0] = np.nan  # of nothing, so it goes nowhere
 
         def weights(probs):
             found = ma.choices_from_map(routing_map, probs, top_k=3)
@@ -159,8 +159,8 @@ def permuted(x, routing_map, probs, num_rows, pad_multiple):
 @pytest.mark.exchanges(3)
 @pytest.mark.parametrize("pad_multiple", (1, 8))
 def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_number(pad_multiple):
-    """The probs travel with the rows. If a routing is used again with other tokens and probs, the
-    places of the rows are the same. The gradient of the probs returns to the places of the map."""
+    """The probs travel with the rows. A routing that is used again, with other tokens and probs,
+    has the same rows. The gradient of the probs comes back to the map's places."""
     ranks, tokens, hidden, top_k, num_rows = harness.SEVERAL, 6, 4, 3, 57
     num_experts = 2 * ranks
     group = harness.group_of(ranks)

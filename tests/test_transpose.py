@@ -135,7 +135,7 @@ def linear_layer(num_tokens, **options):
 @pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
 @pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
 def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
-    """Known weights travel in a separate exchange, so that the product is linear."""
+    """Known weights travel in an exchange of their own, so that the product is linear."""
     layer, x, topk_weights = linear_layer(num_tokens, **options)
     g = np.ones_like(x)
 
