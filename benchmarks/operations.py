@@ -138,7 +138,7 @@ def parts(op: str) -> tuple[str, ...]:
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that leave the rank that sends the most."""
+    """Return the bytes of token rows that the busiest sender sends."""
     # A combine sends the rows of its dispatch in the other direction.
     sent = dict(dispatch=workload.leaving_bytes, combine=workload.entering_bytes)
     return sum(sent[part] for part in parts(op))

@@ -26,7 +26,7 @@ PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
 TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
+LOG_FROM = 20  # a scale is logarithmic from this ratio of largest to smallest value on
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing

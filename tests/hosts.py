@@ -57,7 +57,7 @@ def namespaces(count):
         yield names
     finally:
         for name in names:
-            # Without its name a namespace lives on, as long as anything runs there.
+            # A namespace without a name continues to exist while a process runs in it.
             inside_it = subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True
             )
