@@ -229,8 +229,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels here. The driver decides which nvcc can be used, and pip
-    downloads nvcc of ``NEWEST_CUDA`` if the machine has no nvcc."""
+    """Return how to build the kernels here: the driver decides which nvcc can be used, and pip
+    downloads that of ``NEWEST_CUDA`` if the machine has none."""
     command = extension.how_to_build()
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):

@@ -149,7 +149,7 @@ struct GemmParams {
   // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
   // gradient. If the activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
-  CUtensorMap read[2];  // the pre-activations that kDerive reads; the first: what kAdd adds to
+  CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
   CUtensorMap spare;    // the weights whose indices are at least first_spare
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated

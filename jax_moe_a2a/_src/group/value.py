@@ -202,7 +202,7 @@ def _in_order_of_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[jax.Device]:
 
 
 def device_ids(group: GroupValue) -> tuple[int, ...]:
-    """Return the ids of the devices in the order of ``devices_of``."""
+    """Return the ids of the devices that ``devices_of`` returns."""
     return tuple(device.id for device in devices_of(group))
 
 
@@ -234,7 +234,7 @@ def _is_int(value: object) -> bool:
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the budget in a form that can be hashed."""
-    if isinstance(num_sms, tuple):  # the field of another group
+    if isinstance(num_sms, tuple):  # from the field of another group
         num_sms = dict(num_sms)
     budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
     for operation, number in budgets.items():

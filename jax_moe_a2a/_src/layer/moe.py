@@ -112,8 +112,9 @@ def moe(
       first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
       padded; padding chooses no expert and counts in no statistics. If all axes are Explicit and
       ``x`` is already divided over exactly these axes, its placement is kept.
-    - With fewer tokens than ranks, the ranks of a group hold the same tokens (``replicated`` as in
-      ``route``), and with fewer tokens than the axes of data have indices, all devices do.
+    - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
+      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of
+      data, all devices hold the same tokens.
     - Experts are divided over their axes. Over the tensor axis, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
       repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
