@@ -1,8 +1,8 @@
 """Compute the experts of a rank, SwiGLU over rows grouped by expert, in several ways.
 
 Each candidate is ``experts(rows [C, H], w_in [L, H, 2, I], w_out [L, I, H], sizes [L]) -> [C, H]``,
-differentiable in all but ``sizes``. Rows after the last group are zero, and their results are not
-read.
+and is differentiable in all arguments except ``sizes``. Rows after the last group are zero, and
+their results are not read.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax
 
 
 def fp8_product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Quantize and multiply as training in FP8 does with one micro-batch."""
+    """Quantize and multiply like FP8 training with one micro-batch."""
     return straight_through.dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)
 
 
@@ -150,7 +150,7 @@ def errors(
       found: ``y`` [C, H]; and, for the cotangent ``rows``, ``d_rows``, ``d_w_in``, ``d_w_out``.
 
     Returns:
-      For each of what was found, [2]: sums of squares of the difference and of what is right.
+      For each result, [2]: the sums of squares of the difference and of the right result.
     """
     starts = jnp.cumsum(sizes) - sizes
 

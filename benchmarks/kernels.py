@@ -14,7 +14,7 @@ GPU = "/device:GPU:"
 STREAM = "Stream"  # begins the names of lines of kernels
 MOST_LISTED = 60
 MOST_OF_NAME = 90
-# Kinds by what their kernels' names have; the first that fits.
+# Each kind has words that occur in the names of its kernels. The first kind that fits is used.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
     "our exchange": r"moe_a2a.*(route|dispatch|combine)",

@@ -1,4 +1,4 @@
-"""Time a whole MoE layer, exchange, experts and weighted combine, by ours and by plain JAX.
+"""Time a whole MoE layer (exchange, experts and weighted combine) of this package and of plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
@@ -61,7 +61,7 @@ OF_MOE_MLP = {  # method: of the weights that it gets
 OURS = ("ours", *OF_MOE_MLP)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
-GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
+GROUPED_DOT = "grouped_dot"  # a key of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method that the others are compared with: one that drops the same rows."""
+        """Return the method with which the other methods are compared. It drops the same rows."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -163,7 +163,7 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
 
 
 class Bench:
-    """What the measurements of a shape with one grouped product share."""
+    """The state that all measurements of a shape with one grouped product share."""
 
     def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped
@@ -195,7 +195,8 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of the layer by a method, whose results must be those of the first."""
+        """Return the case of the layer by a method, whose results must equal those of the first
+        method."""
         layer = self.layer(method)
         of_rank = functools.partial(prepared, method)
         prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights
@@ -269,8 +270,8 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program, on what the check of its case returns; the tie of
-        repetitions is some 1 % of them, and stays."""
+        """Return the job of a program. Its arguments are the results of the check of its case. The
+        time of the tie is included; it is about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
@@ -315,7 +316,8 @@ def with_adapters(w_in: Any, w_out: Any) -> ma.Experts:
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Draw normal tokens, and experts that keep their size; all ranks, each on its device.
+    """Draw normal tokens, and experts that keep the size of tokens, for all ranks, each on its
+    device.
 
     Returns:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2, I] and w_out [R, L, I, H].

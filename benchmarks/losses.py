@@ -4,8 +4,9 @@
     python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
 
 With the same seed all ways have the same initial parameters, text and batches
-(``examples/train_moe.py``), so their losses differ by rounding: first by its size, later because
-rounding errors grow in training and change choices of the router. No row is dropped.
+(``examples/train_moe.py``), so their losses differ only by rounding. At first the difference is the
+size of a rounding error; later rounding errors grow and change choices of the router. No row is
+dropped.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def text() -> bytes:
 
 
 def digest(data: bytes) -> str:
-    """Return the digest of a text, which a record has so that other texts are noticed."""
+    """Return the digest of a text. A record has the digest, so that a different text is
+    detected."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -86,7 +88,8 @@ def smooth(losses: list[float], steps: int = 20) -> np.ndarray:
 
 
 def draw(rows: record.Rows, path: pathlib.Path) -> None:
-    """Plot the losses of the first seed, and how far all are from those of the dense reference."""
+    """Plot the losses of the first seed, and the differences of all losses from the dense
+    reference."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,13 @@
-"""Time MaxText's own train step, with its own MoE layers and with those of ``enable``.
+"""Time MaxText's train step, with MaxText's MoE layers and with those of ``enable``.
 
     python -m benchmarks.maxtext --out maxtext.json               on this machine's GPUs
     python -m benchmarks.maxtext --geometries qwen3 --settings enable fsdp_tokamax
     python -m benchmarks.maxtext --tiny --ranks 4                 on virtual CPU devices
 
 MaxText and the packages that it imports must be on Python's path. Each setting of a geometry runs
-in a process of its own with a time limit. An error, a lack of memory or a deadlock therefore ends
+in a separate process with a time limit. An error, a lack of memory or a deadlock therefore ends
 only this setting, and its row has the error. All settings of a geometry start from the same seed
-and see the same batch in each step. The record has the options of MaxText behind each row.
+and see the same batch in each step. The record has MaxText's options for each row.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # one of this process would reserve the memory of the GPUs
+            if head:  # a head made in this process would reserve the memory of the GPUs
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the head of a record and a row, from a process for one setting."""
+    """Return the head of a record and a row, which a process measures for one setting."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")
@@ -200,8 +200,7 @@ def measure_one(args: argparse.Namespace) -> int:
 
 
 def tuning_of_tokamax(setting: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which tokamax times its products to choose their options, if the setting
-    is a tuned one."""
+    """Return a context in which tokamax tunes its products, if the setting asks for tuning."""
     if not setting.endswith("_tuned"):
         return contextlib.nullcontext()
     import tokamax

@@ -1,8 +1,8 @@
-"""Make MaxText's own training program, of an installed MaxText of any supported version.
+"""Make the training program of an installed MaxText of any supported version.
 
-Configuration, model, optimizer, synthetic data and train step are MaxText's. Modules of clouds and
-of data sets, which such a program imports and never calls, are replaced by empty modules where
-they are not installed.
+Configuration, model, optimizer, synthetic data and train step are MaxText's. The program imports
+modules for clouds and data sets, but never calls them. Empty modules replace those that are not
+installed.
 """
 
 from __future__ import annotations

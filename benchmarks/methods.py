@@ -5,9 +5,9 @@ arrays.
 method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
 rows and weights.
 
-The plain ones are written as a careful JAX user would: no scatter of rows, forward or backward.
-Rows move by gathers, each with a gather as its transpose, through the two directions of one
-permutation. They take the ids to be valid, which ours does not.
+The methods in plain JAX are written as a careful JAX user would write them, without scattering
+rows, forward or backward. Rows move by gathers whose transposes are gathers, along the two
+directions of one permutation. These methods assume that ids are valid; this package does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Dispatched(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to exchange. ``route`` is None if routing is not a step of its own."""
+    """A way to exchange. ``route`` is None if routing is not a separate step."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
     """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
@@ -101,7 +101,8 @@ def local(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Gather all tokens on every rank, keep those of its experts, and psum_scatter the sums."""
+    """Gather all tokens on every rank, keep the tokens of the rank's experts, and psum_scatter the
+    sums."""
     axis, method = group.axis_name, local(workload, group)
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
@@ -160,7 +161,8 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     local_experts = setting.experts // ranks
 
     def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
-        """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, of ``length`` places."""
+        """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, which has ``length``
+        places."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates
@@ -232,9 +234,8 @@ def sort_by_key(
     """Sort stably by key; a key of ``num_keys`` or more belongs to no group.
 
     Returns:
-      order int32 [length]: which entry stands at a place, -1 after the last group.
-      place int32 [N]: the place of an entry, -1 if it has none.
-      sizes int32 [num_keys].
+      order int32 [length]: the entry at each place, -1 after the last group. place int32 [N]: the
+      place of each entry, -1 if the entry has no place. sizes int32 [num_keys].
     """
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

@@ -5,17 +5,17 @@
     python -m benchmarks.model --rows 4096 512 2048 --routing uniform learned --micro-batches 1 8
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
-A step is forward, gradients, clipping and AdamW. ``slices.py`` has the models, ``slice_layers.py``
-the MoE layers. Only the MoE layer differs between methods. ``--rows`` are rows per expert of a
-micro-batch, from which the tokens of a rank follow. With ``uniform`` routing the choices are given,
-and every expert is equally likely; with ``learned`` the router chooses, after ``--train`` steps.
-The first setting is measured for all geometries; then one of rows, routing and micro-batches is
-changed at a time.
+A step is forward, gradients, clipping and AdamW. ``slices.py`` has the models, and
+``slice_layers.py`` has the MoE layers. The methods differ only in the MoE layer. ``--rows`` is the
+number of rows per expert of a micro-batch, which determines the tokens of a rank. With ``uniform``
+routing the choices are inputs, and every expert is equally likely. With ``learned`` routing the
+router chooses, after ``--train`` steps. The first setting is measured for all geometries. Later
+settings change only one of rows, routing and micro-batches.
 
-The losses of the first steps of every method, from the same state with the same batches, must be
-those of the reference. Then the methods take turns in random order, and pass one state on, whose
-weights stay as they are. The programs of the next setting compile while losses are compared, but
-not while steps are timed. The record is written after each turn.
+From the same state and with the same batches, every method must have the first losses of the
+reference. Then the methods take turns in random order. They share one state, whose weights do not
+change. The programs of the next setting compile while losses are compared, but not while steps are
+timed. The record is written after each turn.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ RATE = 3e-4
 CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
-COMPILE_SECONDS = 240  # at most, for all programs of a setting
+COMPILE_SECONDS = 240  # limit for all programs of a setting
 TURNS_SECONDS = 90  # for all turns of a setting, but three turns at least
-ROOM_GIB = 12  # of a GPU, with which the compiler tries products out
+ROOM_GIB = 12  # memory in which the compiler tries products out
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_exact(method: str) -> bool:
-    """Return True if a method neither rounds to FP8, nor may drop rows, nor is a bound."""
+    """Return True if a method does not round to FP8, cannot drop rows, and is not a bound."""
     return LAYERS[method].tolerance == EXACT
 
 
@@ -206,7 +206,7 @@ class Bench:
         return self.run.pool.submit(lowered.compile)
 
     def wait(self) -> None:
-        """Wait until all programs are compiled, and leave out those that failed."""
+        """Wait until all programs are compiled, and remove the methods whose programs failed."""
         if self.futures:
             say(f"{self.step}: {self.g.layers} layers, {self.tokens} tokens a rank; compiling")
         futures, self.futures = self.futures, {}
@@ -222,8 +222,8 @@ class Bench:
         return not stats or max(peaks, default=0) + ROOM_GIB < stats["bytes_limit"] / 2**30
 
     def measure(self, following: Bench | None) -> None:
-        """Compare the losses of all methods, then time those whose losses are right; wait between
-        the two for the programs of the following setting, if they are being compiled."""
+        """Compare the losses of all methods, then time the methods whose losses are right. In
+        between, wait for the programs of the next setting, if they are being compiled."""
         say(f"{self.step}: comparing losses")
         _, *more = self.placed
         put = lambda a, sharding: None if a is None else jax.device_put(a, sharding)
@@ -291,7 +291,7 @@ class Bench:
         )
 
     def memory(self, method: str, program: Any) -> dict[str, float]:
-        """Return GiB of a GPU: what XLA plans for the program, and our workspace."""
+        """Return the GiB of a GPU that XLA plans for the program, plus our workspace."""
         stats, g = program.memory_analysis(), self.g
         used = stats.argument_size_in_bytes + stats.output_size_in_bytes
         used += stats.temp_size_in_bytes - stats.alias_size_in_bytes
@@ -326,7 +326,7 @@ class Bench:
             say(runs.in_words(row) + f"  {row['tokens_per_s']:,.0f} tokens/s, {row['mfu']:.1%} MFU")
 
     def sampler(self, program: Any) -> Callable[[], float]:
-        """Return what samples the microseconds of a step."""
+        """Return a function that samples the microseconds of a step."""
 
         def seconds(number: int) -> float:
             start = time.perf_counter()
@@ -346,7 +346,7 @@ class Bench:
         return sample_us
 
     def figures(self, row: dict[str, Any], bound: dict[str, Any] | None) -> dict[str, Any]:
-        """Return what follows from the time of a step."""
+        """Return the figures that follow from the time of a step."""
         seconds, layer = row["us"] / 1e6, LAYERS[row["method"]]
         everything, of_experts = slices.flops(self.g, self.length)
         tokens_per_s = self.tokens * self.step.micro_batches / seconds

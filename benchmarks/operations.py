@@ -1,4 +1,4 @@
-"""Make the operations that are timed from a method, and check that the method is right."""
+"""Make the timed operations of a method, and check that the method's results are right."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum. A format keeps
-# fewer of a number.
+# bfloat16 has 8 bits; a method may round the partial sums of each rank, and their sum. A format has
+# fewer bits.
 TOLERANCE = 1e-2
 FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
-    """Return x, by dispatch and combine: experts return their rows, and weights sum to 1."""
+    """Return x after a dispatch and a combine. Experts return their rows, and weights sum to 1."""
     dispatched = method.dispatch(x, ids, weights)
     return method.combine(method.decode(dispatched.rows), dispatched.state)
 
@@ -53,7 +53,7 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 def prepare(
     method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """Return a function of one rank that runs once what the operations need, and the operations.
+    """Return the operations, and a function of one rank that computes their inputs once.
 
     The function takes (x, ids, weights) and must be traced before the operations are. It returns
     the results and their errors (``errors``, for ``check``).
@@ -117,7 +117,7 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    # Without a routing of its own, each part of a method reads other integers.
+    # If a method has no separate routing, each of its operations reads different integers.
     tied_axes = 2 if method.route is not None else None
     return run_once, [
         Operation(*op, *makers[op], tied_axes) for op in STANDARD if op in ops and op in makers
@@ -132,14 +132,14 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """Return the dispatches and combines that an operation is made of: each crosses the links."""
+    """Return the dispatches and combines of an operation. Each of them crosses the links."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that leave the rank that sends the most."""
-    # A combine sends the rows of its dispatch, the other way.
+    """Return the bytes of token rows that the busiest sender sends."""
+    # A combine sends the rows of its dispatch in the other direction.
     sent = dict(dispatch=workload.leaving_bytes, combine=workload.entering_bytes)
     return sum(sent[part] for part in parts(op))
 
@@ -151,7 +151,7 @@ def relative_error(squares: Any) -> float:
 
 
 def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Check results by the ``squares`` of each.
+    """Check results by their ``squares``.
 
     Raises:
       AssertionError: if an error is too large.
@@ -172,7 +172,7 @@ def _are_equal(a: Any, b: Any) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Check what the function of ``prepare`` returned, for all ranks.
+    """Check the results of the function of ``prepare``, for all ranks.
 
     The experts return their rows and the cotangent is x, so the output and its gradient are x, and
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.

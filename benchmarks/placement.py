@@ -1,9 +1,10 @@
 """Simulate the load of ranks with a planned placement: ``python -m benchmarks.placement``.
 
-It needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``, where the
-popularity ``b`` of the experts is normal with a sigma (benchmarks/workload.py). A plan is made from
-one batch, and measured on the next ones, which have the same popularity. At the end it prints the
-times of layers with these loads, calculated from measured rates: the table of docs/placement.md.
+The simulation needs no GPU. The experts of a token are the largest ``top_k`` of ``b + Gumbel``,
+where the popularity ``b`` of the experts is normal with a sigma (benchmarks/workload.py). A plan is
+made from one batch, and measured on later batches, which have the same popularity. At the end the
+program prints the table of docs/placement.md: the times of layers with these loads, calculated from
+measured rates.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> int:
 
 def table(rows: list[records.Row]) -> Iterator[str]:
     """Yield the lines of the table of calculated layers, from the rows of a record."""
-    yield "| ranks, σ | no plan | home form | of it the fetch | pays from, tokens per rank |"
+    yield "| ranks, σ | no plan | home form | its fetch | pays from, tokens per rank |"
     yield "| --- | --- | --- | --- | --- |"
     loads = {(r["ranks"], r["sigma"], r["method"]): r["load"][0] for r in rows}
     for row in rows:
@@ -89,8 +90,9 @@ def fetch_us(experts: int) -> float:
 
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
-    """Yield the row of each method: the load of the fullest rank over the mean, and the dropped
-    share of rows at a capacity factor, each the mean and the largest of the batches."""
+    """Yield the row of each method. A row has the load of the fullest rank relative to the mean,
+    and the share of rows that a capacity factor drops; of each, the mean and the largest value of
+    the batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]

@@ -1,20 +1,20 @@
-"""Time the experts of a rank, and only their grouped matrix products, with each implementation.
+"""Time the experts of a rank, and their grouped matrix products alone, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --out FILE       writes the record there
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
                                                    experts of models, with so many rows for each
 
-Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
-one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
-experts; or a few rows, as in decode. Every result is compared with plain products of the first
-and the last group before it is timed. With --models, experts are the fused ones of `ma.moe_mlp`,
-all with SwiGLU and without biases, and their six products are timed alone, too. FP8 experts
-quantize rows and weights; products in FP8 are timed without this. cuBLASLt is a method if the
-library that JAX has loaded, or the one at --cublas-lt, has grouped products.
+Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
+experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts; or a few
+rows, as in decoding. Every result is compared with plain products of the first and the last group
+before it is timed. With --models, the experts are the fused experts of `ma.moe_mlp`, with SwiGLU
+and without biases, and their six products are also timed alone. FP8 experts quantize rows and
+weights; the times of products in FP8 do not include quantization. cuBLASLt is a method if the
+library that JAX has loaded, or the library at --cublas-lt, has grouped products.
 
-A figure is a median over samples, which all implementations of a product take in turns, because a
-GPU's clock falls while it is hot.
+A figure is a median over samples. All implementations of a product take samples in turns, because a
+GPU's clock falls when the GPU is hot.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# More rows of each expert, which need another tile or two, nearly empty.
+# More rows of each expert, which need one or two more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
@@ -113,7 +113,7 @@ def of_model(name: str, rows: int, sizes: str) -> list[Setting]:
 
 
 def is_of_experts(setting: Setting) -> bool:
-    """Return True if its operations are those of experts, False if those of a product."""
+    """Return True for operations of experts, and False for operations of a product."""
     return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
 
 
@@ -168,8 +168,7 @@ class Work(NamedTuple):
     flops: dict[str, int]
     weights: tuple[Any, ...]
     in_fp8: Callable[[str], tuple[Any, ...]] | None = None
-    """Takes the name of an operation; returns the operands of ``grouped_dot`` in FP8, if there are
-    ones."""
+    """Takes the name of an operation; returns the operands of ``grouped_dot`` in FP8, or None."""
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -215,10 +214,10 @@ def one_product(setting: Setting) -> Work:
 
 
 def experts(setting: Setting) -> Work:
-    """Make the work of two products with SwiGLU between them, alone or with all gradients."""
+    """Make the work of two products with SwiGLU between them, without or with all gradients."""
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
-    # A size that leaves what follows near 1, where SwiGLU is not linear.
+    # Weights of this size keep the pre-activations near 1, where SwiGLU is not linear.
     w_in = normal(2, setting.groups, setting.k, 2, setting.n // 2) * setting.k**-0.5
     w_out = normal(3, setting.groups, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)

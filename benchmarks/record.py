@@ -97,17 +97,19 @@ OLD_ROWS = dict(
 
 
 def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) -> Found | None:
-    """Return the newest record of a sweep ("" for the standard settings), with its rows alone.
+    """Return the newest record of a sweep ("" for the standard settings), with only the rows of the
+    sweep.
 
-    It has as many ranks as asked for, or the most. Return None if no record has such rows.
+    The record has the requested number of ranks, or otherwise the largest number. Return None if no
+    record has such rows.
     """
     found = (f for f in all_of(sweep, folder) if ranks in (None, f.record["ranks"]))
     return next(found, None)
 
 
 def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
-    """Return all records of a sweep, with its rows alone: those of most ranks, and then the newest,
-    first."""
+    """Return all records of a sweep, with only the rows of the sweep. Records of more ranks come
+    first, and then newer records."""
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read(path)
@@ -119,7 +121,7 @@ def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
-    """Return an entry of the first row with these other entries; None if there is no such row."""
+    """Return an entry of the first row that has the other entries, or None if no row has them."""
     return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
 
 
@@ -132,7 +134,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def write(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Write the record, one row a line."""
+    """Write the record, with one row per line."""
     head = {key: value for key, value in record.items() if key != "rows"}
     rows = ",\n".join("    " + json.dumps(row) for row in record["rows"])
     text = json.dumps(head, indent=2)

@@ -3,8 +3,8 @@
     python -m benchmarks.report                     README.md and docs/performance.md, with plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-The first form is for a new record in ``results/``: it writes the parts of both documents between
-their marks, from the newest record with the most GPUs of each sweep.
+Use the first form after a new record in ``results/``. It rewrites the marked parts of both
+documents, from the newest record with the most GPUs of each sweep.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
 TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
+LOG_FROM = 20  # a scale is logarithmic from this ratio of largest to smallest value on
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
     dict(op="round_trip", includes_route=True, method=method)
     for method in ("ours", "all_gather", "dense", "ragged")
 )
-# By column: the entries of the row with its figure, and the name of the figure.
+# For each column: the entries of the row that has its figure, and the name of the figure.
 SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
 SUMMARY |= {"`ragged_all_to_all`": RAGGED, "this package": OURS}
 SUMMARY |= {"link limit": dict(OURS, name="wire_us")}
@@ -78,7 +78,7 @@ STEP_METHODS = {  # the MoE layers of whole steps, in words
     "local": "*bound: no exchange*",
     "none": "*bound: no MoE layer*",
 }
-METHODS = {  # what plots call the methods of other sweeps
+METHODS = {  # names in plots of other sweeps
     "ours": "this package",
     "moe_mlp": "this package",
     "moe_mlp_fp8": "this package, experts in FP8",
@@ -158,7 +158,8 @@ def ms(us: float | None) -> str:
 
 
 def main_steps(rows: Rows) -> list[Row]:
-    """Return the rows of whole steps with the most rows per expert, uniform, in one batch."""
+    """Return the rows of whole steps with the most rows per expert, uniform routing and one
+    micro-batch."""
     most = max(row["rows"] for row in rows)
     main = dict(rows=most, routing="uniform", micro_batches=1)
     return [row for row in rows if main.items() <= row.items()]
@@ -171,8 +172,8 @@ def of_method(rows: Rows) -> dict[str, list[Row]]:
 
 
 def steps_in_short(folder: pathlib.Path) -> str:
-    """Return a table of whole steps on the most GPUs, a column for each model, and the plot of the
-    first ones, for README."""
+    """Return a table of whole steps on the most GPUs, with a column for each model, and the plot of
+    the first models, for README."""
     found = records.all_of(STEPS)
     most = [f for f in found if f.record["ranks"] == found[0].record["ranks"]][::-1]
     if not most:
@@ -230,7 +231,7 @@ def steps_of(rows: Rows) -> list[str]:
 
 
 def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
-    """Return the table of the standard settings, and what it is from."""
+    """Return the table of the standard settings, and the source of its figures."""
     found = records.newest("")
     assert found is not None, "no record"
     rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
@@ -252,7 +253,7 @@ def machine(record: Row) -> str:
 
 
 def of_main_size(rows: Rows) -> list[Row]:
-    """Return the rows of the sizes that have most of them."""
+    """Return the rows of the most frequent sizes."""
     size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
     return max(grouped(rows, size).values(), key=len)
 
@@ -267,7 +268,7 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return a row whose operation says if it lacks the routing that others include."""
+    """Return a row whose operation says if it does not include routing."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 

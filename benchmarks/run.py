@@ -1,4 +1,4 @@
-"""Share what all benchmarks need: options, devices, the record, and programs that are timed.
+"""Provide what all benchmarks need: options, devices, the record, and timed programs.
 
 The benchmarks import JAX first and choose its devices afterwards, because JAX reads the environment
 only when a program asks for devices.
@@ -29,10 +29,10 @@ from . import timing, wire
 from .report import plot, tables
 
 QUICK_SAMPLES = 3
-QUICK_SECONDS = 0.008  # of a sample: enough to see that it runs; figures scatter by 15 %
+QUICK_SECONDS = 0.008  # duration of a sample; figures then vary by 15 %
 CPU_RANKS = 8
 MAX_THREADS = 32
-TIMEOUT_SECONDS = 10.0  # of a wait in a kernel
+TIMEOUT_SECONDS = 10.0  # limit of a wait in a kernel
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
 Row = dict[str, Any]
 
@@ -82,7 +82,7 @@ def set_platform(ranks: int | None) -> int:
 
 
 class Program(NamedTuple):
-    """A future program of several repetitions, or of one whose results are needed."""
+    """A future program of several repetitions, or of one repetition whose results are needed."""
 
     compiling: concurrent.futures.Future
     reps: int
@@ -102,7 +102,8 @@ class Job(NamedTuple):
     args: Callable[[Any], tuple[Any, ...]]
     """Makes its arguments from the result of the case's check."""
     row: Callable[[timing.Timing, int], Row | None]
-    """Makes a row from the time of a repetition and the number of them; None leaves it out."""
+    """Makes a row from the time of a repetition and the number of repetitions; None makes no
+    row."""
 
 
 class Case(NamedTuple):
@@ -113,12 +114,12 @@ class Case(NamedTuple):
     """Raises if a result is wrong."""
     jobs: Sequence[Job]
     group: ma.Group | None = None
-    """Its errors are failures of the jobs. It is closed after a failure."""
+    """The errors of the group are failures of the jobs. The group is closed after a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What all measurements of a run share, and their results."""
+    """The state that all measurements of a run share, and their results."""
 
     mesh: Mesh
     record: dict[str, Any]
@@ -166,8 +167,8 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
-        """Note a failure of the body in the record, close its group, and go on, because the other
-        figures stand."""
+        """Write a failure of the body to the record, close its group, and continue, because the
+        other figures are still valid."""
         try:
             yield
         except Exception as error:
@@ -189,8 +190,8 @@ class Run:
         return self.compiling[-1]
 
     def wait(self) -> None:
-        """Wait for the compiler, which takes the cores of the threads that launch, and tries
-        products out on the same GPUs."""
+        """Wait for the compiler, because it uses the cores of the launching threads, and tunes
+        products on the same GPUs."""
         concurrent.futures.wait(self.compiling)
         self.compiling.clear()
 
@@ -243,13 +244,13 @@ class Run:
         )
 
     def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
-        """Return the time of a repetition, and how many the timed program has."""
+        """Return the time of a repetition, and the number of repetitions of the timed program."""
         sample_us, reps = self.sampler(program, *args)
         return timing.Timing.of([sample_us() for _ in range(self.samples)]), reps
 
     def sampler(self, program: Program, *args: Any) -> tuple[Callable[[], float], int]:
-        """Return what samples the microseconds of a repetition, and the number of repetitions: one
-        if XLA has merged some of several."""
+        """Return a function that samples the microseconds of a repetition, and the number of
+        repetitions. The number is 1 if XLA has merged repetitions."""
         self.check_time()
         compiled, reps = program.compiling.result(), program.reps
         try:

@@ -1,7 +1,7 @@
 """Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
 
-Each is ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of a rank and its ``Experts``, and
-returns the sums [T, H] and the number of dropped choices.
+Each layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of one rank's
+arrays and ``Experts``. It returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ ALONE = "self"  # the axis of one rank
 
 
 class Layer(NamedTuple):
-    """A MoE layer, and what is compared with it."""
+    """A MoE layer, and how it is compared."""
 
     make: Callable[[Workload], MoE]
     """Makes it from the sizes."""
     tolerance: float | None = EXACT
-    """By how much its first losses may differ from those of the reference; None for a bound, which
-    computes something else."""
+    """The largest difference of its first losses from those of the reference. None for a bound,
+    which computes something else."""
     has_our_products: bool = True
-    """The time above the bound without an exchange is then that of the exchange."""
+    """If True, the time above the bound without an exchange is the time of the exchange."""
     quantize: Callable[[Any], Any] | None = None
     """For several micro-batches: ``slices.Model.quantize``."""
 
@@ -70,8 +70,8 @@ def local(workload: Workload) -> MoE:
 def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
     """Return the outputs of experts by a grouped product.
 
-    Biases are products with the one-hot expert of each row, because their gradients are products,
-    too. Rows after the last group are zeroed then, because they may be NaN.
+    Biases are products with the one-hot expert of each row, so that their gradients are also
+    products. Rows after the last group are zeroed before, because they may be NaN.
     """
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)

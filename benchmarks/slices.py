@@ -1,11 +1,11 @@
 """Define slices of real MoE models, and a training step of one around any MoE layer.
 
-A slice has the widths of its model, fewer layers, and a vocabulary that is reduced in proportion.
-Layers are RMSNorm, causal attention with RoPE, and a router with its MoE layer, in a scan with
-rematerialization. Weights and the two moments of AdamW are float32. A step casts the weights to
-bfloat16 once, and computes in it. The batch, the dense weights (as FSDP) and the experts are
-divided over the ranks. Attention has neither the windows nor the sinks and biases of GPT-OSS, and
-routers are softmax over the chosen experts.
+A slice has the widths of its model, fewer layers, and a vocabulary that is reduced in proportion. A
+layer has RMSNorm, causal attention with RoPE, and a router with its MoE layer. The layers run in a
+scan with rematerialization. Weights and the two moments of AdamW are float32. A step casts the
+weights to bfloat16 once, and computes in bfloat16. The batch, the dense weights (as in FSDP) and
+the experts are divided over the ranks. Attention does not have the windows, sinks and biases of
+GPT-OSS. Router weights are a softmax over the chosen experts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NOISE = 0.1  # share of the tokens that do not follow from the one before
 IN_F32 = ("norm", "router")  # weights with these words in their names are not cast
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
-"""Maps a rank's x [T, H], ids and weights [T, K], and ``Experts`` to sums [T, H] and the number of
-choices that the rank dropped."""
+"""A function of a rank's x [T, H], ids and weights [T, K], and ``Experts``. It returns sums [T, H]
+and the number of choices that the rank dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ GEOMETRIES = {
 
 
 def tiny(g: Geometry) -> Geometry:
-    """Return the same form in a size for CPUs."""
+    """Return the same geometry in a size for CPUs."""
     return dataclasses.replace(
         g,
         **dict(hidden=128, heads=4, kv_heads=max(1, 4 * g.kv_heads // g.heads), head=32),
@@ -162,8 +162,8 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the operations of a token, forward and backward, without those of rematerialization:
-    all of them, and those of the routed experts."""
+    """Return the operations of a token, forward and backward, without rematerialization: the number
+    of all operations, and of those of the routed experts."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -176,7 +176,7 @@ def flops(g: Geometry, length: int) -> tuple[int, int]:
 
 
 def batches(g: Geometry, shape: tuple[int, ...], number: int) -> np.ndarray:
-    """Return tokens [number, *shape], most of which follow from the one before."""
+    """Return tokens [number, *shape]. Most tokens follow from the previous token."""
     rng = np.random.default_rng(0)
     follows = rng.permutation(g.vocabulary)
     tokens = rng.integers(0, g.vocabulary, (number, *shape), np.int32)
@@ -223,7 +223,7 @@ class Model:
     attention: str
     """The implementation of ``jax.nn.dot_product_attention``."""
     quantize: Callable[[Any], Any] | None = None
-    """Returns w_in or w_out of all layers in FP8, once in a step; ``moe`` reads them then."""
+    """Returns w_in or w_out of all layers in FP8, once per step. ``moe`` then reads the result."""
 
     def everywhere(self, w: jax.Array) -> jax.Array:
         """Gather a dense weight on all ranks, as FSDP does."""
@@ -326,8 +326,8 @@ class Model:
         return nats + router.sum(), (nats, dropped.sum(), counts)
 
     def gradients(self, params: Any, tokens: jax.Array, given: Any) -> Any:
-        """Return gradients, averaged over micro-batches tokens [M, B, S + 1], and what ``loss``
-        returns with its value."""
+        """Return the gradients, averaged over the micro-batches of tokens [M, B, S + 1], and the
+        results of ``loss``."""
         cast = lambda path, p: p if any(w in str(path[-1]) for w in IN_F32) else p.astype(BF16)
         compute = jax.tree.map_with_path(cast, params)
         layers, quantized = compute["layers"], None

@@ -1,8 +1,8 @@
 """Time a whole MoE layer by its stages, as ``python -m benchmarks.layer --stages`` does.
 
-Forward, each stage runs alone on the arrays of the layer, and then ``ma.moe_mlp`` and ``ma.moe``,
-which have all of them. The router and the layer also run with gradients. Decode is ``ma.moe`` in a
-program of several layers with residuals, whose statistics are not read.
+In the forward pass, each stage runs alone on the arrays of the layer. Then ``ma.moe_mlp`` and
+``ma.moe`` run, which have all stages. The router and the layer also run with gradients. Decode is a
+program of several layers of ``ma.moe`` with residuals, whose statistics are not read.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Layer:
             )
 
     def start_stages(self, start: Callable[..., None]) -> None:
-        """Start the stages alone, and those of the whole layer."""
+        """Start the programs of single stages, and of the whole layer."""
         router, weights = self.params["router"], self.params["experts"]
         options: dict[str, Any] = dict(group="ep", num_experts=self.experts)
 
@@ -235,7 +235,7 @@ def loop(
     cannot know."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
-        # Without the barriers, XLA would move work out of the loop, or leave results out.
+        # Without the barriers, XLA would move work out of the loop, or not compute some results.
         now, place = lax.optimization_barrier((args, place))
         return add(place, lax.optimization_barrier(jax.tree.leaves(step(*now))))
 

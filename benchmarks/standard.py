@@ -7,9 +7,10 @@
     python -m benchmarks --sweep formats           token formats
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
 
-The same run times plain JAX and the limit of the links. It writes a JSON record and a plot to
-benchmarks/results/. Without a GPU it runs small sizes on virtual CPU devices, which shows that it
-runs; such figures mean nothing and are written only if --out names a path.
+The same run times plain JAX and the link limit. It writes a JSON record and a plot to
+benchmarks/results/. Without a GPU it runs small sizes on virtual CPU devices, which only checks
+that the program works. Figures of such a run mean nothing and are written only if --out names a
+path.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
-# ragged_all_to_all takes 10 to 100 times the link limit: only where it says something.
+# ragged_all_to_all takes 10 to 100 times the link limit, so it runs only in a few settings.
 RAGGED_TOKENS = (128, 4096)
-# Sizes that stand for all others of a sweep: throughput hardly depends on the size.
+# These sizes represent all sizes of a sweep, because throughput hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
 SAMPLES = 7
 
@@ -67,7 +68,8 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
 
 
 def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
-    """Return the methods for a setting, ours first, because the others are compared with it."""
+    """Return the methods for a setting. Ours is first, because the other methods are compared with
+    it."""
     wanted = args.methods or (QUICK_METHODS if args.quick else METHODS)
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     if not on_gpu or (is_pointless and args.methods is None):  # XLA:CPU does not have it
@@ -76,7 +78,7 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the link limit, or None, and say why, if it is not known."""
+    """Return the link limit. If it is not known, print why and return None."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
@@ -88,7 +90,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
-    """Return plans; those of a batch are compiled together."""
+    """Return batches of plans. The plans of a batch are compiled together."""
     if args.sweep:
         return [sweeps.plans(name, ranks, on_gpu, args.quick) for name in args.sweep]
     options = tuple({"num_sms": num_sms} if num_sms else {} for num_sms in args.num_sms or [None])

@@ -1,4 +1,4 @@
-"""Run plans: compile their programs at the same time, check what they compute, time them."""
+"""Run plans: compile their programs at the same time, check their results, and time them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# Share of a measured time; a tie by itself takes as long as in a program, or longer.
+# Share of a measured time. A tie in a program without steps takes as long as in other programs, or
+# longer.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Up to the first number, only launching takes time.
+# Elements of the largest tied array. Up to the first number, a tie takes only the time of its
+# launch.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# The expected time of a repetition: microseconds, plus this many times the link limit. The third
-# number limits the repetitions, because XLA takes long to compile those of plain JAX.
+# The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
+# number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),
@@ -224,8 +226,8 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 def case_of(
     run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
 ) -> Case:
-    """Return the case of a variant; ``reference`` gets the rows that the others are checked with,
-    which come first."""
+    """Return the case of a variant. The first variant stores its rows in ``reference``, and the
+    other variants are compared with them."""
 
     def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
@@ -297,7 +299,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the SMs that an operation may use: the most of any of its exchanges."""
+    """Return the SMs that an operation may use: the largest number of its exchanges."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)
@@ -309,9 +311,10 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
 
 
 def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
-    """Return the least time of the busiest link and memory, and the greater of the two.
+    """Return the smallest possible times of the busiest link and of the busiest memory, and the
+    larger of the two.
 
-    For a dispatch and a combine, one after the other, it is the sum of both.
+    For a dispatch followed by a combine, each time is the sum of both.
     """
     parts = operations.parts(op)
     one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)

@@ -1,6 +1,6 @@
-"""List what is measured: the standard settings, and sweeps that vary one thing each.
+"""List the standard settings, and the sweeps, each of which varies one parameter.
 
-Sweeps have fewer samples and shorter programs than the standard settings: some 15 seconds each.
+Sweeps have fewer samples and shorter programs than the standard settings, about 15 seconds each.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any,
 
 
 def formats(name: str) -> list[dict[str, Any]]:
-    """Return tokens in a format, by what arrives, and sums in it."""
+    """Return cases of tokens in a format, whose rows arrive quantized or decoded, and of sums in
+    the format."""
     found = ("rows", "decoded", "sums") if name else ("",)
     return [dict(format=name, formatted=formatted) for formatted in found]
 
@@ -79,7 +80,7 @@ def of_budgets(setting: Setting) -> dict[str, Any]:
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
 
 
-SWEEPS: dict[str, Sweep] = dict(  # what says most first
+SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
     tokens=Sweep(
         by("tokens"),
         (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),

@@ -24,7 +24,7 @@ from .kernels import KINDS, kind_of, launches_of
 
 SIZES = dict(hidden=2048, expert_hidden=768, experts=128, top_k=8, tokens=4096)
 COLORS = dict(zip(KINDS, ("C1", "C2", "C3", "C4", "C0", "C5", "C7", "C9")))
-LABELLED = 0.03  # share of the width from which a bar has a name
+LABELLED = 0.03  # a bar of at least this share of the width has a name
 
 
 class Launch(NamedTuple):

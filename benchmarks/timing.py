@@ -1,15 +1,17 @@
 """Measure the device time of an operation as XLA runs it inside one jitted program.
 
-The operation is repeated in the program, and each repetition needs a result of the one before, so
-that none is merged with another, dropped or run at the same time. The program runs several times in
-a row without waiting, once a few times and once more often: the difference of the two wall-clock
-times, over repetitions, is time on the device. What it takes to start the first program and to hear
-of the end of the last one, half a millisecond or more, is in both and drops out.
+The operation is repeated in the program, and each repetition needs a result of the previous
+repetition, so that XLA cannot merge, drop or overlap repetitions. A sample runs the program several
+times in a row without waiting, once a few times and once more often. The difference of the two
+wall-clock times, divided by the difference of repetitions, is the time on the device. The time to
+start the first program and to learn of the end of the last program, half a millisecond or more, is
+in both and cancels.
 
-What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
-integers of the inputs. All of our calls read these; for plain JAX the other inputs wait after an
-``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says
-what one costs. Figures are given with that taken off, and as measured.
+A *tie* is the dependency between repetitions. It is one small kernel, which adds comparisons of the
+results' first elements to integers of the inputs. All of our calls read these integers; for plain
+JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties, over
+arrays of about the same sizes, measures the cost of a tie. Rows have the time without this cost,
+and the measured time.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
 
-# Instructions that move data between devices, in the text of a compiled program. Every timed
-# program has at least one of them.
+# The instructions in the text of a compiled program that move data between devices. Every timed
+# program has at least one of these instructions.
 _OURS = re.compile(r'custom_call_target="moe_a2a_')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -75,7 +77,8 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
         results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    # check_vma finds nothing to refuse here. Without it the collectives transpose without casts.
+    # check_vma would accept this function. Without check_vma, the collectives transpose without
+    # casts.
     mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding)
 
@@ -85,7 +88,7 @@ def chain(
 ) -> Callable[..., list[jax.Array]]:
     """Repeat ``step`` (state, fixed arguments -> results) ``reps`` times on the same state.
 
-    The result is the first element of each of the last results: enough to keep them alive.
+    The result is the first element of each of the last results, which is enough to keep them alive.
     ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
@@ -110,7 +113,8 @@ def chain(
 
 
 def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
-    """Repeat the ties of ``chain`` without its steps, of (tied arrays, stand-ins for results)."""
+    """Repeat the ties of ``chain`` without its steps, for tied arrays and placeholders for
+    results."""
 
     tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
 
@@ -124,7 +128,7 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 
 
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
-    """Return which arrays of a state make each repetition depend on the one before.
+    """Return which arrays of a state make each repetition depend on the previous repetition.
 
     The smallest array of integers with at least so many axes (expert ids, or the slots of a
     routing), which all of our calls read; None: all integers, for programs of which only a part
@@ -141,10 +145,11 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return ``leaves`` unchanged. XLA cannot know that before it has the ``results``.
+    """Return ``leaves`` unchanged. Before XLA has the ``results``, it cannot know that the inputs
+    are unchanged.
 
-    Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
-    reduction.
+    Comparisons of scalars, added to the ``tied`` leaves: XLA compiles the tie to one kernel,
+    without a reduction.
     """
     is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
     never = functools.reduce(operator.or_, is_huge)
@@ -167,8 +172,8 @@ def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PR
 def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     """Check that the program that XLA made still holds ``reps`` repetitions.
 
-    Each has so many ``exchanges`` at least, which are custom calls of ours or collectives; or none,
-    but a kernel at least, and a tie.
+    Each repetition has at least this number of ``exchanges``, which are custom calls of this
+    package or collectives. If the number is 0, each repetition has at least a kernel and a tie.
 
     Raises:
       RuntimeError: if it does not.
@@ -193,8 +198,9 @@ def count_fusions(compiled: Any) -> int:
 
 
 def take_turns(samplers: Mapping[Any, Callable[[], float]], samples: int) -> dict[Any, list[float]]:
-    """Return samples by name, taken by turns, because a GPU's clock falls while it is hot. Each
-    turn has a random order, because the clock also depends on what ran before."""
+    """Return samples by name. The functions take samples in turns, because a GPU's clock falls when
+    the GPU is hot. Each turn has a random order, because the clock also depends on what ran
+    before."""
     taken: dict[Any, list[float]] = {name: [] for name in samplers}
     draw = random.Random(0)
     for _ in range(samples):
@@ -212,8 +218,8 @@ def sampler(
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
-    A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
-    calls took no longer is noise, and is taken again.
+    A sample is ``sample_seconds`` of calls, after a few calls that are not counted. If more calls
+    took no longer than fewer calls, the sample is noise and is repeated.
 
     The function raises:
       RuntimeError: if all samples are noise.

@@ -1,4 +1,4 @@
-"""Measure the link limit with ``wire.cu``, in a process of its own before JAX takes the GPUs."""
+"""Measure the link limit with ``wire.cu``, in a separate process before JAX uses the GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def count_gpus() -> int:
 
 
 def find_nvcc() -> str | None:
-    """Return nvcc on PATH, under CUDA_HOME, or in the folder of toolkits; None without one."""
+    """Return the path of nvcc on PATH, under CUDA_HOME, or in the folder of toolkits, or None."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
 
@@ -77,9 +77,11 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return what plain peer stores take for bytes out of every GPU, by ``measure``.
+    """Return the time that plain peer stores need for bytes out of every GPU, from the results of
+    ``measure``.
 
-    For a size that was not measured, at the rate of the nearest that was. None if none was.
+    For a size that was not measured, use the rate of the nearest measured size. Return None if no
+    size was measured.
     """
     results = (measured or {}).get("results")
     if not results or not num_bytes:
@@ -94,7 +96,7 @@ def local_gb_per_s(measured: dict[str, Any] | None) -> float | None:
 
 
 def in_words(measured: dict[str, Any]) -> str:
-    """Return what ``measure`` returned as sentences."""
+    """Return the results of ``measure`` as sentences."""
     best = max(measured["results"], key=lambda result: result["bytes"])
     return (
         f"Out of each of {measured['gpus']} GPUs at once, evenly to all others: plain stores "

@@ -1,6 +1,6 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-JAX computes nothing here, because the link limit is measured with these bytes before it takes the
+This file does not use JAX, because the link limit is measured with these bytes before JAX uses the
 GPUs.
 """
 
@@ -32,13 +32,14 @@ class Setting:
     """Rank 0 gets this many times its share of the rows (at most all of them). 1: the experts of a
     token are distinct, and all equally likely."""
     capacity: str = "tight"
-    """``"tight"``: rows of the fullest rank, rounded up. ``"worst"``: of every token of every
-    rank. A number in words, ``"1.25"``, is the ``capacity_factor`` of the package."""
+    """``"tight"`` is the rows of the fullest rank, rounded up. ``"worst"`` has room for every token
+    of every rank. A number as text, such as ``"1.25"``, is the ``capacity_factor`` of the
+    package."""
     format: str = ""
     """The name of a token format."""
     formatted: str = ""
-    """With a format: ``"rows"``, which arrive in it; ``"decoded"`` rows; or the ``"sums"`` of
-    combine."""
+    """What is in the format: ``"rows"`` that stay quantized, ``"decoded"`` rows, or the ``"sums"``
+    of combine."""
     sigma: float = 0
     """Some experts are more popular: the log-odds of all experts are normal with this sigma. On 32
     ranks 0.5, 1.1 and 1.7 load the fullest rank as the best, the mean and the worst layer of
@@ -109,7 +110,7 @@ LAYERS = {
 class Workload:
     """A setting and a routing drawn for it; R is the number of ranks.
 
-    Bytes are of token rows; a token crosses to a rank once, and not at all to its own.
+    Bytes count token rows. A token crosses once to each rank, but not to its own rank.
     """
 
     setting: Setting
@@ -126,9 +127,9 @@ class Workload:
     entering_bytes: int
     """Bytes that enter the rank that receives most; combine sends these."""
     memory_bytes: dict[str, int]
-    """For ``"dispatch"`` and ``"combine"``: bytes that the busiest rank's memory reads and writes,
-    with its peers' stores, if each row is touched as rarely as an exchange through landing zones
-    allows."""
+    """For ``"dispatch"`` and ``"combine"``: the bytes that the busiest rank's memory reads and
+    writes, including its peers' stores, if each row is accessed as rarely as an exchange through
+    landing zones allows."""
     fan_out: float
     """To how many ranks a token goes, on average."""
     load: float
@@ -148,7 +149,7 @@ class Workload:
 
 
 def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
-    """Draw a routing: another one for each rank, the same in every run."""
+    """Draw a routing. It differs between ranks, but is the same in every run."""
     ids = _draw_ids(setting, ranks, np.random.default_rng([seed, ranks, *setting.sizes]))
     rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))

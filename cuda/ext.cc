@@ -32,15 +32,15 @@ struct nanobind::detail::type_caster<moe_a2a::Problem> {
 
 namespace {
 
-// Reads the attributes of a call that is being lowered. Returns false if one is missing or has
-// another type.
+// Reads the attributes of a call that is being lowered. Returns false if an attribute is missing or
+// has the wrong type.
 class AttributeReader {
  public:
   explicit AttributeReader(nb::dict attributes) : attributes_(std::move(attributes)) {}
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
-    // Without conversions, because handlers read the type that the lowering emits.
+    // Does not convert, because handlers read the type that the lowering emits.
     if (!attributes_.contains(name)) return false;
     if constexpr (std::is_same_v<T, float>) {  // Python has only double
       double wide;

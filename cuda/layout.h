@@ -30,7 +30,7 @@ namespace moe_a2a {
 
 constexpr int kProtocolVersion = 3;
 constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;                   // of a domain
+constexpr int kMaxRanks = 64;                   // in a domain
 constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring half, source)
 constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
@@ -46,7 +46,7 @@ constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks together
 constexpr int kMaxFusedExperts = 1000;   // per rank; any expert id fits into kSignatureBits
 
-// `choices`: of all ranks together; `local_experts`: per rank.
+// `choices` counts the choices of all ranks together; `local_experts` is per rank.
 constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {
   return num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices &&
          local_experts <= kMaxFusedExperts;
@@ -115,26 +115,27 @@ MOE_A2A_HOST_DEVICE constexpr int64_t half_offset(int ring_half) {
   return kHeaderBytes + ring_half * kHalfStride;
 }
 
-// Bytes from one row of a payload array to the next in a zone.
+// Returns the bytes from one row of a payload array to the next in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
   return round_up(row_bytes, kVectorBytes);
 }
 
-// Bytes of one payload array in a zone.
+// Returns the bytes of one payload array in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row_bytes) {
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Slots that share a flag: one, if there are enough flags. Each flag costs its sender a fence. But
-// with fewer slots per flag, less work remains after the last flag.
+// Returns how many slots share a flag: one, if there are enough flags. Each flag costs its sender a
+// fence, but with fewer slots per flag, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
-// Send items of a dispatch that quantizes. If every slot has a flag of its own, an item is a token,
-// for all its ranks. Otherwise it is a chunk of the slots at one rank; the own rank counts, too.
+// Returns the number of send items of a dispatch that quantizes. If every slot has a separate flag,
+// an item is a token for all its ranks. Otherwise an item is a chunk of the slots at one rank,
+// including this rank.
 MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
   return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
 }

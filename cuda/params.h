@@ -53,7 +53,7 @@ struct RoutingView {
 #define MOE_A2A_FIELD(name) const int32_t* name;
   MOE_A2A_ROUTING_ARRAYS(MOE_A2A_FIELD)
 #undef MOE_A2A_FIELD
-  int32_t num_tokens;  // also the number of slots per source
+  int32_t num_tokens;  // and slots per source
   int32_t top_k;
   int32_t capacity;
 };
@@ -100,21 +100,21 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  // The choice index whose rows are dropped last. The indices after it, modulo top_k, have falling
+  // The choice index whose rows are dropped last. The later indices, modulo top_k, have falling
   // priority. -1: no row can be dropped, because the capacity holds the worst case.
   int32_t first_choice;
   int32_t parts;  // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id that is no expert's
-  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last count is of the tokens for
+  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last number counts the tokens for
   // this rank.
   int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices,
-  // beginning with `first_choice`. Otherwise one count covers all choices.
+  // The number of counts per expert. If rows can be dropped, count i covers the first i + 1 choice
+  // indices, beginning with `first_choice`. Otherwise one count covers all choices.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return first_choice < 0 ? 1 : top_k; }
 };
 
@@ -122,14 +122,14 @@ struct RouteParams {
 struct MovedArray {
   const char* in;
   char* out;
-  int64_t row_bytes;     // of a token; also what lands in a slot
+  int64_t row_bytes;     // bytes of a token, and of its slot
   int64_t choice_bytes;  // of a choice: row_bytes / top_k; 0 if whole rows move
   int64_t zone_offset;
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
 // A weighted dispatch moves one array. For each row it returns weight * row, the inner product of
-// that row and the same row of `rows`, or both.
+// the row and the corresponding row of `rows`, or both.
 struct Weighting {
   ElementType type;
   const float* weights;  // [capacity]; null: no scaled rows
@@ -141,8 +141,8 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
-// The way the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then
-// scales. `in` of the values is the operand. If the destination decodes, their `out` has decoded
+// How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.
+// `in` of the values is the operand. If the destination decodes, `out` of the values has decoded
 // rows.
 struct Encoding {
   TokenFormat format;
@@ -150,12 +150,12 @@ struct Encoding {
   bool decode;
   int32_t num_leaves;
   // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the
-  // scales of tokens travel as the last of the arrays.
+  // scales of tokens travel as the last array.
   float global_scale;
   const float* token_scales;  // [num_tokens], or null
 };
 
-// Bytes of the decoded row of `value_bytes` of values.
+// Returns the bytes of the decoded row of a row with `value_bytes` of values.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
   const int item_bytes = element_bytes(encoding.type);
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
@@ -167,7 +167,7 @@ struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
 
-// Rows of a work item that zeroes rows without a token.
+// Returns the number of rows of a work item that zeroes rows without a token.
 MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t blocks) {
   const uint32_t rows = capacity / (Tuning::kZeroItemsPerBlock * blocks);
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);

@@ -27,11 +27,11 @@ enum class ErrorKind : uint32_t {
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
   kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
-  kStopped = 7     // another rank has failed and its process has the reason; seen: the poison
+  kStopped = 7     // another rank has failed, and its process has the reason; `seen` is the poison
 };
 
-// Poison is the word that a failing rank stores to all ranks. It is never 0. Fields, from the
-// lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
+// The poison is the word that a failing rank stores to all ranks. It is never 0. Its fields are,
+// from the lowest bit: the failing rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
               static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,

@@ -82,15 +82,15 @@ constexpr double rows_per_encoded(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
 }
 
-// The bytes of the values, and of the scales, of a row of `elements` numbers.
+// Return the bytes of the values, and of the scales, of a row of `elements` numbers.
 MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * scale_size(format);
 }
-// A slot of combine holds the values of a row and then its scales: the offset of the scales, and
-// the bytes of both.
+// A slot of combine holds the values of a row and then its scales. These functions return the
+// offset of the scales, and the bytes of values and scales.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

@@ -1,6 +1,5 @@
-// All numbers that were found by measurement. Values that pass the static_asserts next to their
-// uses change times, but not results. One exception: the rounding of a weighted dispatch's inner
-// products depends on the teams.
+// All measured numbers. Values that pass the static_asserts next to their uses change times but not
+// results, except that the rounding of a weighted dispatch's inner products depends on the teams.
 //
 // To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
 // and choose the struct as `Tuning` below. A build is for one architecture, because host and device
@@ -22,14 +21,14 @@ struct Sm90 {
   // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
   // them to the GPU's multiprocessors.
 
-  static constexpr int kDefaultSms = 64;  // "Versions 8 to 10", "Small rows"
-  // "Versions 8 to 10", "Version 11", "Small rows": more blocks are faster with few tokens, or if
-  // the bytes of a rank's rows, times ranks, are few.
+  static constexpr int kDefaultSms = 64;  // "Blocks"
+  // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens, times
+  // the ranks, are few.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewBytes = 128 << 20;
   static constexpr int kFewSms = 128;
-  static constexpr int kWeightedSms = 128;  // "Version 11": a weighted dispatch
-  static constexpr int kFormatSms = 128;    // "Token formats", "Partial sums of combine"
+  static constexpr int kWeightedSms = 128;  // "Blocks": a weighted dispatch
+  static constexpr int kFormatSms = 128;    // "Token formats"
   static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
@@ -41,38 +40,37 @@ struct Sm90 {
 
   // ---- Roles of the blocks of a launch (kernels/grid.h).
 
-  // "Version 11", "Teams": a block's teams double while kTeamsPerItems * teams < kTeamItems *
-  // items; bytes of a row per team.
+  // "Teams": a block's teams double while kTeamsPerItems * teams < kTeamItems * items, and while a
+  // team has more than one item for each kBytesPerTeam bytes of a row.
   static constexpr int kTeamItems = 5, kTeamsPerItems = 7;
   static constexpr int64_t kBytesPerTeam = 2048;
-  // The least teams of a block, for rows of at most kSmallRowBytes and for larger rows.
+  // The smallest number of teams of a block, for rows of at most kSmallRowBytes and for larger
+  // rows.
   static constexpr int64_t kSmallRowBytes = 16 << 10;
   static constexpr int kLeastTeamsSmallRows = 4, kLeastTeamsLargeRows = 2;
-  // All blocks send first if a block has at most this number of send items; otherwise a share of
-  // the blocks does.
+  // All blocks send first if a block has at most this number of send items; otherwise only a share
+  // of the blocks sends.
   static constexpr int64_t kFewItems = 1;         // dispatch
-  static constexpr int64_t kFewItemsCombine = 8;  // "Version 11"
-  // "Version 12", "Senders in dispatch": sending one row takes as long as writing this number of
-  // rows.
+  static constexpr int64_t kFewItemsCombine = 8;  // "Senders"
+  // "Senders": sending one row takes as long as writing this number of rows.
   static constexpr double kRowsPerSent = 3;
   // "Token formats": encoding one token for all its ranks takes as long as writing this number of
   // rows.
   static constexpr double kRowsPerEncodedFp8 = 8, kRowsPerEncodedFp4 = 20;
-  static constexpr double kCombineSenders = 2. / 3;         // "Version 11"
-  static constexpr double kEncodedCombineSenders = 1. / 2;  // "Partial sums of combine"
-  // "Version 12", "Version 13": routed dispatch. A quarter of a block's warps sends a token.
+  static constexpr double kCombineSenders = 2. / 3;         // "Senders"
+  static constexpr double kEncodedCombineSenders = 1. / 2;  // "Token formats"
+  // "Senders": routed dispatch. A quarter of a block's warps sends a token.
   static constexpr double kRoutedSenders = 0.25;
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
   // "Few tokens in one launch": encoding is arithmetic, so the whole block encodes a token.
   static constexpr int kRoutedEncodedTeams = 1;
-  // "Version 11": work items per block that zero rows (approximate).
+  // "Senders": work items per block that zero rows (approximate).
   static constexpr int kZeroItemsPerBlock = 4;
 
   // ---- Inside a kernel.
 
-  // "Version 12", "A bulk copy has a price of its own": the stages through which a warp copies
-  // (device/stream.cuh).
+  // "Copies and sums": the stages through which a warp copies (device/stream.cuh).
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
   static constexpr int kSegmentBytes = 3584;
@@ -84,15 +82,15 @@ struct Sm90 {
   static constexpr int kLoadsOfVectors = 8, kLoadsOfWords = 4;  // device/copy.cuh
   static constexpr int kLoadsOfEncoded = 4;                     // rows in a format
   static constexpr int kLoadsOfPacks = 2;                       // the general sum
-  // "Versions 8 to 10": 16-byte words that a thread sums at a time, if rows are summed through a
+  // "Copies and sums": 16-byte words that a thread sums at a time, if rows are summed through a
   // list.
   static constexpr int kPartWords = 2;
-  static constexpr int kPlanLoads = 4;  // "Version 13", "Planning"
-  // "What was learned": polls of a warp without a pause; then the pause between polls.
+  static constexpr int kPlanLoads = 4;  // "Copies and sums"
+  // "Copies and sums": polls of a warp without a pause, and the pause between later polls.
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
   // Combine sums a row with several weights through the list if a weight covers at least this
-  // number of bytes. (Not in the notes.)
+  // number of bytes. (The notes do not mention this.)
   static constexpr int64_t kLeastListedBytes = 1024;
 
   // ---- The grouped GEMM ("Grouped products").

@@ -141,7 +141,7 @@ def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
     config, block = model.config_and_block()
     generator = torch.Generator().manual_seed(0)
     # In reverse order of names, the router comes before the experts, which differ between versions
-    # of transformers. So all versions have the same router and choose the same experts.
+    # of transformers. All versions then have the same router and choose the same experts.
     for name, values in sorted(block.state_dict().items(), reverse=True):
         # A selection bias changes choices; the other weights keep the size of activations.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
@@ -177,7 +177,7 @@ def original(
 
 
 def by_name(weights: Weights) -> dict[str, Any]:
-    """Return each array of the weights, or of their gradients, by a name of its own."""
+    """Return each array of the weights, or of their gradients, by name."""
     leaves = jax.tree.leaves_with_path(weights)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -42,8 +42,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Read when JAX starts, so it comes before the import. It concerns the CPU only, and a number that
-# you set yourself comes later in the list and wins.
+# JAX reads this when it starts, so it is set before the import. It concerns the CPU only. A number
+# that you set yourself is later in the list and wins.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )

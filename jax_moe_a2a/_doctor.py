@@ -133,8 +133,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check the exchange between all processes, which must all be there, because XLA's collectives
-    would wait forever for a missing one."""
+    """Check the exchange between all processes. All must be there, because XLA's collectives would
+    wait forever for a missing process."""
     count = jax.process_count()
     if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
         yield _failed("processes", why, "read the output of the missing processes")
@@ -214,7 +214,8 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True for a Hopper or newer GPU. Other vendors' capabilities are no numbers."""
+    """Return True for a Hopper or newer GPU. The capabilities of other vendors' GPUs are not
+    numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
 
@@ -339,7 +340,8 @@ def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
-    """Return a group of all devices, in two levels if asked and if they are on several hosts."""
+    """Return a group of all devices, in two levels if the caller allows it and the devices are on
+    several hosts."""
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
     group = Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
@@ -361,7 +363,8 @@ def _path(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace, or that within a host, with the memory outside of XLA's pool."""
+    """Compare the workspace with the memory outside of XLA's pool; in two levels, the workspace
+    within a host."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels
@@ -421,8 +424,8 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how a small exchange of the group differs from numpy, or ''. An expert multiplies its
-    rows by its id plus one. All numbers are small multiples of a quarter, so that sums are exact.
+    """Return how a small exchange of the group differs from numpy, or ''. Each expert multiplies
+    its rows by its id plus one. Sums are exact, because all numbers are small multiples of 1/4.
     """
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts

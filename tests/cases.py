@@ -163,7 +163,7 @@ def repeated(rng, ranks, layout):
 
 
 def one_expert_per_token(rng, ranks, layout):
-    """Draw a random expert for each token, which names it K times."""
+    """Draw a random expert for each token. All K choices of the token are this expert."""
     ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
     return np.broadcast_to(ids, shape(ranks, layout)).copy()
 
@@ -236,16 +236,16 @@ GPU_LAYOUTS = (
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
     Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
 )
-MOST_RANKS = 8  # for which the layouts above are made
+MOST_RANKS = 8  # the layouts above are made for at most this number of ranks
 
 
 def for_many_ranks(layout):
     """Return a layout that fits one GPU, however many ranks share it.
 
     With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks.
-    So the capacity is twice the mean load, with padding. Landing zones and the loops of the oracle
-    grow in the same way. So the layouts for GPUs have fewer tokens with more than `MOST_RANKS`
-    ranks.
+    The capacity is therefore twice the mean load, with padding. Landing zones and the loops of the
+    oracle grow in the same way. The layouts for GPUs therefore have fewer tokens with more than
+    `MOST_RANKS` ranks.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -289,14 +289,15 @@ OTHER_ROUTINGS = (
 
 
 def cases_of(layout, names=None):
-    """Return a layout with its routings; only one routing if it has no tokens."""
+    """Return a layout with its routings, or with only one routing if the layout has no tokens."""
     names = names or (tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
 def few_layouts():
-    """Return layouts for what a test of the whole catalogue compiles again: all of them on GPUs,
-    where kernels differ by layout, and otherwise those that the portable path tells apart."""
+    """Return the layouts for tests that compile the whole catalogue again: all layouts on GPUs,
+    because kernels differ by layout, and otherwise only layouts between which the portable path
+    distinguishes."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 

@@ -8,8 +8,8 @@ JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implici
 error, except in tests with the marker `promotes`, which says why.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
-several devices are then skipped (`-rs` lists them), and on a GPU the others fail unless they state
-how many exchanges they make (`harness.expect_exchanges`).
+several devices are then skipped (`-rs` lists them). On a GPU, all other tests fail unless they
+state how many exchanges they make (`harness.expect_exchanges`).
 """
 
 import contextlib
@@ -54,8 +54,8 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
-    # These groups need implementation="cuda", with which a call that the kernels refuse is an
-    # error. Here it takes the portable path, and the test expects no exchange.
+    # These groups need implementation="cuda", with which a call that the kernels do not support is
+    # an error. In the tests, such a call takes the portable path, and the test expects no exchange.
     lowering.check_may_refuse = lambda *args: None
 
 
@@ -80,8 +80,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """Let the report of a worker that died say how. -9 is a kill from outside; at other signals the
-    log has the stacks of all Python threads, and before them XLA's message if it has aborted."""
+    """Add to the report of a worker that died how it died. -9 means that another process killed it.
+    For other signals the log has the stacks of all Python threads, after XLA's message if XLA
+    aborted."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
 
 
@@ -122,7 +123,7 @@ def pytest_runtest_call(item):
 def stated_by_marker(item):
     """Return a context that checks the marker `exchanges` of a test, if it has one.
 
-    Numbers may be functions of the test's parameters, which they name.
+    Numbers may be functions, whose arguments are parameters of the test.
     """
     marker = item.get_closest_marker("exchanges")
     if marker is None:

@@ -1,4 +1,5 @@
-"""A layer of experts that every token goes through, in plain JAX; and `ma.Experts` from arrays."""
+"""Compute a layer in which every expert computes every token, in plain JAX, and make `ma.Experts`
+from arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import jax_moe_a2a as ma
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
     """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H].
 
-    Gate and up of `w_in` and `b_in` are side by side, or have an axis of their own.
+    Gate and up of `w_in` and `b_in` are side by side, or have a separate axis.
     """
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:

@@ -1,4 +1,5 @@
-"""The sync counters of a group's workspace, which tests compare with what they have run."""
+"""Read the sync counters of a group's workspace, which tests compare with the exchanges that they
+have made."""
 
 import dataclasses
 
@@ -14,15 +15,15 @@ class DeviceCounters:
 
     device: jax.Device
     rank: int
-    """Rank of these counters. Each of several ranks on a GPU has its own counters."""
+    """The rank of these counters. If several ranks share a GPU, each has separate counters."""
     num_exchanges: int
     """Number of exchanges on this rank since the workspace opened."""
     credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch whose rows from this rank each peer has read; 0 if there
-    is none, and for this rank itself."""
+    """[ring halves, ranks]: the last epoch whose rows from this rank each peer has read; 0 for this
+    rank itself, and for a peer that has read none."""
     heads: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch that each peer has announced to this rank; 0 if there is
-    none, and for this rank itself."""
+    """[ring halves, ranks]: the last epoch that each peer has announced to this rank; 0 for this
+    rank itself, and for a peer that has announced none."""
 
 
 def epochs_of(topology, kind=native.WHOLE):
@@ -35,9 +36,9 @@ def epochs_of(topology, kind=native.WHOLE):
 
 
 def counters_of(group):
-    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``, without those
-    of split exchanges and of replicated tokens. () on the portable path, with two levels, and while
-    the workspace is closed."""
+    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``, without the
+    counters of split exchanges and of replicated tokens. () on the portable path, with two levels,
+    and while the workspace is closed."""
     if group.two_level:
         return ()
 

@@ -1,4 +1,4 @@
-"""Change the environment for a while, next to threads that read it."""
+"""Change the environment temporarily while other threads read it."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
 """Encode and decode token formats in plain numpy.
 
-Tables of the narrow floats, float64 where that is exact, and float32 for the operations that the
-definition (docs/formats.md) names. Only the classes of the formats come from the package; they say
-what a format is.
+This file has tables of the narrow floats. It computes in float64 where this is exact, and in
+float32 for the operations that the definition (docs/formats.md) names. Only the classes that
+describe the formats come from the package.
 """
 
 import cases
@@ -24,8 +24,8 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Return the indices of the values that are nearest to x >= 0: the even index of two, the last
-    index for larger x."""
+    """Return the indices of the values that are nearest to x >= 0. Of two equally near values,
+    return the even index. For x above all values, return the last index."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -35,14 +35,14 @@ EXPONENTS = np.arange(-200, 200)
 
 
 def smallest_exponents(largest):
-    """Return the exponent of the smallest power of two for each group such that no number of the
-    group, divided by it, exceeds 448."""
+    """Return for each group the exponent of the smallest power of two by which the numbers of the
+    group can be divided so that none exceeds 448."""
     return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
 
 
 def ocp_exponents(largest):
-    """Return for each group the exponent of the power of two at or below its largest number, less
-    8, the largest exponent in float8_e4m3fn."""
+    """Return for each group the exponent of the power of two at or below its largest number, minus
+    8, which is the largest exponent in float8_e4m3fn."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
@@ -127,7 +127,7 @@ def decode(fmt, values, scales, dtype):
     return np.where(bad, np.array(np.nan, out.dtype), out)
 
 
-# A global scale of NvFp4 for each token. The scales [*lead] belong to tokens [*lead, ..., H].
+# NvFp4 with a global scale for each token. The scales [*lead] belong to tokens [*lead, ..., H].
 
 
 def of_each_token(fn, scales, *arrays):

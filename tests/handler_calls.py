@@ -25,7 +25,7 @@ ON_CPU = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
     "MOE_A2A_TEST_GPU": "0",
 }
-SECONDS = 120  # for processes that start, compile and end
+SECONDS = 120  # long enough for a process to start, compile and end
 
 
 def can_build():
@@ -51,7 +51,8 @@ def command_of(scenario, library_path):
 
 
 def run(scenario, library_path):
-    """Run a function of a test file in a process of its own, because registered devices stay."""
+    """Run a function of a test file in a separate process, because devices stay registered in a
+    process."""
     done = subprocess.run(
         command_of(scenario, library_path),
         env=os.environ | ON_CPU,
@@ -79,8 +80,8 @@ def load(path):
 
 
 def register(library):
-    """Register the library's calls with XLA. This starts JAX's backend first. Otherwise the backend
-    would register the targets before the types of their states, which XLA refuses."""
+    """Register the library's calls with XLA. JAX's backend is started first, because it would
+    otherwise register the targets before the types of their states, which XLA refuses."""
     jax.devices()
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),
@@ -107,7 +108,7 @@ def _register(target, name, library, instantiate=None):
 
 
 def attributes(*, half_bytes=MIB, raise_failures=True, split=False):
-    """Return what all calls of an exchange between two devices carry."""
+    """Return the attributes of all calls of an exchange between two devices."""
     return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),

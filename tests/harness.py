@@ -22,13 +22,13 @@ from jax_moe_a2a._src import compat
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# How many ranks share one GPU (0: every rank has a device of its own). If ranks share a GPU, they
-# are a vmap over the group's axis; without MOE_A2A_TEST_GPU=1 they use the portable path.
+# How many ranks share one GPU (0: every rank has a separate device). If ranks share a GPU, they are
+# a vmap over the group's axis; without MOE_A2A_TEST_GPU=1 they use the portable path.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # bounds on time, if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
-    IMPLEMENTATION = "cuda"  # without it a vmap over the group's axis is the portable path
+    IMPLEMENTATION = "cuda"  # without it a vmap over the group's axis uses the portable path
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
@@ -40,7 +40,8 @@ else:
     RANK_COUNTS = tuple(n for n in (1, 2, 4, 8) if n <= NUM_DEVICES)
 # All processes have the same number of ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# SEVERAL: for tests that run with one number of ranks. FEW, MANY: the smallest and largest numbers.
+# SEVERAL is for tests that run with only one number of ranks. FEW and MANY are the smallest and the
+# largest number.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -50,8 +51,8 @@ OF_EXCHANGE = tuple(field.name for field in dataclasses.fields(ma.Exchange))
 
 
 def exchanging(*dictionaries, **options):
-    """Return keyword arguments, given as dictionaries and by name, with all options of an exchange
-    in one `Exchange`. A later one replaces an earlier one."""
+    """Return keyword arguments, passed as dictionaries and by name, with all options of an exchange
+    in one `Exchange`. Later arguments replace earlier arguments."""
     merged, own = {}, None
     for each in (*dictionaries, options):
         for name, value in each.items():
@@ -66,14 +67,15 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the rows with which a rank drops nothing, with other options of an `Exchange`."""
+    """Return the number of rows with which a rank drops nothing, for the other options of an
+    `Exchange`."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
 
 def devices(count):
-    """Return the first `count` devices; with several processes the first devices of each, equally
-    many of each."""
+    """Return the first `count` devices. With several processes, return the same number of first
+    devices of each process."""
     each, rest = divmod(count, PROCESSES)
     assert not rest, f"{PROCESSES} processes do not share {count} devices"
     of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
@@ -87,8 +89,8 @@ def mesh_of(ranks):
 
 
 def mesh_over(axis_type=AxisType.Auto, **sizes):
-    """Return a mesh of axes by name, of one type or of one type each. A test that needs more
-    devices than there are is skipped."""
+    """Return a mesh with these axes. The axes have one type, or a type each. Skip the test if it
+    needs more devices than exist."""
     count = math.prod(sizes.values())
     if count > NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
@@ -106,7 +108,7 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """Return an array that no correct result looks like: NaN, or 0xA5 in every byte of an
+    """Return an array that differs from every correct result: NaN, or 0xA5 in every byte of an
     integer."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
@@ -123,8 +125,8 @@ def is_elsewhere(leaf):
 
 
 def put(tree, sharding, **options):
-    """Put on devices, like `jax.device_put`, an array that all processes have. Each process puts
-    its own shards, bit for bit, and does not compare the array with the other processes' copies."""
+    """Put an array that all processes have on devices, like `jax.device_put`. Each process puts its
+    shards, bit for bit, and does not compare the array with the copies of the other processes."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -174,7 +176,8 @@ def gathered(arrays):
     """Return arrays of several processes as numpy, with one exchange of their bytes."""
 
     def parts(array, process):
-        """Return the shards of a process, (device, slices), in an order that all processes know."""
+        """Return the shards of a process, (device, slices), in an order that is the same in all
+        processes."""
         indices = array.sharding.devices_indices_map(array.shape).items()
         own = [(device, index) for device, index in indices if device.process_index == process]
         return sorted(own, key=lambda part: part[0].id)
@@ -183,7 +186,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Few sizes, because each size is a program of its own.
+    # Only few sizes, because each size is a separate program.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -299,8 +302,8 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     """Compile `fn` of one rank's arrays as a function of all ranks' arrays; numpy in, numpy out.
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
-    into donated buffers that are full of poison, so that whatever a kernel leaves out shows.
-    `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    into donated buffers that are full of poison, so that a test sees everything that a kernel does
+    not write. `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
     """
     sharding = placement(mesh)
     mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))
@@ -327,8 +330,8 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
 
 # The number of exchanges of a test, if all ranks share one GPU. Each test states how many exchanges
-# it makes on each rank: through the programs that it runs, `expect_exchanges`, or the marker
-# `exchanges`.
+# it makes on each rank, with arguments of the programs that it runs, with `expect_exchanges`, or
+# with the marker `exchanges`.
 
 
 class Ledger:
@@ -368,7 +371,7 @@ def expect_exchanges(whole, split=0):
 
 
 def stated(exchanges, split):
-    """Return `expect_exchanges`, or a context that checks nothing if nothing is stated."""
+    """Return `expect_exchanges`, or a context that checks nothing if the numbers are not stated."""
     return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
 
 
@@ -385,7 +388,7 @@ def every_exchange_is_stated():
 
 
 def is_traced(*args):
-    """Return True if a call with these arguments is a part of another program."""
+    """Return True if a call with these arguments is part of a larger program."""
     tracers = (isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
     return compat.traced_function() is not None or any(tracers)
 
@@ -404,7 +407,7 @@ def counted(jitted, exchanges, split):
 
 
 def eagerly(fn, exchanges=None, split=0):
-    """Return `fn`, to be run operation by operation, as a program that states its exchanges."""
+    """Return `fn` as a program that runs operation by operation and states its exchanges."""
 
     def run(*args):
         with stated(exchanges, split):
@@ -453,8 +456,8 @@ def exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Return arguments of `exchange_fn` for all ranks, with NaN where no program may read; expected
-    routing."""
+    """Return arguments of `exchange_fn` for all ranks, with NaN in all places that a program must
+    not read, and the expected routing."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -504,7 +507,7 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_rows_are_described(recv, expected, experts):
-    """Compare the fields of a Recv [R, ...] that say what its rows are; experts are [R, L]."""
+    """Compare the fields of a Recv [R, ...] that describe its rows; experts are [R, L]."""
     for name, value in {
         "group_sizes": expected.group_sizes,
         "row_offsets": expected.row_offsets,
@@ -520,7 +523,8 @@ def assert_rows_are_described(recv, expected, experts):
 
 
 def assert_sums_agree(actual, expected, slack, what=""):
-    """Assert that sums agree within the slack of `oracle.combine`: none for unweighted sums."""
+    """Assert that sums agree within the slack of `oracle.combine`, which is 0 for unweighted
+    sums."""
     actual = numpy_of(actual)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what

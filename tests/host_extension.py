@@ -1,5 +1,5 @@
-"""Provide the extension where the package was built without it, so that tests lower programs for
-CUDA on every machine with a C++ compiler.
+"""Provide the extension if the package was built without it, so that tests lower programs for CUDA
+on every machine with a C++ compiler.
 
 The extension is the host code of `cuda`, compiled over the fake driver of `tests/emulation/host`.
 It decides what kernels support and describes their calls. It has no kernels."""
@@ -25,8 +25,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build the extension, if there is none and g++ exists. Let this process and those that it
-    starts find it: the package searches the path. Call this before the package is imported."""
+    """Build the extension if it does not exist and g++ does. Add it to the path, where this
+    process, and processes that it starts, find it. Call this before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -39,8 +39,8 @@ def provide():
 
 
 def pretend():
-    """Use the extension over the fake driver in this process, also where there is another one. Call
-    this before the package is imported."""
+    """Use the extension over the fake driver in this process, even if another extension exists.
+    Call this before the package is imported."""
     name = f"{PACKAGE}._native"
     (library,) = pathlib.Path(built(), PACKAGE).glob("_native*")
     spec = importlib.util.spec_from_file_location(name, library)
@@ -73,13 +73,14 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only one file has the digest of all, so a compiler cache knows the objects of the others.
+        # Only one file has the digest of all sources, so that a compiler cache can reuse the
+        # objects of the other files.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file
 
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of a run, one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of a run builds
         if not library.exists():
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compiled, sources))
@@ -91,7 +92,7 @@ def built():
 
 
 def digest_of_cuda():
-    """Return what CMakeLists.txt and the package compute."""
+    """Return the digest that CMakeLists.txt and the package compute."""
     files = (file for file in CUDA.rglob("*") if file.suffix in (".cc", ".cu", ".cuh", ".h"))
     named = sorted((file.relative_to(CUDA).as_posix(), file) for file in files)
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()} {name}\n" for name, file in named)

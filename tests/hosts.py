@@ -23,13 +23,14 @@ COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
-    """Return a command as it runs on a host."""
+    """Return the command that runs a command on a host."""
     return ["ip", "netns", "exec", name, *command]
 
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Yield names of `count` hosts, which are removed at the end, with all that runs there."""
+    """Yield the names of `count` hosts. At the end, remove the hosts and everything that runs on
+    them."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("hosts of their own need root, and `ip`, which iproute2 has")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
@@ -40,7 +41,7 @@ def namespaces(count):
             _ip("-n", name, "link", "set", "lo", "up")
             folder = HOSTS_FILES / name
             folder.mkdir(parents=True)
-            # JAX's collectives on CPU want to know the address of the host's own name.
+            # JAX's collectives on CPU need the address of the host's own name.
             own = f"{address_of(host)} {socket.gethostname()}"
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")
@@ -56,7 +57,7 @@ def namespaces(count):
         yield names
     finally:
         for name in names:
-            # Without its name a namespace lives on, as long as anything runs there.
+            # A namespace without a name continues to exist while a process runs in it.
             inside_it = subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True
             )

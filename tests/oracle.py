@@ -1,9 +1,9 @@
 """Define the meaning of the exchange, as plain numpy loops over all ranks at once.
 
 Every array carries a leading rank axis of length R. T is the number of tokens of a rank, K the
-number of choices of a token (top_k), L the number of local experts, C the capacity. Nothing here is
-shared with the package, and nothing is clever: each function loops over ranks, tokens and choices
-in the order that the definition names.
+number of choices of a token (top_k), L the number of local experts, C the capacity. This file
+shares no code with the package and is simple: each function loops over ranks, tokens and choices in
+the order of the definition.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ TAIL = -2  # the slot of a row after the last group
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where everything goes: the fields that the package documents, as int32, ranks first."""
+    """A routing: the fields that the package documents, as int32, with the rank axis first."""
 
     token_slot: np.ndarray  # [R, T, R]
     slot_token: np.ndarray  # [R, R, T]
@@ -63,20 +63,20 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Return the rows that hold any routing: every choice at one rank, and the padding that they
-    can cause."""
+    """Return a number of rows that holds any routing: every choice at one rank, and the padding
+    that these rows can need."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice):
-    """Return the choices (source, token, k) for experts of a rank that have room, as a set; lists
-    of ids.
+    """Return the choices (source, token, k) for experts of a rank that have room, as a set. Ids are
+    lists.
 
-    Choices ask for room by choice index, then token, then source. `first_choice` is the index that
-    comes first; the others follow in cyclic order. An expert gets room for `alignment` rows at a
-    time. The first choice that gets no room ends the set.
+    Choices ask for room by choice index, then token, then source. `first_choice` is the first
+    choice index; the other indices follow in cyclic order. An expert gets room for `alignment` rows
+    at a time. The set ends before the first choice that gets no room.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -97,8 +97,8 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_ch
 
 
 def route(ids, num_experts, capacity, alignment=1, first_choice=0):
-    """Compute the routing of ids [R, T, K]. Expert e lives on rank e // L; other ids are no
-    choice."""
+    """Compute the routing of ids [R, T, K]. Expert e is on rank e // L; ids outside the range of
+    experts are not choices."""
     ranks, tokens, top_k = ids.shape
     ids = ids.tolist()  # Python integers: no wrap-around, whatever the dtype
     local_experts = num_experts // ranks
@@ -220,22 +220,23 @@ def accumulation_dtype(dtype):
 
 
 def epsilon(dtype):
-    """Return the distance of 1 to the next larger number; twice the largest relative error of one
-    rounding."""
+    """Return the distance of 1 to the next larger number, which is twice the largest relative error
+    of one rounding."""
     return float(ml_dtypes.finfo(dtype).eps)
 
 
 def combine(y, routing, weights=None, wire_dtype=None, add=None):
-    """Return the sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and
-    their slack.
+    """Return the sums [R, T, ...] of each token's rows y [R, C, ...] times weights [R, C], and the
+    slack of the sums.
 
-    For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
-    dtype (or by a function). Then the sum of these partial sums over ranks in order and of `add`
-    [R, T, ...], rounded to y's dtype. The slack [R, T, ...] is how far another correct result may
-    differ. It is zero without weights, because then the definition fixes every rounding. With
-    weights, a fused multiply-add may move a partial sum over one rounding boundary of the wire
-    dtype, and the total over one of the result. The slack does not cover a function's rounding:
-    with weights, use a function only where no product is rounded.
+    For each rank, the partial sum is over k in order, in the accumulation dtype, and is rounded to
+    the wire dtype (or by a function). The result is the sum of these partial sums in the order of
+    ranks and of `add` [R, T, ...], rounded to y's dtype. The slack [R, T, ...] is how far another
+    correct result may differ. It is zero without weights, because then the definition fixes every
+    rounding. With weights, a fused multiply-add may change the rounding of a partial sum to the
+    wire dtype, and of the total to the dtype of the result, by one step each. The slack does not
+    include the rounding of a function, so with weights use a function only if no product is
+    rounded.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
@@ -291,8 +292,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine as `combine_pairs`, but over two levels: the sum of each host is rounded before it
-    crosses, to the dtype of y and then to the wire dtype, which is not wider.
+    """Combine as `combine_pairs`, but over two levels: before the sum of each host crosses, it is
+    rounded to the dtype of y and then to the wire dtype, which has at most as many bits.
     """
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
@@ -332,7 +333,7 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# Modes: a shared expert and replicated tokens are ordinary routings of other ids.
+# Modes: a shared expert and replicated tokens are ordinary routings of changed ids.
 
 
 def share_of(token, tokens, ranks):
@@ -341,7 +342,7 @@ def share_of(token, tokens, ranks):
 
 
 def mode_ids(ids, local_experts, shared, replicated):
-    """Return for each rank the ids [R', T, K'] of an ordinary routing, and their number of
+    """Return for each rank the ids [R', T, K'] of an ordinary routing, and the number of its
     experts."""
     ranks, tokens, top_k = ids.shape
     per_rank = local_experts + shared
@@ -367,7 +368,7 @@ def mode_ids(ids, local_experts, shared, replicated):
 
 
 def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replicated):
-    """Return the rows that hold any routing of a mode: of routed choices, and of the shared
+    """Return a number of rows that holds any routing of a mode, including the rows of the shared
     expert."""
     rows = default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
     own = -(-tokens // ranks) if replicated else tokens
@@ -375,15 +376,16 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replic
 
 
 def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
-    """Return the routings of ids [R, T, K]: one of all ranks; for replicated tokens one for each
-    rank."""
+    """Return the routings of ids [R, T, K]: one routing of all ranks, or one for each rank if
+    tokens are replicated."""
     new_ids, experts = mode_ids(ids, local_experts, shared, replicated)
     first_choice = ids.shape[2] if shared else 0  # the shared expert's
     return [route(each, experts, capacity, alignment, first_choice) for each in new_ids]
 
 
 def crossings(ids, num_experts):
-    """Count the (token, rank) pairs that leave each rank, [R]: a token crosses to a rank once."""
+    """Return the number of (token, rank) pairs that leave each rank, [R]. A token crosses to a rank
+    once."""
     ranks = len(ids)
     routing = route(ids, num_experts, 0)
     return np.array(
@@ -395,8 +397,8 @@ def crossings(ids, num_experts):
 
 
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, shared, replicated):
-    """Return the rows for `factor` (a decimal number) times the rows of a rank if all ranks receive
-    equally many; the padding of experts and the rows of a shared expert are extra."""
+    """Return the capacity for `factor` (a decimal number): `factor` times the rows of a rank under
+    balanced load, plus the padding of experts and the rows of a shared expert."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
@@ -417,8 +419,9 @@ def row_experts(routing):
 
 
 def expert_load(routings, shared):
-    """Return (rows of each expert, of each rank, dropped rows of each rank) of all domains that
-    `route_mode` returns; a shared expert is one of a rank but not of the experts."""
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank) of all domains
+    that `route_mode` returns. The rows of a shared expert count for its rank, but not for the
+    experts."""
     per_expert = []
     for routing in routings:
         for experts in row_experts(routing):
@@ -430,8 +433,9 @@ def expert_load(routings, shared):
     return np.array(per_expert, np.int32), *counts
 
 
-# Products and whole layers of experts, float64. Everything is analytic, so that the derivative in a
-# direction is that of a complex step: without a difference, it has the accuracy of the values.
+# Products and whole layers of experts, in float64. All functions are analytic, so that a complex
+# step gives the derivative in a direction with the accuracy of the values, without a difference of
+# values.
 
 STEP = 1e-100
 
@@ -447,7 +451,8 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group: a negative size counts as 0, and rows may run out."""
+    """Return (first row, end) of each group. A negative size counts as 0, and the sizes may exceed
+    the number of rows."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)
@@ -467,7 +472,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
     """Multiply rows (values [C, K], scales [C, K / block]) of each group by its weights (values
     [L, N, K], scales [L, N / block, K / block]), as docs/fp8.md defines it.
 
-    Returns the float32 sums [C, N], and sums of magnitudes, to which errors are relative.
+    Return the float32 sums [C, N], and the sums of magnitudes, to which errors are relative.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -493,8 +498,8 @@ def grouped_outer(x, y, sizes):
 
 
 def products(arrays, sizes, between):
-    """Return the last of the products of rows [C, K] by each w [D, L, K, N], with an `Activation`
-    between two products."""
+    """Return the last product of a chain: rows [C, K] times each w [D, L, K, N], with an
+    `Activation` between two products."""
     return _products(arrays, sizes, between)[-1]
 
 
@@ -508,7 +513,7 @@ def _products(arrays, sizes, between):
 
 
 def products_transpose(arrays, sizes, between, g):
-    """Return the cotangents of `arrays` from that of `products`."""
+    """Return the cotangents of `arrays` from the cotangent of `products`."""
     found = _products(arrays, sizes, between)
     of_w = [None] * len(found)
     for i in reversed(range(len(found))):
@@ -582,7 +587,7 @@ class Rows:
 
 def rows_of(ids, local_experts, routings, shared, replicated):
     """Return the `Rows` of the domains of `route_mode`. With replicated tokens each rank computes a
-    partial sum, so the ranks of a row are equal."""
+    partial sum, so source and owner of a row are the same rank."""
     new_ids, _ = mode_ids(ids, local_experts, shared, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):

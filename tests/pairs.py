@@ -1,4 +1,5 @@
-"""Lint programs with split exchanges: every start has its done, and all work stays between them."""
+"""Check programs with split exchanges: every start has its done, and all work stays between
+them."""
 
 import harness
 from jax.extend.core import Literal
@@ -9,8 +10,8 @@ STARTS = {
     "moe_a2a_weighted_combine_start": "moe_a2a_weighted_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# Primitives that batching and typing put between a start and its done: one array in, the same one
-# out.
+# Primitives that batching and typing insert between a start and its done. Each returns its only
+# operand.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 

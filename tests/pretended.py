@@ -1,11 +1,12 @@
-"""Define stand-ins for GPUs, for tests of what a group over several processes says and asks."""
+"""Define pretended GPUs, for tests of the messages and requests of a group over several
+processes."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the package reads from a GPU of any process."""
+    """The attributes that the package reads from a GPU of any process."""
 
     id: int
     process_index: int

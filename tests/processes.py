@@ -8,8 +8,8 @@ in the same order, and has its share of the devices.
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
 Prints the output of process 0, and the end of the output of any other process that fails. If a
-process has ended and the others do not follow, or after the deadline, all processes are killed. The
-exit status is 0 if that of every process is.
+process has ended and the other processes do not end soon, or after the deadline, all processes are
+killed. The exit status is 0 if the exit status of every process is 0.
 
 `conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
 `harness.put` and `harness.numpy_of`. A test that makes no sense with several processes has the
@@ -44,7 +44,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Make this process one of several, if it was started that way. Call it before JAX has
+    """Join the job if this process was started as one of several. Call it before JAX has
     devices."""
     if joined() is None:
         return
@@ -71,7 +71,7 @@ def num_gpus():
 
 
 def environment_of(address, processes, process, devices):
-    """Return the environment of one of several processes; `join` reads it there."""
+    """Return the environment of one of several processes, which `join` reads."""
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
@@ -125,18 +125,19 @@ def free_address():
 
 
 def met_by_chance(*printed):
-    """Return True if processes failed of what deserves one more try.
+    """Return True if processes failed in a way that may be chance, so that the run should be
+    repeated once.
 
-    Another program may take a free port before its use. And once in hundreds of runs processes
-    stalled, on two busy cores with jax 0.10.2; calls in different orders would stall them every
-    time.
+    Another program may take the free port before it is used. In addition, once in hundreds of runs
+    processes stalled, on two busy cores with jax 0.10.2. Calls in different orders would stall
+    every run.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
 
 def assert_tests_pass(tests, *options, deadline=150):
-    """Run tests of this suite in two processes; run them once more if they failed by chance. The
-    deadline is for all that one try takes. It needs about fifteen seconds on idle cores."""
+    """Run tests of this suite in two processes, and repeat them once if they failed by chance. The
+    deadline applies to one try, which needs about fifteen seconds on idle cores."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
     # On GPUs this process has most of the memory already.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -152,7 +153,7 @@ def assert_tests_pass(tests, *options, deadline=150):
 
 
 def run_together(folder, programs, deadline):
-    """Run programs together; run them once more if they failed by chance.
+    """Run programs together, and repeat them once if they failed by chance.
 
     Args:
       folder: for their output.
@@ -161,7 +162,7 @@ def run_together(folder, programs, deadline):
       deadline: seconds.
 
     Returns:
-      What went wrong, as sentences; the output of each; the error output of each.
+      The failures as sentences, the output of each program, and the error output of each program.
     """
 
     def start(process, address, out, err):
@@ -193,9 +194,10 @@ def how_it_ended(code):
 
 
 def wait_for(workers, deadline, grace=GRACE):
-    """Wait until all have ended, and kill those that are late; return what went wrong.
+    """Wait until all processes have ended, kill late processes, and return the failures.
 
-    A process is late after ``deadline`` seconds, or ``grace`` seconds after another has ended.
+    A process is late after ``deadline`` seconds, or ``grace`` seconds after another process has
+    ended.
     """
     problems = []
     end, first = time.monotonic() + deadline, None
@@ -231,7 +233,7 @@ def main():
     parser.add_argument("--devices", type=int, default=CPU_DEVICES, help="on CPU, of all processes")
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing is left over
+        signal.signal(number, lambda *_: sys.exit(1))  # so that no process remains
     arguments = args.processes, sys.argv[end + 1 :], args.deadline, args.devices
     if not args.as_hosts:
         sys.exit(run(*arguments))

@@ -1,8 +1,8 @@
 """Define a layer that compiles fast, and the same layer on one device.
 
 Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x
-[T, H], topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis
-on each.
+[T, H], topk_weights [T, K], w [L, H], ids [T, K]. The arrays of functions of all ranks have a
+leading rank axis.
 """
 
 import functools
@@ -18,7 +18,7 @@ from dense_layer import experts_of
 
 import jax_moe_a2a as ma
 
-# With `arguments`, some choices are masked, some are dropped, some name an expert again.
+# In `arguments`, some choices are masked, some are dropped, and some name an expert a second time.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
 )
@@ -53,7 +53,7 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to every row of rows [C, H] the expert of its position."""
+    """Apply to every row of rows [C, H] the expert to which its position belongs."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
@@ -83,8 +83,8 @@ def shapes_of_moe(layout, width, intermediate, shared=0):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` with the arrays of one rank: those of `shapes_of_moe`, and ids. Biases may
-    be missing. `change` is a function of the experts."""
+    """Call `ma.moe_mlp` with the arrays of one rank: the arrays of `shapes_of_moe`, of which biases
+    may be missing, and ids. `change` is applied to the experts."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -101,7 +101,7 @@ def dense_layer(x, topk_weights, w, ids, kept):
 
 
 class Arguments(typing.NamedTuple):
-    """For all ranks the differentiated arrays, the ids, and which choices have a row."""
+    """The differentiated arrays of all ranks, the ids, and which choices have a row."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -195,8 +195,9 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 def assert_same(actual, expected, what=""):
     """Assert that every leaf is equal in dtype, shape and bits.
 
-    On GPUs, floats of 32 bits or more may differ by a few roundings of float32: XLA orders sums and
-    fuses products program by program, and a weighted dispatch sums its inner products lane by lane.
+    On GPUs, floats of 32 bits or more may differ by a few roundings of float32, because XLA's order
+    of sums and fusion of products depend on the program, and a weighted dispatch sums its inner
+    products lane by lane.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -230,7 +231,7 @@ def shapes_of_one_rank(eqn):
 def payload(eqn):
     """Return (leaves, choice arrays): shapes of the payload operands of a dispatch or combine.
 
-    For a weighted dispatch, these are the rows and the weights that meet what it moves.
+    For a weighted dispatch, these are its rows and its weights, not the array that it moves.
     """
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)

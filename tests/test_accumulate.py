@@ -1,5 +1,5 @@
 """`ma.accumulate_grads`: totals are the sums of all gradients, whatever transforms a loss has, and
-the products of experts add to them."""
+the products of experts add to the totals."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jax_moe_a2a._src.grouped.totals import add_outer_p
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # of totals: an error that counts them twice, or not at all, is large
+START = 100.0  # large, to detect totals that count twice or not at all
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
@@ -52,7 +52,8 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return how many products add to a total, and how many of them to zeros."""
+    """Return the number of products that add to a total, and the number of products that add to
+    zeros."""
 
     def count(jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -82,8 +83,8 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# Losses: parameters of one layer, tokens -> loss, totals. Each says how many products may add to a
-# given total on ranks that have all of their tokens.
+# Losses are functions of the parameters of one layer and tokens, and return loss and totals. Each
+# has the number of products that may add to a total on ranks that have all of their tokens.
 
 
 def once(axes, params, x):
@@ -149,7 +150,7 @@ def in_a_loop(axes, params, x):
 
 
 def casts(axes, params, x):
-    """Compute with other weights than the parameters."""
+    """Compute with weights that differ from the parameters."""
     own = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     y, stats = layer(own, x.astype(jnp.bfloat16), axes)
     return jnp.sin(y.astype(jnp.float32)).sum(), stats
@@ -163,7 +164,7 @@ def scales(axes, params, x):
 
 
 TOLERANCES = {casts: dict(tolerance=2e-2)}
-# Their numbers of products that add to a total, and of those that add to zeros.
+# The number of products of each loss that add to a total, and that add to zeros.
 LOSSES = {
     once: (2, 0),
     in_chunks: (2, 0),

@@ -1,4 +1,5 @@
-"""The pass between two products in FP8 against numpy: the composition, and on GPUs also the kernel.
+"""Compare the pass between two products in FP8 with numpy: the composition and, on GPUs, the
+kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
 a number next to the middle of two FP8 values may become the other value."""
@@ -44,8 +45,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a product, weights and sizes. Rows without a token have the weight 0 and NaN, within
-    groups, too."""
+    """Return a product, weights and sizes. Rows without a token, also within groups, have the
+    weight 0 and NaN."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -84,7 +85,8 @@ def path(request):
 
 
 def activated(product, weights, activation):
-    """Return weighted activations in float64, and what their absolute error is relative to."""
+    """Return weighted activations in float64, and the numbers to which their errors are
+    relative."""
     x = product.astype(np.float64)
     gate, up = np.split(x, 2, axis=1) if activation.gated else (x, 1.0)
     if activation is CLAMPED:
@@ -118,7 +120,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes; without the kernel, with one or the other."""
+    """Return each value with both dtypes, or with only one dtype if the kernel does not run."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -231,7 +233,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """The same for the kernel, whatever `path` has hidden."""
+    """Repeat this for the kernel, even if `path` has hidden it."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

@@ -1,4 +1,4 @@
-"""Which activations are recognized, however a user spells them."""
+"""Activations are recognized, however a user writes them."""
 
 import contextlib
 import functools
@@ -134,7 +134,8 @@ def test_other_divisions_are_not_recognized(activation):
 
 @pytest.mark.promotes("a user's function mixes numbers and arrays")
 def test_each_mesh_has_its_own_programs():
-    """JAX notes the mesh around a call in broadcasts: a spelling may be met in one mesh first."""
+    """Broadcasts contain the mesh around a call, so an activation may first be seen in one mesh and
+    then in another."""
     rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype("bfloat16"))
     meshes = [jax.sharding.AbstractMesh((2,), ("x",), (kind,)) for kind in AxisType]
     for mesh in (None, *meshes, None):

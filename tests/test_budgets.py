@@ -1,4 +1,4 @@
-"""How many blocks a launch has: as many as asked for, and no more than the GPU has room for."""
+"""A launch has the requested number of blocks, but not more than the GPU has room for."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""A call carries a hash of the names around it: ranks notice that they swap calls of equal shapes.
+"""A call has a hash of the names around it, so that ranks detect swapped calls of equal shapes.
 
-The names are those of the program, never of files, and the same in every process.
+The names are names in the program, never names of files, and are equal in every process.
 """
 
 import functools
@@ -124,7 +124,8 @@ print(*re.findall(r"scopes = (-?\\d+)", text_of(model)))
 
 
 def test_the_names_are_the_same_in_processes_of_other_folders_and_caches(tmp_path):
-    """One has the program in a file of another name, and has lowered other programs first."""
+    """One process has the program in a file with a different name, and has lowered other programs
+    first."""
     package = os.path.dirname(os.path.dirname(ma.__file__))
     found = []
     for folder, name, *state in (("a", "one.py"), ("b/c", "other.py", "warm")):

@@ -1,4 +1,4 @@
-"""Exchanges of the catalogue: the routing, the rows and both sums of the oracle."""
+"""Exchanges of the catalogue have the routing, the rows and both sums of the oracle."""
 
 import cases
 import harness

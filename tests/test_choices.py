@@ -160,7 +160,7 @@ def with_identity(tokens, logits, _, __):
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Each token has a scale of its own, which may be anything in masked tokens."""
+    """Each token has a separate scale, which may be anything in masked tokens."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 

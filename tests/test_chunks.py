@@ -1,5 +1,5 @@
-"""Layers that run chunks of tokens: they save memory, and their derivatives are those of the layer
-that does not. Drops and the sums of gradients of weights are in test_layer."""
+"""Layers that run chunks of tokens save memory, and have the derivatives of the layer without
+chunks. Drops and the sums of gradients of weights are tested in test_layer."""
 
 import functools
 import re
@@ -78,7 +78,7 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """One sum over the other axis follows the loop, instead of one for each chunk."""
+    """The loop is followed by one sum over the other axis, instead of a sum for each chunk."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)
@@ -191,5 +191,5 @@ def test_memory_for_gradients_of_weights_does_not_grow_with_the_number_of_chunks
     weights = 4 * RANKS * LOCAL * 3 * sizes["hidden"] * sizes["width"]
     few, many = (temporary(n, **sizes) for n in (2, 8))
     assert many <= few and weights <= few <= 3.5 * weights
-    # Without gradients, no array holds their sums.
+    # Without gradients, no array holds sums of gradients.
     assert temporary(8, gradients=False, **sizes) <= temporary(None, gradients=False, **sizes)

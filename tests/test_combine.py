@@ -1,8 +1,9 @@
-"""Combine: the sums of the oracle, in the stated order and with the stated roundings.
+"""Combine returns the sums of the oracle, in the documented order and with the documented
+roundings.
 
-An unweighted sum has one correct value, since the definition fixes each rounding: it is compared
-exactly. A weighted sum may contract w * y + acc to a fused multiply-add: it is compared within the
-slack of `oracle.combine`.
+Unweighted sums are compared exactly, because the definition fixes each rounding. Weighted sums are
+compared within the slack of `oracle.combine`, because w * y + acc may be contracted to a fused
+multiply-add.
 """
 
 import functools
@@ -22,7 +23,7 @@ import jax_moe_a2a as ma
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
     """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
 
-    A run exchanges for the route, and for each dtype that is summed.
+    A run makes one exchange for the route, and one for each dtype that is summed.
     """
     group = harness.group_of(ranks)
 
@@ -43,7 +44,8 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Nothing is dropped, so that many partial sums have several rows, own and remote ones."""
+    """Nothing is dropped, so that many partial sums, on the source rank and on other ranks, have
+    several rows."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
@@ -141,14 +143,14 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 with wire dtype bfloat16, wherever the
-    token lives.
+    """With bfloat16 rows 1 and 2^-9 at one rank and wire dtype bfloat16, their sum is 1, whatever
+    the source rank is.
     """
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
-    # Token t of each rank: two rows at rank t, that vanish from its partial sum; then -1 at the
-    # next rank in order.
+    # Token t of each rank has two rows at rank t, whose partial sum loses the smaller one, and then
+    # -1 at the next rank in order.
     ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
     for token in range(ranks):
         ids[:, token, :2] = 2 * token, 2 * token + 1
@@ -210,7 +212,8 @@ def test_weights_come_from_recv_an_array_or_nowhere():
             "routing": ma.combine(y, plain.routing),
         }
 
-    # Two dispatches, and of each three the combines that differ: XLA runs equal ones once.
+    # Two dispatches, each followed by three combines. XLA runs equal combines only once, so only
+    # different combines count.
     program = harness.on_each_rank(combine, harness.mesh_of(ranks), exchanges=2 + 4)
     sums = program(ids, x, topk_weights, y, own)
     sent = oracle.dispatch_choices(topk_weights, expected)

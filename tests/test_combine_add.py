@@ -1,4 +1,4 @@
-"""Combine with `add`: an array is added to each sum last, before the only rounding of the result.
+"""Combine with `add` adds an array to each sum last, before the only rounding of the result.
 
 Unweighted sums are compared exactly, weighted sums within the slack of `oracle.combine`.
 """
@@ -62,8 +62,8 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# An addend is added where a partial sum ends, whatever the routing. So one routing of six layouts
-# replaces the catalogue.
+# An addend is added where a partial sum ends, whatever the routing. One routing of six layouts
+# therefore replaces the catalogue.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 
@@ -74,8 +74,8 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Rows of 6 and 4 words of 16 bytes, of a part of a word, and of one element. Only kernels tell them
-# apart.
+# Rows of 6 and 4 words of 16 bytes, of a part of a word, and of one element. Only kernels
+# distinguish them.
 @pytest.mark.parametrize(
     "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
 )
@@ -174,7 +174,7 @@ def test_a_constant_addend_leaves_the_tangents_of_the_others():
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, dtype):
-    """NaN in rows without a token reaches nothing."""
+    """NaN in rows without a token affects no result."""
     group = harness.group_of(RANKS)
 
     def on_rank(floats, directions, g, ids):
@@ -184,7 +184,8 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         tangent = jax.jvp(fn, floats, directions)[1]
         return tangent, jax.vjp(fn, *floats)[1](g)
 
-    # The value, its tangent, and the transposed dispatch, which for weights is one call as well.
+    # The value, its tangent, and the transposed dispatch, which is also one call if there are
+    # weights.
     run = harness.on_each_rank(on_rank, group.mesh, exchanges=1 + 3)
     for name in ("skewed", "masked", "repeated", "first_expert_only"):
         case = cases.Case(cases.CUT, name)
@@ -202,7 +203,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
         if not weighted:
             harness.assert_same_bytes(found[0], oracle.dispatch(g, routing), name)
             continue
-        # Products are rounded once. A sum of 7 products in float32 is in any order.
+        # Products are rounded once. A sum of 7 products in float32 may have any order.
         of_y, of_weights = oracle.combine_transpose(g, y, routing, weights)
         harness.assert_same_bytes(found[0], of_y, name)
         assert found[2].dtype == np.float32

@@ -28,8 +28,9 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list that gets an element for each compilation. Unlike the number of signatures in
-    the cache of a jitted function, it does not count arguments whose programs are equal."""
+    """Yield a list to which each compilation adds an element. Unlike the number of signatures in
+    the cache of a jitted function, its length does not count different arguments with equal
+    programs."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -39,7 +40,7 @@ def counted():
 
 
 def restored(tree, folder):
-    """Return a pytree after a checkpoint and a restart, placed as it was."""
+    """Return a pytree after a checkpoint and a restart, with its placement."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
     )
@@ -120,4 +121,4 @@ def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes
         unplaced = jax.jit(optimizer.init)(params)
         with counted() as compiled:
             step(params, unplaced, x)
-        assert bool(compiled) == is_auto  # Explicit axes carry the placement into the state
+        assert bool(compiled) == is_auto  # Explicit axes place the state like the params

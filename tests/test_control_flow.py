@@ -1,4 +1,4 @@
-"""Exchanges inside scan, cond, while and fori loops."""
+"""Exchanges inside scan, cond, while and fori loops have the results of unrolled programs."""
 
 import functools
 
@@ -71,7 +71,8 @@ def test_a_scan_over_layers_with_different_routings_equals_the_dense_layers():
 
 @pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
-    """Routed in one scan, exchanged in a second one, each layer by its own or the last routing."""
+    """One scan routes and a second scan exchanges. Each layer uses its own routing or the last
+    routing."""
     group = harness.group_of(RANKS)
 
     def layers(x, topk_weights, w, ids):
@@ -81,7 +82,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
         def step(carry, each):
             x, routing = carry
             topk_weights, w, own = each
-            # The carried routing is the one of this layer: it came from the step before.
+            # The carried routing is the routing of this layer, from the previous step.
             recv = ma.dispatch(x, routing, topk_weights)
             x = x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
             return (x, own), None
@@ -94,7 +95,8 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(4 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """Each layer or the identity; the predicate is the same on every rank, but not static."""
+    """Each step is the layer or the identity. The predicate is equal on all ranks, but not
+    static."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -117,8 +119,8 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """The data decide the number of steps: the sum over ranks is the same on all of them. With its
-    derivative in forward mode, the only one that JAX has for it.
+    """The number of steps depends on a sum over ranks, which is equal on all ranks. The derivative
+    is in forward mode, the only mode that JAX supports for such a loop.
     """
     layer = small_layer.layer_of(harness.group_of(RANKS))
     floats, ids, kept = small_layer.arguments(RANKS)
@@ -156,7 +158,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
 
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
-    # The layer with its tangent, and in a loop of its own without.
+    # One loop has the layer with its tangent, and another loop has the layer without.
     with harness.expect_exchanges(num_steps * (4 + 2)):
         out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)

@@ -1,4 +1,5 @@
-"""JAX's coordination service, as the package asks it; `test_two_processes.py` runs this in two."""
+"""The package's requests to JAX's coordination service. `test_two_processes.py` runs these tests in
+two processes."""
 
 import harness
 import jax

@@ -1,7 +1,7 @@
-"""A routing whose arrays have another dtype or shape is refused at trace time.
+"""A routing whose arrays have a wrong dtype or shape raises an error at trace time.
 
-The kernels read the arrays of a routing by the sizes that they should have: an array of another
-dtype or shape would be read out of bounds.
+The kernels read the arrays of a routing with their expected sizes, so an array of a wrong dtype or
+shape would be read out of bounds.
 """
 
 import dataclasses

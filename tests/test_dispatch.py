@@ -1,4 +1,4 @@
-"""Dispatch: rows are the bytes of their tokens, for any dtype, size and pytree."""
+"""Rows of a dispatch have the bytes of their tokens, for any dtype, size and pytree."""
 
 import functools
 
@@ -25,7 +25,7 @@ def dispatch_program(layout, ranks):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Compare every field of a Recv [R, ...] with the oracle, its routing too."""
+    """Compare every field of a Recv [R, ...], including its routing, with the oracle."""
     harness.assert_recv_is(recv, x, topk_weights, expected)
     harness.assert_routing_is(recv.routing, expected)
 
@@ -45,8 +45,8 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# Half of the dtypes are few enough arrays for the kernels; with all of them, only the route is an
-# exchange.
+# With half of the dtypes, the arrays are few enough for the kernels. With all dtypes, only the
+# route is an exchange.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),
@@ -71,7 +71,8 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
 
 
 def test_a_payload_keeps_its_tree():
-    """A bare array, tuples, lists, dicts, None inside: each leaf becomes rows of its own."""
+    """The payload is an array, or tuples, lists and dicts with None inside. Each leaf becomes
+    separate rows."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "uniform").ids(ranks)
@@ -87,7 +88,8 @@ def test_a_payload_keeps_its_tree():
 
 
 def test_a_replicated_payload_is_accepted_with_varying_ids():
-    """Under check_vma operands may vary over different axes; here only the ids vary over ranks."""
+    """With check_vma, operands may vary over different axes. In this test only the ids vary over
+    ranks."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     x = x["rows"][0]

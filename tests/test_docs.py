@@ -68,7 +68,7 @@ class Snippet:
 
 @functools.cache
 def snippets_of(document):
-    """Return the Python snippets of a document, with the output that each is said to have."""
+    """Return the Python snippets of a document, with the documented output of each."""
     source = (ROOT / document).read_text()
     snippets, end = [], 0
     for match in FENCE.finditer(source):
@@ -122,7 +122,7 @@ def one_line(text):
 
 @functools.cache
 def opening_names(document):
-    """Return what the first snippet of a document defines."""
+    """Return the names that the first snippet of a document defines."""
     namespace = {"__name__": "__main__"}
     run(snippets_of(document)[0], namespace)
     return namespace
@@ -177,7 +177,8 @@ REPOSITORY_PATH = re.compile(r"(?:benchmarks|cuda|docs|examples|jax_moe_a2a|test
 
 
 def shell_text(document):
-    """Return what a document tells its reader to type: bash fences, plain fences, code spans."""
+    """Return the text that a document asks its reader to type: bash fences, plain fences, code
+    spans."""
     source = (ROOT / document).read_text()
     fences = [m["text"] for m in FENCE.finditer(source) if m["kind"] in ("", "bash")]
     return "\n".join([*fences, *CODE_SPAN.findall(FENCE.sub("", source))])
@@ -220,11 +221,22 @@ def test_every_page_is_in_the_navigation_of_the_site():
         assert page.relative_to(ROOT / "docs").as_posix() in config, page
 
 
+def test_the_gallery_shows_every_picture_once():
+    def pictures_of(page):
+        shown = re.findall(r"^!\[[^\]]*\]\(([^)]+)\)$", page.read_text(), re.M)
+        return [(page.parent / name).resolve() for name in shown]
+
+    gallery, *others = sorted(ROOT.glob("docs/**/*.md"), key=lambda page: page.stem != "gallery")
+    shown = [picture for page in (*others, ROOT / "README.md") for picture in pictures_of(page)]
+    shown += ROOT.glob("benchmarks/results/**/*.png")
+    assert sorted(pictures_of(gallery)) == sorted({path.resolve() for path in shown})
+
+
 INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 
 
 def integrations():
-    """Return what the modules of integrations define, by the name in their module."""
+    """Return the public names of the modules of integrations, with their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
@@ -250,8 +262,8 @@ def test_integrations_need_flax_only_where_they_are_for_flax():
 
 
 def public_callables():
-    """Return (name, function) for public functions and methods; inherited ones only if the package
-    defines them."""
+    """Return (name, function) for public functions and methods. Inherited methods are included only
+    if the package defines them."""
     found = {name: value for name, value in integrations().items() if inspect.isfunction(value)}
     for name, value in vars(ma).items():
         if name.startswith("_"):
@@ -315,7 +327,7 @@ EXAMPLES = (
 
 
 def expected_of(rest):
-    """Return what the text fence after an example's code says, or None."""
+    """Return the content of the text fence after an example's code, or None."""
     match = re.search(r"```text\n(.*?)```", rest, re.S)
     return match and textwrap.dedent(match[1])
 

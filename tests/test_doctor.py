@@ -1,6 +1,6 @@
-"""`python -m jax_moe_a2a`: what it prints, when it fails, and that it can.
+"""`python -m jax_moe_a2a` prints the right lines, and fails if a check fails.
 
-Tests break parts of this process. Drivers and GPUs that do not exist have stand-ins.
+Tests break parts of this process, and pretend drivers and GPUs that do not exist.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def line_of(printed, name):
 
 
 class Driver:
-    """A driver of GPUs that reach each other, or of which one pair does not."""
+    """A driver of GPUs that reach each other, except for at most one pair."""
 
     def __init__(self, cut=(), cuda="13.0", free=1 << 34):
         self.cut, self.cuda, self.free = cut, cuda, free
@@ -60,7 +60,7 @@ class Driver:
 
 
 def gpus(number, capability="9.0"):
-    """Return stand-ins for devices, with all that the checks look at."""
+    """Return pretended devices, with all attributes that the checks read."""
     return [
         types.SimpleNamespace(
             platform="gpu", device_kind="H", compute_capability=capability, local_hardware_id=i
@@ -71,7 +71,7 @@ def gpus(number, capability="9.0"):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """Pretend a machine with a single device, which needs one small compilation and not two."""
+    """Pretend a machine with a single device, so that only one small program is compiled."""
     devices = jax.local_devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
 
@@ -145,7 +145,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(
     assert "1 checks failed" in printed
 
 
-# In process 1 an exchange of all moves wrong rows.
+# In process 1, an exchange of all processes moves wrong rows.
 BREAK_ROWS = """
 import dataclasses
 import importlib.util
@@ -311,7 +311,7 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """The workspace is that within a host, and buffers of the collectives are counted, too."""
+    """The workspace is the one within a host, and buffers of the collectives are also counted."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

@@ -1,6 +1,7 @@
-"""Rows that do not fit are dropped: those of the last choices, whatever their expert.
+"""If rows do not fit, the rows of the last choices are dropped, whatever their expert is.
 
-The oracle implements the definition choice by choice. The tests here check what follows from it.
+The oracle implements the definition choice by choice. The tests of this file check consequences of
+the definition.
 """
 
 import functools
@@ -70,8 +71,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have the same tokens, so the rows that they lose at a rank differ by one at
-    most."""
+    """All ranks have the same tokens, so the numbers of rows that they lose at a rank differ by at
+    most one."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

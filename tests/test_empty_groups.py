@@ -1,4 +1,4 @@
-"""Weights of experts without rows, and of empty slots, reach no result or gradient of a layer."""
+"""Weights of experts without rows, and of empty slots, affect no result or gradient of a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.exchanges(0)
 
 RANKS, LOCAL, TOKENS, TOP_K = 2, 3, 5, 2
-EMPTY = 1  # the local expert without rows; the shared expert, where one exists, comes before it
+EMPTY = 1  # the local expert without rows; a shared expert comes before it
 SWIGLU, FREEZE = ma.gated(jax.nn.silu), ma.quantize_experts
 GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 KINDS = {
@@ -41,7 +41,7 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
     if table is not None:
         table = ma.Placement.from_slots(table, RANKS * LOCAL, num_ranks=RANKS)
         options["placement"] = table
-    # In "slots", the empty slots have this place, and all experts have rows.
+    # In the case "slots", this place is an empty slot, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
     has_shared = bool(options.get("exchange", ma.Exchange()).shared_expert)
     empty, matrices = EMPTY + has_shared, slots + has_shared

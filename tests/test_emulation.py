@@ -1,4 +1,4 @@
-"""Run the kernels on a CPU, as C++: random sequences are right, a mutation is noticed.
+"""Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected.
 
 A run tries a third of the mutations, which depends on the commit; ``make emulate`` tries all. These
 tests fail on a machine without a C++ compiler.
@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
-# Sequences of each kind of a variant; those under ThreadSanitizer take seconds.
+# Sequences of each kind of a variant. A sequence under ThreadSanitizer takes seconds.
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
 # Sequences of the kinds on which tests/mutations/list.toml relies.
 MORE_SEEDS = {"sequences": 6, "drops": 6}

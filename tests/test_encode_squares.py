@@ -25,7 +25,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Return weights whose squares have scales of all sizes, and squares that are not finite."""
+    """Return weights with squares of all sizes of scales, and with squares that are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))
@@ -85,7 +85,7 @@ def test_one_call_has_the_orientations_in_use(hopper):
     assert shapes(lambda w: quantize(w).transposed, w) == [[shape, "0", shape, "4x3x2"]]
     pairs = array(3, 4, 256, 2, 128, dtype="float32")
     assert shapes(jax.vmap(quantize), pairs) == [["12x256x256"] * 3 + ["12x2x2"]]
-    # The gradient is that of the composition.
+    # The gradient equals the gradient of the composition.
     assert shapes(jax.grad(lambda w: quantize(w).scales.sum()), w) == []
 
 

@@ -43,7 +43,8 @@ def assert_refuses(fn, *args, naming):
 
 
 def route_args(**changed):
-    """Return valid keyword arguments of route and dispatch, except those changed or LEFT_OUT."""
+    """Return valid keyword arguments of route and dispatch, of which some are changed or
+    LEFT_OUT."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -78,7 +79,7 @@ def combine(*names, modes=(), **options):
 
 
 def test_right_input_is_accepted():
-    """These calls are valid. The other tests change one argument of them."""
+    """These calls are valid. The other tests change one of their arguments."""
     assert trace(combine(), Y).shape == (RANKS, TOKENS, HIDDEN)
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
@@ -144,7 +145,7 @@ def addend(add, *value):
 
 
 ROUTED = functools.partial(ma.route, **route_args())
-# For each case: calls with their arguments, and what the error of a call says.
+# For each case: calls with their arguments, and the text of the error.
 REFUSED = {
     "ids of floats": ids_of(array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]"),
     "ids of bools": ids_of(array((TOKENS, TOP_K), "bool"), r"bool\[6,\s*3\]"),
@@ -303,7 +304,7 @@ def test_bad_input_is_refused_by_its_name_and_value(case):
 
 @pytest.mark.parametrize("name", ("num_experts", "capacity", "alignment"))
 def test_static_numbers_must_not_be_traced(name):
-    """A traced value decides no shape: the message says which argument it was."""
+    """A traced value cannot determine a shape, so the message names the argument."""
     value = array((), "int32")
     assert_refuses(
         lambda ids, value: ma.route(ids, **route_args(**{name: value})), IDS, value, naming=(name,)
@@ -337,7 +338,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """2 local experts: a row of each makes twice the alignment."""
+    """With 2 local experts, one row of each needs twice the alignment."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
@@ -363,7 +364,8 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """The number decides the shapes of the exchange; jax.export has one program for each number."""
+    """The number determines the shapes of the exchange, so jax.export needs one program for each
+    number."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -398,7 +400,8 @@ def test_another_symbolic_size_is_refused_with_advice():
 
 
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
-    """The kernels take it as int64 nanoseconds; the deadline is a sum of two."""
+    """The kernels receive the timeout as int64 nanoseconds, and a deadline is the sum of two such
+    numbers."""
     for timeout in (1e10, 2**33, 1e300):
         for name in ("timeout", "first_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):

@@ -1,5 +1,5 @@
-"""The examples are programs that run, as users run them: in a process of their own. The blocks of
-Hugging Face transformers are compared where torch and transformers are installed."""
+"""The examples run like users' programs, each in a separate process. The blocks of Hugging Face
+transformers are compared if torch and transformers are installed."""
 
 import importlib
 import importlib.util
@@ -64,7 +64,7 @@ def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_
     assert "--- the model:" in printed
 
 
-# A few steps without drops, which every mesh and the dense reference compute alike.
+# A few steps without drops, which have the same results on every mesh and in the dense reference.
 FEW_STEPS = "--layers=1 --steps=3 --sequences=8 --micro-batches=2 --log-every=1".split()
 FEW_STEPS += "--balance=bias --capacity-factor=0 --dtype=float32".split()
 
@@ -97,7 +97,7 @@ def test_a_training_that_continues_on_another_mesh_equals_the_dense_reference(
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_like_the_dense_reference_in_one(tmp_path, dense_losses):
     """Process 0 prints for both."""
-    flags = os.environ.get("XLA_FLAGS", "")  # of the two numbers of devices, the last one counts
+    flags = os.environ.get("XLA_FLAGS", "")  # XLA uses the last number of devices
     flags += " --xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     programs = [
         program(
@@ -163,7 +163,8 @@ def test_blocks_of_transformers_have_the_outputs_and_gradients_of_the_originals(
 @needs_both
 @pytest.mark.exchanges(0)
 def test_losses_are_those_of_transformers_up_to_factors_and_means():
-    """Mixtral joins the tokens of all layers first, and Switch has shares for each sequence."""
+    """Mixtral's loss concatenates the tokens of all layers, and Switch's loss has shares for each
+    sequence."""
     import torch
 
     mixtral, switch = (

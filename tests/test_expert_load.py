@@ -1,4 +1,4 @@
-"""Load figures against counts of the oracle's rows, in every mode and transform."""
+"""Load figures equal counts of the oracle's rows, in every mode and transform."""
 
 import dataclasses
 import functools
@@ -121,7 +121,7 @@ def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
     per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
     none = np.zeros_like(per_rank)
     assert_load_is(load(same, replicated=True), (counts, per_rank, none, counts, none))
-    same = np.where(same == ids[0, 0, 0], 4, same)  # which is no expert
+    same = np.where(same == ids[0, 0, 0], 4, same)  # 4 is not an expert
     num_invalid = (same[0] == 4).sum(dtype=np.int32)
     found = load(same, replicated=True).invalid_per_rank
     np.testing.assert_array_equal(found, [num_invalid, 0])

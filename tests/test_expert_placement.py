@@ -101,20 +101,22 @@ def test_replicas_are_worth_their_slots():
 
 
 def test_experts_are_packed_in_the_order_of_their_loads():
-    """In another order, the last expert of a full pack would be a heavy one."""
+    """In a different order, the last expert of a full pack would have many rows."""
     placement = ma.plan_placement([9, 4, 4, 1, 0, 0], num_ranks=2, spare=0, home=False)
     assert rank_loads(placement, [9, 4, 4, 1, 0, 0], 2).tolist() == [9, 9]
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """Rank 2 takes all 190 rows that it lacks from rank 0, which then takes 90 from rank 1."""
+    """Rank 2 takes from rank 0 all 190 rows that it has room for. Rank 0 then takes 90 rows from
+    rank 1."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
 
 
 def chosen_by_hand(ids, placement, num_ranks, counts):
-    """Return the slots of all ranks, with loops: own slots first, then slot after slot."""
+    """Return the slots of all ranks, computed with loops. A rank uses its own slots first, and then
+    one slot after another."""
     slots = np.full_like(ids, -1)
     for expert, replicas in enumerate(placement.expert_slots):
         replicas = replicas[: placement.num_replicas[expert]]

@@ -1,5 +1,5 @@
-"""The experts of a layer as primitives: results and derivatives are those of dense experts, and no
-element-wise pass over the rows is left. Which functions are recognized is in test_activations.
+"""The experts of a layer as primitives have the results and derivatives of dense experts, and no
+element-wise pass over the rows remains. test_activations tests which functions are recognized.
 
 Rows after the last group are NaN and infinite in every test, as in `test_grouped_dot`.
 """
@@ -72,7 +72,7 @@ def operands(
 
 
 def fused(*args, activation=SWIGLU, sizes=SIZES):
-    """Return the experts' results in use."""
+    """Return the experts' results of the rows in use."""
     all_args = experts.ExpertOperands(*args, jnp.array(sizes, jnp.int32))
     y, _ = experts.bind_experts(all_args, activation=activation)
     return y[: sum(sizes)]
@@ -98,7 +98,7 @@ def value_and_grads(fn, wanted=OF_ALL):
 
 
 def in_use(results):
-    """Cut the gradients of rows and weights, which come second and fifth."""
+    """Cut the gradients of rows and weights, the second and fifth result, to the rows in use."""
     return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
 
 
@@ -224,7 +224,7 @@ def test_short_floats(activation, dtype):
     assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
     wide = [x.astype(jnp.float32) for x in args]
     right, transpose = jax.vjp(functools.partial(dense, activation=activation, sizes=sizes), *wide)
-    # Where a derivative jumps, rounding moves a few pre-activations to the other side.
+    # Rounding moves a few pre-activations across the point where a derivative jumps.
     has_jumps = "relu" in activation.kind or activation is CLAMPED
     tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
     names = "y", *NAMES
@@ -312,7 +312,7 @@ def test_the_layer_makes_no_pass_over_rows():
     assert passes(forward, (ranks, capacity)) == passes(both, (ranks, capacity)) == []
     biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
     assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
-    # The check notices a pass: that of an activation that is not recognized.
+    # The check detects the pass of an activation that is not recognized.
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
@@ -389,7 +389,7 @@ def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
     assert types.startswith("(tensor<1536x64xbf16>, tensor<12x64x640xbf16>, tensor<3x12xi32>")
     names = [name for name, *_ in calls(jax.vmap(backward), *avals(lead=(3,)))]
     assert (names.count("dot_act"), names.count("act_dot_grad")) == (2, 1)
-    # The table has one index for weights and bias, so a batch of biases has its own weights.
+    # The table has one index for weights and bias, so a batch of biases needs a batch of weights.
     shared = jax.vmap(forward, (0, None, 0, 0, None, None, None))
     rows, w_in, bias, weights, w_out, b_out, sizes = avals()
     more = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
@@ -420,7 +420,7 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
 
 
 def in_pairs(args, num):
-    """Divide weights and biases: the last groups have the spare ones."""
+    """Divide weights and biases. The last groups use the spare weights."""
     return [(x[:num], x[num:]) if i in (1, 2, 4, 5) else x for i, x in enumerate(args)]
 
 

@@ -1,4 +1,5 @@
-"""jax.export: programs with exchanges, serialized and run again, and for other platforms."""
+"""jax.export serializes programs with exchanges, which then run again, and exports for other
+platforms."""
 
 import functools
 
@@ -84,7 +85,8 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """It is made on a machine with one of them, and returns the layer's bytes there."""
+    """The export is made on a machine with one of the platforms, and returns the layer's bytes on
+    it."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
     *args, _ = placed_arguments()
     both = exported(platforms=("cpu", "cuda"))
@@ -94,8 +96,8 @@ def test_one_export_serves_cpu_and_cuda():
 
 
 def assert_xla_cpu_can_compile_a_route_for_several_platforms():
-    """Assert that the process can go on: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a
-    chlo.scan there) in a branch for one platform, if a collective is in the branch too."""
+    """Assert that the process continues. In jax 0.12.0.1 jnp.cumsum is a chlo.scan, at which
+    XLA:CPU aborts in a branch for one platform if the branch also has a collective."""
     ids = placed_arguments()[3]
     group = harness.group_of(RANKS)
     route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group)))
@@ -109,8 +111,8 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path needs no custom call of ours. On one host, one launch routes and sends few
-    tokens."""
+    """The portable path needs no custom call of this package. On one host, one launch routes and
+    sends few tokens."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

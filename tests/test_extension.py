@@ -1,5 +1,5 @@
-"""Which compiled extension is used: this package's own, that of another installation if this
-package is a clone, or that of an installed wheel."""
+"""The compiled extension belongs to this package, to another installation if this package is a
+clone, or to an installed wheel."""
 
 import re
 import subprocess
@@ -63,14 +63,14 @@ def clone(folder):
 
 
 def build(folder, sources="", name="built"):
-    """Write a stand-in for an extension into the package of a folder; return its path."""
+    """Write a pretended extension into the package of a folder; return its path."""
     file = folder / "jax_moe_a2a/_native.py"
     file.write_text(STAND_IN.format(sources=sources, name=name))
     return file
 
 
 def install(folder, wheel, version):
-    """Write a stand-in for a wheel with kernels into a folder."""
+    """Write a pretended wheel with kernels into a folder."""
     package = wheel.replace("-", "_")
     info = folder / f"{package}-{version}.dist-info"
     info.mkdir()

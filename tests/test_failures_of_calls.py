@@ -1,5 +1,5 @@
-"""Calls that fail tell XLA, and so the user, the reason: a lack of memory, or an earlier exchange
-that has failed. The handlers run on CPU here, over a fake driver."""
+"""Calls that fail report the reason to XLA, and therefore to the user: a lack of memory, or an
+earlier exchange that has failed. In these tests, the handlers run on CPU over a fake driver."""
 
 import contextlib
 import pathlib
@@ -60,7 +60,8 @@ def test_a_failed_group_raises_or_returns_nan_as_the_call_says(handler_library):
 
 
 class Extension:
-    """The compiled extension, as far as these tests need it. A problem is (text, lacks memory)."""
+    """A pretended compiled extension with the functions that these tests need. A problem is (text,
+    lacks memory)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():

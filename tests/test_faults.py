@@ -1,4 +1,5 @@
-"""A part of the campaign of faults. `make faults` runs 200, and draws others with another SEED."""
+"""Run part of the campaign of faults. `make faults` runs 200 faults; another SEED draws different
+faults."""
 
 import pathlib
 import signal
@@ -37,7 +38,8 @@ def test_close_does_not_wait_for_a_thread_that_waits_for_a_stopped_process():
 
 
 def closes_while_a_thread_opens(run):
-    """Close while whole exchanges have their workspace, and a thread opens that of split ones."""
+    """Close while the workspace of whole exchanges is open and a thread opens the workspace of
+    split exchanges."""
     victim = campaign.memory.begin(run, count=2, timeout=8.0)
     run.all("reserve")
     (closer,) = (worker for worker in run.workers if worker is not victim)
@@ -63,7 +65,7 @@ def test_close_closes_all_workspaces_or_none(monkeypatch):
 
 
 def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
-    """Such as the socket of a process, and its notice."""
+    """Leaks are, for example, the socket of a process, and its notice."""
     calls = []
     make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
     with futures.ThreadPoolExecutor(4) as pool:
@@ -72,8 +74,8 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step that the others cannot leave without it. One of them
-    may then wait for the other one, which has raised already, until gloo's timeout."""
+    """Kill one of three processes in a step that the other two cannot finish without it. One of
+    these two may then wait until gloo's timeout for the other, which has already raised."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))

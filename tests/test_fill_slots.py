@@ -28,7 +28,7 @@ WHY_NO_KERNEL = fill.why_no_kernel
 
 
 def drawn(ranks, experts):
-    """Return loads [N, E]: those of the planners' tests, equal ones, and ones with ties."""
+    """Return loads [N, E]: the loads of the planners' tests, equal loads, and loads with ties."""
     ties = np.random.default_rng(ranks).integers(0, 4, (3, experts))
     return np.concatenate([loads(experts, ranks), np.full((1, experts), 5), ties]).astype(np.int32)
 

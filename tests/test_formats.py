@@ -1,6 +1,6 @@
-"""Token formats: the bits of values and scales, what moves of them, and what is differentiated.
+"""Token formats: the bits of values and scales, which arrays move, and which are differentiated.
 
-The oracle is `format_oracle.py`, which shares nothing with the package.
+The oracle is `format_oracle.py`, which shares no code with the package.
 """
 
 import dataclasses
@@ -68,7 +68,8 @@ def every_pattern(dtype, group_size):
     """Return groups of all 65536 numbers of a 16-bit float, next to numbers that make their scale
     larger.
 
-    Numbers of one group are of about one magnitude; then all of them in a random order.
+    At first the numbers of a group have about the same magnitude. Then all numbers follow in random
+    order.
     """
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
@@ -77,7 +78,7 @@ def every_pattern(dtype, group_size):
     most = np.array(ml_dtypes.finfo(dtype).max, cases.dtype(dtype)).view(np.uint16)
     mantissa = 7 if dtype == "bfloat16" else 10
     groups = []
-    for steps in (0, 2, 5, 8, 11, 17):  # powers of two that the scale is larger by
+    for steps in (0, 2, 5, 8, 11, 17):  # the scale is larger by 2**steps
         beside = np.minimum(largest.astype(np.int64) + (steps << mantissa), most)
         groups.append(np.concatenate([beside.astype(np.uint16)[:, None], chunks], axis=1))
     groups.append(np.random.default_rng(0).permutation(bits).reshape(-1, group_size))
@@ -85,8 +86,8 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Draw groups of float32: any bits; any exponents, near each other; bounds between two results
-    and the numbers next to them; the largest and smallest; all with every kind of scale."""
+    """Draw groups of float32 with every kind of scale: any bits; exponents near each other; bounds
+    between two results and the numbers next to them; the largest and smallest numbers."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -110,13 +111,14 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # NvFp4, also with a global scale that is no power of two: there the order of operations shows.
+    # NvFp4, also with a global scale that is not a power of two, because the order of operations
+    # then changes results.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Largest magnitudes of a group at which the scale changes, by themselves and next to others.
+    # Largest magnitudes of a group at which the scale changes, alone and next to other numbers.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -134,7 +136,7 @@ def float32_groups(group_size):
         return np.concatenate([group.astype(np.float32) for group in groups])
 
 
-# The same for all dtypes, so that they share what eager operations compile.
+# The same shapes for all dtypes, so that they share compiled eager operations.
 NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 
@@ -215,7 +217,8 @@ def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
 
 
 def test_a_traced_global_scale_means_what_a_static_one_does():
-    """Numbers of every size and mantissa, clipped to the range; the inverse is rounded once."""
+    """Global scales of every size and mantissa are clipped to the range, and their inverse is
+    rounded once."""
     rng = np.random.default_rng(0)
     scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
     edges = np.float32(
@@ -305,7 +308,8 @@ RANKS = harness.FEW
 
 
 def sums_in_a_format(number, layout=SMALL):
-    """Return a number of sums in a format: portable ones, which do not count, of many ranks."""
+    """Return the number of exchanges of sums in a format. It is 0 if many ranks use the portable
+    path."""
     return number * layout.is_summed_in_formats(RANKS)
 
 
@@ -366,8 +370,8 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# Tokens and hidden of all ranks together: all of `inputs` and some of them again, in rows of many
-# segments, of which the last is not whole.
+# Tokens and hidden such that the tokens of all ranks hold all of `inputs` and some of them twice,
+# in rows of many segments, of which the last is not whole.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
@@ -377,7 +381,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # If tokens are spread evenly, a rank gets twice as many as its own, and few more.
+    # If tokens are spread evenly, a rank receives twice as many tokens as it sends, and few more.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -432,7 +436,7 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """There are more slots than flags, and values and scales of a row are not whole vectors."""
+    """The zone has more slots than flags, and values and scales of a row are not whole vectors."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -450,7 +454,7 @@ LAID_OUT = {
 }
 
 
-@pytest.mark.exchanges(1)  # the layout is made of the rows
+@pytest.mark.exchanges(1)  # the layout is made from the rows
 @of_every_format
 def test_scales_come_in_the_layout_that_the_format_names(name):
     fmt, plain, ranks = LAID_OUT[name], FORMATS[name], RANKS
@@ -483,8 +487,8 @@ def on_the_wire(fmt):
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# Groups that fill no warp, groups larger than a warp takes at a time, and values that end between
-# two vectors.
+# Groups that do not fill a warp, groups larger than a warp handles at a time, and values that end
+# between two vectors.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
@@ -536,7 +540,8 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(2 + sums_in_a_format(6), split=sums_in_a_format(2))
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """They are those of each element, of the whole combine, and of a combine without a format."""
+    """The sums equal those of each element, of the whole combine, and of a combine without a
+    format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(4)
@@ -659,7 +664,7 @@ def two_by_two(axes, axis_type):
 
 @pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
-    """Whole groups on each device; values and scales are sharded alike."""
+    """Each device has whole groups. Values and scales have the same sharding."""
     mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec

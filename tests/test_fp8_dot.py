@@ -1,7 +1,7 @@
-"""`grouped_dot` of arrays in `BlockwiseFp8` against the definition of docs/fp8.md in numpy.
+"""Compare `grouped_dot` of arrays in `BlockwiseFp8` with the definition of docs/fp8.md in numpy.
 
-On CPU: decoded products ("reference"), and what the kernel gets, read by numpy in its place
-("table"). With MOE_A2A_TEST_GPU=1: the kernel, and decoded products.
+On CPU, the tests run decoded products ("reference"), and numpy in place of the kernel, with the
+kernel's arguments ("table"). With MOE_A2A_TEST_GPU=1 they run the kernel and decoded products.
 """
 
 import dataclasses
@@ -94,7 +94,8 @@ def draw_exact(num_rows, k, n, sizes, seed=0):
 
 
 def read_table(target, results, arrays, num_sms, product):
-    """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
+    """Compute the results of the kernel as its header defines them. Rows that the kernel does not
+    write are NaN."""
     (out,) = results
 
     def run(*arrays):
@@ -138,8 +139,8 @@ def path(request):
 
 
 def assert_is_product(found, rows, w, sizes, dtype, zero_tail=True, inexact=0.0):
-    """Assert that a product is the definition's up to the order of sums, K roundings of float32,
-    and one rounding to its dtype. `inexact` bounds the error relative to sums of magnitudes."""
+    """Assert that a product equals the definition up to the order of sums, K roundings of float32,
+    and one rounding to its dtype. `inexact` is the largest error relative to sums of magnitudes."""
     expected, magnitudes = oracle.grouped_dot_fp8(rows, w, sizes)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape
@@ -174,7 +175,7 @@ OF_KERNEL = itertools.product(("tail", "many_groups", "edges", "whole_turns"), (
 
 @pytest.mark.parametrize("case, num_spare", OF_KERNEL if harness.ON_GPU else [("tail", 2)])
 def test_spare_weights_are_a_second_array(path, case, num_spare):
-    """The sums are exact, so no bit differs from the product of one array."""
+    """The sums are exact, so all bits equal those of the product with one array of weights."""
     num_rows, k, n, sizes = (CASES | HOSTILE)[case]
     rows, w = draw_exact(num_rows, k, n, sizes)
     home, spare = ([x[:-num_spare] for x in w], [x[-num_spare:] for x in w])
@@ -196,7 +197,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
     rows, w = draw_exact(*HOSTILE[case])
     right = oracle.grouped_dot_fp8(rows, w, sizes)[0].astype(jnp.dtype(dtype))
     for tail in ("zero", "unspecified"):
-        # Results may get this memory, so that an element that is not written is NaN.
+        # Results may be allocated in this memory, so that an element that is not written is NaN.
         jax.block_until_ready(jnp.full((num_rows, n), np.nan, dtype)).delete()
         dot = jax.jit(
             lambda *args, tail=tail: ma.grouped_dot(*args, tail=tail, preferred_element_type=dtype)
@@ -295,7 +296,7 @@ def test_a_batch_is_one_product_and_each_element_that_of_its_own_call(path, axes
 
 
 def test_batches_that_share_values_or_scales(path):
-    """Each of two batches has one part of rows, one of weights, or sizes of its own."""
+    """Each of two batches has separate rows, separate weights, or separate sizes."""
     num_rows, k, n, sizes = CASES["tail"]
     rows, w = draw_exact(num_rows, k, n, [num_rows, 0, 0, 0])
     values, scales = (np.stack([x, x[::-1], x]) for x in rows)
@@ -423,11 +424,11 @@ def test_weights_to_train_are_floats():
         ma.quantize_experts(ma.Quantized(TRAINED.transposed, TRAINED.scales), trainable=True)
 
 
-# Products with float weights, whose derivatives are those of the floats, and with frozen weights
+# Products with float weights, which have derivatives, and with frozen weights
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """Only the transpose quantizes, and its own derivative does not."""
+    """Only the transpose quantizes. The derivative of the transpose does not."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))
@@ -474,8 +475,8 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """Only the transpose quantizes, and its own derivative does not. Neither does a transpose over
-    columns that are no whole blocks."""
+    """Only the transpose quantizes, and the derivative of the transpose does not. A transpose over
+    columns that are not whole blocks does not quantize either."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

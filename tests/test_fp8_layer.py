@@ -1,4 +1,4 @@
-"""Layers with weights in FP8 are those of decoded numbers, and have their gradients."""
+"""Layers with weights in FP8 equal layers of the decoded numbers, and have their gradients."""
 
 import dataclasses
 import functools
@@ -60,13 +60,14 @@ def of_all_ranks(fn=layer, **options):
 
 
 def on_one_device(wrap=lambda fn: fn, **options):
-    """Return the layer of all ranks without their devices; `wrap` is a transform of one rank's."""
+    """Return the layer of all ranks on one device; `wrap` is a transform of one rank's layer."""
     on_rank = functools.partial(layer, **dict(group=harness.emulated_group(RANKS)) | options)
     return jax.vmap(wrap(on_rank), axis_name=harness.AXIS)
 
 
 def relative_error(found, expected):
-    """Return the root mean square of the error, relative to that of the expected numbers."""
+    """Return the root mean square of the error divided by the root mean square of the expected
+    numbers."""
     found, expected = (x.astype(np.float64) for x in harness.numpy_of((found, expected)))
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
@@ -78,7 +79,7 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
     assert (counts["grouped_dot_fp8"], counts["act_encode"]) == (2, 1)
     other = args[2].replace(activation=lambda x: SWIGLU(1 * x))
     assert "act_encode" not in small_layer.counts(of_all_ranks(), *args[:2], other, args[3])
-    with jax.debug_nans(True):  # it must not see rows that the kernel leaves
+    with jax.debug_nans(True):  # it must not see rows that the kernel does not write
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
@@ -88,7 +89,8 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """Next to a source, too: an optimizer would change the source, and not its numbers in FP8."""
+    """This is also an error next to a source, because an optimizer would change the source, but not
+    its numbers in FP8."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -199,7 +201,7 @@ def emulated(variant=None):
 @pytest.mark.parametrize("variant", ("unfused", "transposed, checkpoint, chunks", "vmap"))
 def test_frozen_weights_have_the_same_gradients_in_each_program(variant):
     for one, right in zip(emulated(variant), emulated(), strict=True):
-        # Other sums make some activations the next FP8.
+        # Different sums make some activations round to the neighbouring FP8 value.
         assert relative_error(one, right) < (1e-6 if variant != "unfused" else 0.01)
 
 
@@ -245,7 +247,7 @@ def value_and_grads(floats, ids, ct, **options):
 
 @functools.cache
 def exact():
-    """Return floats, ids and a cotangent, and what a layer in float32 returns for them."""
+    """Return floats, ids and a cotangent, and the results of a layer in float32 for them."""
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
@@ -275,7 +277,7 @@ def test_training_needs_multiples_of_128(columns):
 
 @pytest.mark.exchanges(0)
 def test_training_makes_as_many_exchanges_and_products_in_fp8():
-    """In chunks, each chunk runs the same again."""
+    """With chunks, each chunk repeats all of this."""
     *floats, ids = arguments()
     ct = floats[0]
     run = functools.partial(value_and_grads, in_fp8=True)
@@ -337,7 +339,7 @@ def test_errors_are_those_of_the_page(row):
     (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
     stated = [float(cell.strip(" %")) / 100 for cell in cells.split("|") if cell.strip()]
     assert len(found) == len(stated)
-    # On a GPU, or with all ranks on one device, XLA omits other roundings to bfloat16.
+    # On a GPU, or with all ranks on one device, XLA omits different roundings to bfloat16.
     rtol = 0.25 if harness.ON_GPU or harness.RANKS_ON_ONE_GPU else 0.15
     np.testing.assert_allclose(found, stated, rtol=rtol, atol=0.001)
 
@@ -359,7 +361,7 @@ def test_moe_over_expert_and_tensor_axes():
 
     @quick_jit
     def run(x, params):
-        """Return the result, and the gradients of all but the weights of the experts."""
+        """Return the result, and all gradients except those of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):
@@ -387,7 +389,7 @@ def test_moe_over_expert_and_tensor_axes():
 @pytest.mark.several_devices("meshes of several axes")
 @pytest.mark.one_process("meshes of several axes")
 def test_moe_trains_micro_batches_with_weights_that_were_quantized_once():
-    """The weights are stored in parts that are no whole squares: of 192 rows."""
+    """The weights are stored in parts of 192 rows, which are not whole squares."""
     mesh = mesh_of(AxisType.Explicit, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
     x = np.random.default_rng(1).normal(size=(2, 16, 384)).astype(np.float32)

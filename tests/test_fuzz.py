@@ -1,7 +1,7 @@
-"""Drawn exchanges, layers and products are those of the oracle, and the fuzzer notices a package
-that is broken.
+"""Drawn exchanges, layers and products equal those of the oracle, and the fuzzer detects a broken
+package.
 
-`python -m tests.fuzz` runs others for as long as wanted, and repeats a failure.
+`python -m tests.fuzz` runs more programs, and repeats a failure.
 """
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ PROGRAMS = {
     619: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
     892: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     2655: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
-    58: lambda p: p.derivative == "forward over reverse",  # from here on, products
+    58: lambda p: p.derivative == "forward over reverse",  # the rest are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
     141: lambda p: p.derivative == "reverse over forward",
     199: lambda p: p.is_scanned and p.is_checkpointed and p.derivative == "vjp",

@@ -68,7 +68,7 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     ),
 )
 def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
-    """A scale that every rank applies to its tokens and to its rows."""
+    """Every rank applies a scale to its tokens and to its rows."""
     floats, ids, _ = problem()
     kept = small_layer.arguments(RANKS).kept
     group = harness.group_of(RANKS)
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
             scale = scale[None]
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
-        if inside:  # replicated, for the gradient's type says so
+        if inside:  # the type of the gradient says that it is replicated
             return jax.grad(value)(scale)
         return lax.psum(value(scale), AXIS)
 

@@ -1,4 +1,4 @@
-"""`grouped_dot` against plain numpy products in float64, on every path that the machine has.
+"""Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
 On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
 kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
@@ -44,7 +44,8 @@ PRIMITIVES = {
 
 
 def read_table(target, results, arrays, num_sms, aliases=None, *, product):
-    """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
+    """Compute the results of the kernel as its header defines them. Rows that the kernel does not
+    write are NaN."""
     (out,) = results
 
     def run(*operands):
@@ -162,7 +163,8 @@ CASES = dict(
     no_columns=(16, 0, 64, [5, 6]),
     odd_columns=(50, 20, 12, [20, 13]),
 )
-# Around the sizes of the kernel's tiles, and more groups than it takes at a time.
+# Sizes slightly below and above the kernel's tiles, and more groups than the kernel reads at a
+# time.
 LARGE = 1500, 264, 392, [700, 0, 129, 511]
 if harness.ON_GPU:
     CASES |= dict(
@@ -199,8 +201,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert equality up to one rounding of each of so many terms; sums of `length` products in
-    float32."""
+    """Assert equality up to one rounding of each of this many terms, which are sums of `length`
+    products in float32."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -210,7 +212,7 @@ def close(found, right, dtype, terms=1, length=512):
 
 
 def in_groups(x, sizes, zero_tail):
-    """Return the rows of groups; with their tail if the tail must be zero."""
+    """Return the rows of groups, and also the tail if the tail must be zero."""
     x = np.asarray(x)
     return x if zero_tail else x[: sum(sizes)]
 
@@ -348,7 +350,7 @@ SUBSETS = [
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
     """Return operands, one for each element or one for all, and their cotangents."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
-    # If all share the rows, their tail begins where the last of the tails does.
+    # If all elements share the rows, the tail of the rows begins where the last tail begins.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
     each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
     cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]
@@ -370,7 +372,7 @@ def test_vmap_of_any_operand(path, has, dtype):
         for each, is_batched in zip((rows, w, sizes), has, strict=True)
     ]
     axes = [0 if is_batched else None for is_batched in has]
-    if has[0]:  # another axis than the first
+    if has[0]:  # not the first axis
         operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
     ct = np.stack(cts)
 

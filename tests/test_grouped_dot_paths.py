@@ -1,6 +1,7 @@
-"""Arguments of `grouped_dot`, and which path runs a product: the kernel or another.
+"""Arguments of `grouped_dot`, and the path of a product: the kernel or another path.
 
-Lowering for CUDA needs no GPU, so most of this runs wherever the kernel was built in.
+Lowering for CUDA needs no GPU, so most of these tests run on every machine with a build of the
+kernel.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Handlers: the state that they keep between the executions of a program, and their checks before
-the first execution. They run on CPU here, over a fake driver; kernels are only counted."""
+"""Handlers keep state between the executions of a program, and make checks before the first
+execution. In these tests they run on CPU over a fake driver, which only counts kernels."""
 
 import functools
 import pathlib
@@ -112,7 +112,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Functions that run with the library in a process of their own.
+# Functions that run with the library in separate processes.
 
 
 def keeps_what_does_not_change(library):
@@ -192,8 +192,8 @@ def comes_with_a_loaded_executable(library):
 
 
 def damages(arrays):
-    """Yield each list of arrays in which one has another dtype, or another size or number of
-    axes, in turn."""
+    """Yield lists of arrays. In each list, one array has a wrong dtype, a wrong size of an axis, or
+    a wrong number of axes."""
     for i, (dtype, *shape) in enumerate(arrays):
         others = (
             (U8 if dtype != U8 else F32, *shape),
@@ -204,7 +204,7 @@ def damages(arrays):
 
 
 def refuses_arrays(library):
-    """Make a call with each of its arrays in another dtype or with other axes."""
+    """Make calls in which each array in turn has a wrong dtype or wrong axes."""
     operands, results, attributes = CALLS["weighted_dispatch"]
     refused = functools.partial(is_refused, library, "weighted_dispatch", attributes=attributes)
     assert all(refused(damaged, results) for damaged in damages(operands))
@@ -225,7 +225,7 @@ def is_refused(library, operation, operands, results, attributes):
 
 
 def refuses_missing_attributes(library):
-    """Each call lacks an attribute that all calls have, or one of its own."""
+    """Each call lacks an attribute that all calls have, or an attribute that only this call has."""
     told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
     for operation, (operands, results, attributes) in CALLS.items():
         everything = handler_calls.attributes() | attributes

@@ -1,4 +1,5 @@
-"""How processes of one host find each other, and which ones get an answer. It needs no GPU."""
+"""Processes of one host find each other, and only the right ones get an answer. The tests need no
+GPU."""
 
 import dataclasses
 import functools
@@ -36,8 +37,8 @@ REFUSED = 2
 
 @pytest.fixture
 def told(monkeypatch):
-    """Replace JAX's coordination service by a dict of what processes have published; pretend that
-    kernels exist and that peers reach each other."""
+    """Replace JAX's coordination service by a dict of published notices, and pretend that kernels
+    exist and that peers reach each other."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -142,7 +143,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
 
 
 def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
-    """It may have been started again, and answers elsewhere then."""
+    """The process may have been restarted, and then answers at a different socket."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
     assert ranks.path == "cuda"
@@ -153,7 +154,7 @@ def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
 
 
 def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monkeypatch):
-    """A `finally` closes after the error about a process that never came."""
+    """A `finally` closes the group after the error about a process that never arrived."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -161,7 +162,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     monkeypatch.setattr(native, "failure", lambda topology: "")
     monkeypatch.setattr(native, "reserved_bytes", lambda topology, kind: 0)
     monkeypatch.setattr(native, "mapped_bytes", lambda topology, kind: [])
-    group = group_of(1, 1)  # of which this process, number 0, has no device
+    group = group_of(1, 1)  # this process, number 0, has no device of the group
     assert group.memory() == ()
     group = group_of(0, 1)
     group.check()
@@ -194,7 +195,7 @@ def test_a_group_of_one_process_publishes_nothing(told):
 
 
 def hosts_of_two(told, monkeypatch):
-    """Let each two of four processes be on a host, and let the GPUs know their partitions."""
+    """Put two of four processes on each host, and give the GPUs the partitions of the hosts."""
     for index in (1, 2, 3):
         tell(told, index, host="another" if index > 1 else None)
     monkeypatch.setattr(Gpu, "partition_index", property(lambda gpu: gpu.id // 2), raising=False)
@@ -268,7 +269,8 @@ def test_all_processes_take_the_path_that_every_one_can(told):
     "field, other", (("version", 2), ("package", "0.0.1"), ("build", "CUDA 12.0 for 90"))
 )
 def test_processes_of_different_versions_or_builds_take_the_portable_path(told, field, other):
-    """The package decides the shapes of a program, so the protocol's version is not enough."""
+    """The version of the package determines the shapes of a program, so comparing the version of
+    the protocol is not enough."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1)._why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
@@ -310,7 +312,7 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it has closed the connection without reading on
+        except ConnectionResetError:  # closed before everything was read
             return None
         if not head:
             return None
@@ -384,11 +386,11 @@ def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many allocations came.
-# listen [MS]: prints socket and secret, answers, and forks for each line of its input. A child
-# waits MS milliseconds before it closes its copy of the socket.
-# hold FD: asks itself; while it answers with FD as memory it forks, and ends.
-# throw: asks itself; its first two answers are exceptions. Prints status and reason of each answer.
+# ask SOCKET SECRET PID: prints the problem, whether the process has ended, and the number of
+# allocations. listen [MS]: prints socket and secret, answers, and forks for each line of its input.
+# A child waits MS milliseconds before it closes its copy of the socket. hold FD: asks itself. While
+# it answers with FD as memory, it forks, and then ends. throw: asks itself; its first two answers
+# are exceptions. Prints status and reason of each answer.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -450,8 +452,8 @@ int main(int argc, char** argv) {
 }
 """
 
-# Takes the name of a socket, as another user if it is told to, and answers with a descriptor.
-# Prints what it was sent.
+# Takes the name of a socket, optionally as a different user, and answers with a descriptor. Prints
+# what it received.
 IMPOSTOR = r"""
 import os, socket, struct, sys
 name, user = sys.argv[1], int(sys.argv[2])
@@ -501,7 +503,7 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
 
 def asked_impostor(peers, user, pid_of):
     """Ask a process that has taken a socket's name. Return the problem, whether the process counts
-    as ended, how many allocations came, and what the impostor was sent."""
+    as ended, the number of allocations, and what the impostor received."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -538,7 +540,8 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The impostor's parent has another process id. Its own id, or none, is accepted."""
+    """The impostor's parent has a different process id. The impostor's own id, or no id, is
+    accepted."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )
@@ -633,7 +636,7 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """A pipe stands for the memory: reading ends when no process holds its other end."""
+    """A pipe represents the memory. Reading from it ends when no process holds the other end."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:
@@ -641,7 +644,7 @@ def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
             listener.children.append(int(listener.hear()[0]))
             listener.process.wait(timeout=20)
             os.set_blocking(reading, False)
-            # The child may come to its handlers only after its parent has ended.
+            # The child may reach its handlers only after its parent has ended.
             end = time.monotonic() + 10
             while (held := memory.read()) is None and time.monotonic() < end:
                 time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""Groups of two levels over hosts: each process is a host, and gloo joins them, on CPU.
+"""Groups of two levels over hosts. Each process is a host, and gloo connects the processes, on CPU.
 
-With root, each process has a network of its own (`hosts.py`). `make test-hosts` runs all tests of
-two levels in the same forms.
+With root, each process has a separate network (`hosts.py`). `make test-hosts` runs all tests of two
+levels in the same forms.
 """
 
 import os
@@ -27,11 +27,12 @@ CAN_MAKE_HOSTS = os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def test_each_process_as_a_host_has_the_rows_sums_and_gradients_of_a_flat_group():
-    """Also the rows that a tight capacity keeps, in the same order. Two hosts of two ranks."""
+    """On two hosts of two ranks, this includes the rows that a tight capacity keeps, in the same
+    order."""
     processes.assert_tests_pass(CHOSEN, "--devices=4", *["--as-hosts"] * CAN_MAKE_HOSTS)
 
 
 def test_a_host_that_is_killed_ends_the_others_with_an_error_within_the_bound():
-    """Two hosts of two processes. The bound is that of XLA's collectives."""
+    """On two hosts of two processes, XLA's collectives bound the wait."""
     done = campaign.run_one(1, 0, ["programs: a killed host"])
     assert done.outcome == "error", done

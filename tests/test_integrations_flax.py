@@ -76,7 +76,7 @@ def loss_of(y):
 
 @MODULES
 def test_a_module_runs_on_the_mesh_of_make_mesh(make):
-    """Its axes are Explicit by default. The result is that of the dense layer."""
+    """The axes of the mesh are Explicit by default. The result equals that of the dense layer."""
     if harness.NUM_DEVICES < 8:
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("ep",), devices=harness.devices(8))

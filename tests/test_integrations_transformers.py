@@ -394,7 +394,8 @@ def test_models_of_transformers_make_a_round_trip(kind, dtype, torch, tmp_path):
     for name, tensor in model.state_dict().items():
         assert name not in back or torch.equal(tensor, back[name]), name
 
-    # In files, names differ from those of a model in memory, and fields from those of its config.
+    # The names in files differ from the names of a model in memory, and the fields of config.json
+    # differ from the fields of its config.
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Forward mode, and both second orders, against the dense layer on one device."""
+"""Forward mode and both second orders equal those of the dense layer on one device."""
 
 import functools
 
@@ -30,8 +30,8 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """Compare transform(function of floats), a function of (floats, directions), with that of the
-    dense layer."""
+    """Compare transform(function of floats), a function of (floats, directions), for the layer and
+    the dense layer."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)
@@ -57,7 +57,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """In addition to the value's movements, rows or weights move only if they have a tangent."""
+    """Besides the exchanges of the value, rows or weights move only if they have a tangent."""
     layer, _, floats, directions = problem()
 
     def of_one(value):
@@ -90,7 +90,7 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(2)
 def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents_and_gradients():
-    """Nothing is moved for them; integers have the tangent type float0."""
+    """Integers have the tangent type float0, and nothing is moved for them."""
     group = harness.group_of(RANKS)
     _, ids, _ = small_layer.arguments(RANKS)
     tokens = small_layer.LAYOUT.tokens

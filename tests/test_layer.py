@@ -1,8 +1,8 @@
-"""The expert layer in one call: results and derivatives are those of the dense layer on one device,
-and the number of exchanges is that of docs/concepts.md.
+"""The expert layer in one call has the results and derivatives of the dense layer on one device,
+and the number of exchanges that docs/concepts.md states.
 
-Rows after the last group are NaN on the portable path, so every test with a capacity above the
-number of rows shows it if one of them reaches a result or a gradient.
+On the portable path, rows after the last group are NaN. Every test with a capacity above the number
+of rows therefore detects if such a row affects a result or a gradient.
 """
 
 import functools
@@ -121,7 +121,8 @@ def test_weights_of_choices_may_multiply_the_inputs_of_experts():
 
 @pytest.mark.exchanges(0)
 def test_without_tokens_gradients_of_weights_are_zero():
-    """On one device: XLA refuses a shard_map of constants, which this gradient is."""
+    """The test runs on one device, because this gradient would be a shard_map of constants, which
+    XLA refuses."""
     layout = cases.Layout("none", tokens=0, top_k=2, local_experts=2, hidden=5)
     floats, ids, _ = arguments(layout)
     fn = functools.partial(layer, layout=layout, group=harness.vmapped_group(RANKS))
@@ -131,7 +132,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-# Rows without a token, which must reach neither results nor gradients
+# Rows without a token, which must affect neither results nor gradients
 
 
 @pytest.mark.exchanges(0)
@@ -355,7 +356,7 @@ def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming)
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype):
-    """Each chunk is routed on its own, so drops are those of its own tokens."""
+    """Each chunk is routed separately, so only tokens of the same chunk compete for room."""
     floats, ids, _ = arguments(CUT, dtype=dtype)
     chunk = cases.Layout("chunk", 2, 3, local_experts=2, capacity=6, alignment=4, hidden=5)
     parts = [slice(2 * i, 2 * i + 2) for i in range(3)]
@@ -368,7 +369,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     backward = [eqn for eqn in scans if eqn.params["reverse"]]
     results = [v.aval for eqn in backward for v in eqn.outvars]
-    # The carried sum, of a rank or of all ranks that share a device.
+    # The sum that the loop carries, of one rank or of all ranks that share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
     found = small_layer.compiled(run, exchanges=15)(floats, ids)

@@ -1,6 +1,7 @@
 """Programs lowered for CUDA have one custom call for each exchange, or use the portable path.
 
-Lowering for a platform needs none of its devices, so this runs wherever the kernels were built in.
+Lowering for a platform needs no devices of the platform, so these tests run on every machine with a
+build of the kernels.
 """
 
 import collections
@@ -109,7 +110,7 @@ def exchange(x, ids, weights, group=None):
 
 
 def exchange_by_routing(x, ids, weights, group=None):
-    """Exchange with a routing made before."""
+    """Exchange with an existing routing."""
     recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
 
@@ -145,14 +146,15 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     for name, value in dict(num_experts=EXPERTS, alignment=1, num_choice_arrays=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
     assert attribute(text, "routed_dispatch", "format") == '""'
-    assert attribute(text, "combine", "workspace_kind") == "0 : i64"  # not that of split exchanges
+    assert attribute(text, "combine", "workspace_kind") == "0 : i64"  # the kind of whole exchanges
 
 
 @pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")
 @pytest.mark.parametrize("capacity", (None, TOKENS), ids=("worst_case", "drops"))
 def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
-    """Ids and rows cross between hosts, then rows within them; sums the other way. The kernels
-    within a host accept any capacity, as those of a flat group."""
+    """Ids and rows cross between hosts, and then rows cross within hosts; sums cross in the reverse
+    order. The kernels within a host accept any capacity, like the kernels of a group of one
+    level."""
     axes, hosts = ("host", harness.AXIS), 2
     mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
     group = ma.Group(mesh, axes, two_level=True, implementation="cuda")
@@ -283,7 +285,7 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     x = jax.ShapeDtypeStruct((4, RANKS * TOKENS, 32), "bfloat16")
     scale = jax.ShapeDtypeStruct((), "float32")
     text = jax.jit(batched).trace(x, IDS, scale).lower(lowering_platforms=("cuda",)).as_text()
-    tokens = 2 * TOKENS  # half as many ranks as devices
+    tokens = 2 * TOKENS  # the group has half as many ranks as devices
     operands, _ = signature(text, "format_dispatch")
     assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
 
@@ -381,7 +383,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """A dispatch with a format lands own tokens too; where nothing crosses there are no zones."""
+    """In a dispatch with a format, own tokens also land in a zone. A single rank has no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -437,8 +439,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """Otherwise XLA copies a constant for each of them, and the done looks for the exchange at
-    another address."""
+    """Otherwise XLA copies a constant for each call, and the done looks for the exchange at a
+    different address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -460,7 +462,8 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
 
 
 def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
-    """Every result of a done is an operand after those of its start, in the same memory."""
+    """Every result of a done is in the memory of one of its operands, which come after the operands
+    of the start."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -472,9 +475,9 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 
 
 def test_nothing_is_fused_with_a_half():
-    """Barriers stand before and after each. Without them XLA on GPUs fuses a call with slices of
-    its operands, or with the update of a larger array by its result, and copies what was in place
-    there: a done would not find it.
+    """Barriers precede and follow each call. Without barriers, XLA on GPUs fuses a call with slices
+    of its operands, or with the update of a larger array by its result. The fusion copies the array
+    in flight, and the done would not find it.
     """
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
@@ -494,8 +497,8 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
-    """Either both halves run kernels or none does. Here the dtype is float64, which the kernels do
-    not sum."""
+    """Either both halves run kernels or neither does. In this test the dtype is float64, which the
+    kernels do not sum."""
     rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 
     def combine(y, ids):
@@ -595,7 +598,7 @@ def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
 
 @pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
 def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
-    """The handlers see such an axis only if several ranks share the launch."""
+    """The handlers receive an axis of ranks only if several ranks share the launch."""
     group = ma.Group(axis_name=harness.AXIS, size=1, implementation="cuda")
 
     def layer(x, ids):
@@ -722,7 +725,7 @@ def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
 
 
 def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
-    """Pairs come from derivatives of higher order; here they are bound by hand."""
+    """Derivatives of higher order have several pairs. This test binds the pairs directly."""
     most = native.limit("MAX_PAIRS")
 
     def combine_pairs(rows, weights, ids):
@@ -783,20 +786,20 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# A limit of the kernels, how much of it one step takes; a program of n steps and its arguments; its
-# calls, and the operation that is portable with one more step.
+# A limit of the kernels, and how much of it one step uses; a program of n steps with its arguments;
+# its calls, and the operation that uses the portable path with one more step.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
     "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, rows_of_arrays(n), IDS),
                        {"route": 1, "combine": 1}, "combine"),
-    # Each leaf travels as values and scales, which XLA makes if they are too many.
+    # Each leaf travels as values and scales. XLA computes them if there are too many arrays.
     "parts of a format": ("MAX_ARRAYS", 2, lambda n: (encoded_by_ids, [aval(TOKENS, 32)] * n, IDS),
                           {"routed_dispatch": 1}, "routed_dispatch"),
     "parts by a routing": (
         "MAX_ARRAYS", 2, lambda n: (encoded_by_routing, [aval(TOKENS, 32)] * n, IDS),
         {"route": 1, "format_dispatch": 1}, "format_dispatch"),
-    # A batch element of one token has a flag of its own.
+    # A batch element of one token has a separate flag.
     "flags": ("MAX_CHUNKS", 1, lambda n: (batch_of_routes, ids_of(n, 1, TOP_K)),
               {"route": 1}, "route"),
     "local experts": ("MAX_LOCAL_EXPERTS", 1, lambda n: (route_to(n), IDS), {"route": 1}, "route"),
@@ -826,8 +829,8 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# The most of what one launch routes and dispatches, if it has so many tokens at most; a program of
-# n of them and its arguments.
+# A limit of a launch that routes and dispatches, with the largest number of tokens; a program with
+# n of the limited quantity, and its arguments.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),

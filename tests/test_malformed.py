@@ -1,8 +1,8 @@
-"""A malformed call, which is a bug of the lowering, raises while the program is lowered. It is no
-reason for another path.
+"""A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
+is not a reason for another path.
 
-Each test damages a call of one kernel on its way from the lowering to the kernels, and then the
-call itself in every other way."""
+Each test damages a call of one kernel in one way between the lowering and the kernels, and then
+damages the call in all other ways."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 X = aval(TOKENS, 128)
 CAPACITY = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
 ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
-ANOTHER_DTYPE = jnp.dtype("complex64")  # of no array of a call
+ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def devices_pass_for_gpus(monkeypatch):
 
 
 class Call(NamedTuple):
-    """A call that is lowered: its arrays are their types."""
+    """A call that is being lowered, with the types of its arrays."""
 
     target: str
     attributes: dict[str, Any]
@@ -225,7 +225,7 @@ def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, c
 
 
 def test_routing_arrays_in_another_order_raise(monkeypatch):
-    """The order is that of the kernels (``MOE_A2A_ROUTING_ARRAYS``)."""
+    """The kernels have the same order (``MOE_A2A_ROUTING_ARRAYS``)."""
     first, second, *others = lowered.READ_BY_KERNELS
     assert calls(lower(dispatched, X, IDS)) == {"route": 1, "dispatch": 1}
     monkeypatch.setattr(lowered, "READ_BY_KERNELS", (second, first, *others))

@@ -1,7 +1,7 @@
-"""``enable`` replaces the routed layer of a supported MaxText, and refuses everything else.
+"""``enable`` replaces the routed layer of a supported MaxText, and raises an error for any other.
 
-A layer of our own with the names of MaxText's stands for MaxText, which is not installed here.
-``make test-maxtext`` compares training with MaxText itself.
+A layer that is written here with the names of MaxText's layer replaces MaxText, which is not
+installed. ``make test-maxtext`` compares training with MaxText itself.
 """
 
 import functools
@@ -132,7 +132,7 @@ def arguments(batch, has_biases=False):
 
 
 def expected_of(layer, batch, x, logits, w0, w1, wo, *biases, **given):
-    """Return what the layer computes, from the products of all tokens with all experts."""
+    """Return the result of the layer, computed from the products of all tokens with all experts."""
     weights, ids = layer.get_topk(logits, None, **given)
     ids = jnp.where((ids >= 0) & (ids < EXPERTS), ids, -1)
     if layer.config.decoder_block == "llama4":

@@ -1,5 +1,5 @@
-"""What processes do through JAX's coordination service, in two processes: they meet, lower programs
-in another order, and begin another job. GPUs are pretended.
+"""Two processes use JAX's coordination service: they meet, lower programs in different orders, and
+begin a second job. GPUs are pretended.
 
 Each test looks at a scenario of one run, which is this file again in two processes.
 """
@@ -54,7 +54,7 @@ class Worker:
         native.add_process = lambda *process: self.met.append(process[:3])
 
     def step(self):
-        """Wait for the other process, outside of what is tested."""
+        """Wait for the other process, without the tested code."""
         why = self.compat.coordination_barrier(f"test/{next(self.steps)}", 30.0)
         assert not why, why
 
@@ -74,20 +74,20 @@ class Worker:
 
 
 def both_come(worker):
-    """Process 1 comes late, but in time."""
+    """Process 1 is late, but within the timeout."""
     time.sleep(worker.own * PATIENCE / 4)
     return worker.meet("in time")
 
 
 def one_sided(worker):
-    """Process 0 comes alone; then both meet for something else."""
+    """Process 0 arrives alone. Then both processes meet for another reason."""
     alone = worker.meet("alone") if worker.own == 0 else None
     worker.step()
     return [alone, worker.meet("again")]
 
 
 def other_order(worker):
-    """Lower programs of two groups in each process, in another order; process 1 begins late."""
+    """Lower programs of two groups in each process, in different orders. Process 1 begins late."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -154,7 +154,7 @@ def work(arguments):
 
 @functools.cache
 def all_found(folder):
-    """Return what the scenarios have found in both processes, by name; what went wrong; all
+    """Return the results of the scenarios in both processes by name, the failures, and all
     output."""
     environment = dict(
         JAX_PLATFORMS="cpu",
@@ -179,7 +179,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def found(request, folder):
-    """Return what the scenario of a test's name has found in both processes."""
+    """Return the results of the scenario with a test's name in both processes."""
     results, problems, printed = all_found(folder)
     of_scenario = results.get(request.param, [])
     assert len(of_scenario) == 2 and not problems, printed[-8000:]
@@ -211,12 +211,12 @@ def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(
 
 @of(other_order)
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
-    """To make a group announces nothing, and each process announces itself before it waits."""
+    """Making a group announces nothing, and each process announces itself before it waits."""
     assert [outcome["announced"] for outcome in found] == [[], []]
     for outcome in found:
         assert_well(*outcome["found"])
         assert outcome["lowered"] == ["cuda", "cuda"]
-    # Process 0 comes first and waits until the other one lowers its first program.
+    # Process 0 starts first, and waits until process 1 lowers its first program.
     assert found[0]["found"][0]["seconds"] > PATIENCE / 4, found
 
 

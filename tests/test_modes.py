@@ -1,6 +1,6 @@
-"""Shared experts and replicated tokens: rows against the numpy oracle.
+"""Rows of shared experts and of replicated tokens equal those of the numpy oracle.
 
-Both are ordinary routings of other ids. The oracle computes these ids with its own loops.
+Both modes are ordinary routings of changed ids. The oracle computes these ids with loops.
 """
 
 import dataclasses
@@ -58,14 +58,15 @@ def capacity_of(layout, ranks, shared, replicated):
 
 
 def routings_of(ids, layout, shared, replicated):
-    """Return the oracle's routings: one of all ranks, or one for each rank by itself."""
+    """Return the oracle's routings: one routing of all ranks, or a separate routing for each
+    rank."""
     capacity = capacity_of(layout, len(ids), shared, replicated)
     local_experts, alignment = layout.local_experts, layout.alignment
     return oracle.route_mode(ids, local_experts, capacity, alignment, shared, replicated)
 
 
 def by_domain(replicated, array):
-    """Divide an array of all ranks into what belongs to each of `routings_of`."""
+    """Divide an array of all ranks into the arrays of each routing of `routings_of`."""
     return [array[r : r + 1] for r in range(len(array))] if replicated else [array]
 
 
@@ -154,8 +155,8 @@ def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
 @pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
-    """The gradient of replicated tokens inside shard_map has no collective; that of other tokens
-    has."""
+    """Inside shard_map, the gradient of replicated tokens has no collective, and the gradient of
+    other tokens has one."""
     group = harness.group_of(RANKS)
     args, _ = inputs(cases.PADDED, "masked", shared, True)
 
@@ -180,7 +181,8 @@ def test_replicated_tokens_are_not_exchanged(shared):
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """A routing is used again, also by only a combine; other modes with it are refused."""
+    """A routing can be used again, also by only a combine. Arguments for a different mode raise an
+    error."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     args, (routing,) = inputs(layout, "masked", True, False)
     ids, x, topk_weights, _, _ = args

@@ -73,7 +73,7 @@ def loss_of(y, losses):
 
 
 def value_and_grads(layer, params, x):
-    """Return (output, losses, what else the layer returns), and all gradients."""
+    """Return (output, losses, other results of the layer), and all gradients."""
 
     def loss(params, x):
         y, losses, *more = layer(params, x)
@@ -108,7 +108,8 @@ def test_equals_the_dense_layer_over_data_expert_and_tensor_axes(axis_type, size
     params["router"] = params["router"].replace(select_bias=select_bias)
     tensor = "tensor" if "tensor" in sizes else None
     data = ("data",) if "data" in sizes else ()
-    # Weights may also be stored in parts of the data axis; over Explicit axes, gradients are, too.
+    # Weights may also be divided over the data axis. Over Explicit axes, gradients are then divided
+    # too.
     axes = ma.Axes("ep", data=data, tensor=tensor, fsdp="data" if axis_type is Explicit else None)
     layer, specs = layer_of(axes=axes, mask=mask), ma.moe_partition_specs(params, axes)
     with jax.set_mesh(mesh):
@@ -157,7 +158,7 @@ def test_any_number_of_tokens(axis_type, lead, grad):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("axis_type", [Auto, Explicit], ids=str)
 def test_without_tokens_no_array_of_shard_map_is_empty(axis_type):
-    """Else XLA of jax 0.11.2 ends the process when it compiles the gradient."""
+    """Otherwise XLA of jax 0.11.2 ends the process when it compiles the gradient."""
     x, params = draw(0, bias=False)
     with jax.set_mesh(mesh_of(axis_type, ep=2)):
         loss = lambda params, x: loss_of(*layer_of()(params, x)[:2])
@@ -338,7 +339,8 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
 
 
 def test_under_another_axis_that_is_manual():
-    """For example the axis of a pipeline, whose stages have different parameters."""
+    """Such an axis is, for example, the axis of a pipeline, whose stages have different
+    parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -511,8 +513,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """In `vmap`, as test_parallelism shows in `shard_map`. Next to a routing, it must be the
-    routing's."""
+    """This test uses `vmap`; test_parallelism uses `shard_map`. If a routing is passed, the
+    argument must equal the option of the routing."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 
@@ -578,7 +580,7 @@ def test_experts_in_16_bits_with_any_router(router_dtype):
 
 
 def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
-    """Results and gradients are those of a flat group."""
+    """Results and gradients equal those of a group of one level."""
     mesh, hosts = mesh_of(data=1, ep=4), 2
 
     def hosts_of(mesh, axes):

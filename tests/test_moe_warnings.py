@@ -104,7 +104,7 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
 
 
 def choose(tokens, logits, per_token, whole):
-    """Choose expert 0, and next to it ids that are no experts."""
+    """Choose expert 0, and ids that are not experts."""
     num_tokens, num_experts = logits.shape
     seconds = jnp.array([num_experts, 7_000, -2, -1], jnp.int32)
     seconds = jnp.resize(seconds, num_tokens)

@@ -1,4 +1,4 @@
-"""A group of one rank exchanges nothing: its results vary over no axis that its inputs do not."""
+"""A group of one rank exchanges nothing, so its results vary over the same axes as its inputs."""
 
 import functools
 

@@ -1,8 +1,8 @@
 """Every static option of a dispatch reaches each exchange that the dispatch becomes, forward and
 backward.
 
-An option without a meaning here has a sentinel as its value: an option that these tests make up,
-and any field that `Options` gets."""
+An option whose value these tests do not interpret has a sentinel as its value. This includes an
+invented option, and any new field of `Options`."""
 
 import collections
 import functools
@@ -38,7 +38,8 @@ WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 @pytest.fixture(autouse=True)
 def sentinels(monkeypatch):
-    """Add an option, and pass sentinels as all options without a meaning. Return them by name."""
+    """Add an invented option, and pass sentinels for all options that the tests do not interpret.
+    Return the sentinels by name."""
     old = record.Options
     defaults = [*old._field_defaults.values(), None]
     new = collections.namedtuple("Options", [*old._fields, "made_up"], defaults=defaults)
@@ -90,7 +91,8 @@ FORMS["layer in FP8"] = functools.partial(layer, in_fp8=True), False, {}
 
 
 def exchanges(jaxpr):
-    """Yield each equation of an exchange, except the one in which two levels send their ids."""
+    """Yield each equation of an exchange, except the equation in which two levels send their
+    ids."""
     for eqn in jaxpr.eqns:
         of_ids = eqn.primitive is DISPATCH.primitive and eqn.invars[0].aval.dtype == jnp.int32
         if "options" in eqn.params and not of_ids:

@@ -150,8 +150,9 @@ POLICIES = (
 
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
-    """Blocks of attention and experts are scanned, and so are micro-batches. Each sequence is
-    divided. The router is stored in parts on the ranks of the group, and gathered for its use."""
+    """One scan runs over blocks of attention and experts, and one over micro-batches. Each sequence
+    is divided. The router is divided over the ranks of the group, and is gathered before its
+    use."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)
@@ -189,7 +190,7 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("replicated", (False, True))
 def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(replicated, axis_type):
-    """Serving systems set a mesh for the model, and use another one for the experts."""
+    """Serving systems set one mesh for the model, and use a different mesh for the experts."""
     mesh = mesh_of(axis_type, expert=2, tensor=1)
     outer = Mesh(mesh.devices.reshape(1, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     tokens = P() if replicated else BATCH

@@ -1,4 +1,5 @@
-"""The parameters of a layer: pytrees of readable paths, of the sizes of a static config."""
+"""The parameters of a layer are pytrees with readable paths, and have the sizes of a static
+config."""
 
 import dataclasses
 import itertools

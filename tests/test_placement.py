@@ -1,6 +1,6 @@
-"""Where the kernels run: the devices come from the program, and ranks can share one GPU.
+"""The kernels run on the devices of the program, and ranks can share one GPU.
 
-Programs are lowered for CUDA here, which needs no GPU; tests/gpu runs them.
+These tests lower programs for CUDA, which needs no GPU; tests/gpu runs them.
 """
 
 import re
@@ -117,7 +117,7 @@ def test_more_ranks_than_the_kernels_serve_are_refused_with_the_numbers():
 
 
 class Gpu:
-    """A stand-in for a GPU with few multiprocessors."""
+    """A pretended GPU with few multiprocessors."""
 
     compute_capability = "9.0"
     core_count = 48
@@ -193,7 +193,8 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 
 @pytest.mark.parametrize("tokens", (0, TOKENS))
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
-    """The devices are CPUs. Other processes could have kernels, and would wait."""
+    """The devices are CPUs. The process still announces itself, because other processes could have
+    kernels, and would wait."""
     announced = []
     monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])

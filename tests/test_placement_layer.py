@@ -1,4 +1,4 @@
-"""Layers with replicas of experts: results and gradients are those without a placement."""
+"""Layers with replicas of experts have the results and gradients of layers without a placement."""
 
 import functools
 import re
@@ -160,7 +160,7 @@ def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
 
 
 def test_gradients_of_rows_of_other_experts_do_not_count():
-    """Products of other rows may have any values, NaN included."""
+    """Products of rows without an expert may have any values, including NaN."""
     is_kept = jnp.array([True, False])
     rows, of_rows = jax.vjp(lambda x: placed._with_gradients_of(x, is_kept), jnp.ones((2, 3)))
     (found,) = of_rows(jnp.full((2, 3), 5.0).at[1].set(jnp.nan))
@@ -237,7 +237,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The exchanges of gradients of outputs and tokens, the second fetch, and that of its gradient.
+    # The exchanges of the gradients of outputs and tokens, the second fetch, and the exchange of
+    # the gradient of the fetch.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2, routed_dispatch=1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
@@ -274,7 +275,7 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
     ids, floats, placement = problem(3)
-    run = jax.jit(of_ranks(layer, capacity=6))  # drops rows, of the same slots
+    run = jax.jit(of_ranks(layer, capacity=6))  # both layers drop rows of the same slots
     order = np.array([2, 0, 3, 1])
     moved = ma.Placement.from_slots(order, RANKS * LOCAL, num_ranks=RANKS)
     weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]

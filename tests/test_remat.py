@@ -21,7 +21,7 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """Return a policy that saves what the package's primitives of those names return."""
+    """Return a policy that saves the results of the package's primitives with these names."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
@@ -89,7 +89,7 @@ def in_parts(counted):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The result is the same if the dispatch is given ids or a routing."""
+    """The result is the same for a dispatch of ids and a dispatch with a routing."""
     policy, expected = CASES[name]
     if expected is None:
         expected = dict(route=2, dispatch=3) if routed_before else dict(route=1, dispatch=2)
@@ -122,7 +122,8 @@ def layers_problem():
 @pytest.mark.exchanges(15)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """The usual way to train deep models; what a step saves is stacked over the steps."""
+    """This is the usual way to train deep models. The arrays that a step saves are stacked over the
+    steps."""
     policy, expected = CASES[name]
     (x, topk_weights, w), ids, kept = layers_problem()
 

@@ -1,4 +1,4 @@
-"""What docs/reproducibility.md promises, and no other test checks."""
+"""Check the promises of docs/reproducibility.md that no other test checks."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ids of any integer dtype, in range or not, route as the oracle says."""
+"""Ids of any integer dtype, inside or outside the range, are routed as by the oracle."""
 
 import functools
 
@@ -29,7 +29,7 @@ def expected_routing(layout, ids):
 
 
 def test_invalid_ids_route_like_masked_ones():
-    """An id out of range changes nothing but its own rank's count of invalid ids."""
+    """An id out of range changes only the count of invalid ids of its rank."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     ids = cases.Case(layout, "invalid").ids(ranks)
     wild = (ids < -1) | (ids >= layout.num_experts(ranks))
@@ -37,7 +37,7 @@ def test_invalid_ids_route_like_masked_ones():
     program = route_program(layout, ranks)
     with_invalid, with_masked = program(ids), program(np.where(wild, np.int32(-1), ids))
     np.testing.assert_array_equal(with_invalid.num_invalid, wild.sum(axis=(1, 2)))
-    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # only int32 ids are not clipped
+    narrow = program(ids.clip(-1000, 1000).astype(np.int16))  # ids of other dtypes are clipped
     np.testing.assert_array_equal(narrow.num_invalid, with_invalid.num_invalid)
     for field in oracle.FIELDS:
         if field != "num_invalid":

@@ -112,8 +112,8 @@ def test_tangents_and_cotangents_use_the_existing_routing():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
-    """For a payload with another value on each device of a second axis, where the ids are the same:
-    the routing may leave shard_map as one for all of them.
+    """The payload differs between the devices of a second axis, but the ids are equal, so the
+    routing may leave shard_map replicated over this axis.
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp

@@ -146,7 +146,7 @@ def test_the_selection_bias_has_no_gradient():
 
 @pytest.mark.parametrize("name", ("softmax", "sigmoid with groups"))
 def test_masked_tokens_take_no_part(name):
-    """Their logits are NaN, and reach no choice, loss or gradient."""
+    """The logits of these tokens are NaN, and affect no choice, loss or gradient."""
     options, mask = ROUTERS[name], np.arange(TOKENS) % 3 > 0
     logits = np.where(mask[:, None], logits_of(4), np.nan)
     fn = jax.jit(jax.value_and_grad(functools.partial(objective, **options)))
@@ -252,7 +252,7 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """Sigmoids below logits of -88 are 0 in float32, their shares of a token's sum are not."""
+    """Sigmoids of logits below -88 are 0 in float32, but their shares of a token's sum are not."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):

@@ -70,7 +70,8 @@ def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
 @pytest.mark.parametrize("dtypes", PRODUCTS, ids="-".join)
 @pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
 def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
-    """The form for GPUs; here, XLA multiplies the pieces in float32, which is exact."""
+    """This is the form for GPUs. In this test, XLA multiplies the pieces in float32, which is
+    exact."""
 
     def matmul(a, b, dtype):
         assert a.dtype == b.dtype != jnp.float32
@@ -112,7 +113,7 @@ def products_of(text):
 
 @pytest.mark.parametrize("in_axes", ((0, None), (None, 0), (1, 2)), ids=str)
 def test_batches_and_derivatives_in_any_order(in_axes):
-    """The results are those of tokens in float32, whose product is the one of JAX."""
+    """The results equal those of tokens in float32, whose product is JAX's."""
     size = 3
     rng = np.random.default_rng(1)
 

@@ -1,4 +1,5 @@
-"""shard_map in all its forms: check_vma, kinds of axes, several axes, partial-manual meshes."""
+"""Exchanges work in all forms of shard_map: check_vma, kinds of axes, several axes, partial-manual
+meshes."""
 
 import harness
 import jax
@@ -47,7 +48,7 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """Otherwise shard_map would take one rank's result for that of all ranks. With replicated
+    """Otherwise shard_map would use one rank's result as the result of all ranks. With replicated
     arguments, only the ids and the count of invalid ids are replicated.
     """
     group = harness.group_of(RANKS)
@@ -72,7 +73,8 @@ def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group
 
 
 def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
-    """From sharded arguments, whose types name the axis. Auto axes: everywhere else here."""
+    """The arguments are sharded, and their types name the axis. All other tests of this file use
+    Auto axes."""
     mesh = mesh_with((RANKS,), (AXIS,), (AxisType.Explicit,))
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     arguments = small_layer.arguments(RANKS)
@@ -209,7 +211,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
 
 def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
-    """The result of an exchange along one axis goes on along the other."""
+    """The result of an exchange along one axis is exchanged along the other axis."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     groups = [group_over(mesh, name) for name in ("a", "b")]
@@ -222,7 +224,7 @@ def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
         x = x[0, 0]
         for group, each in zip(groups, ids):
             recv = ma.dispatch(x, each[0, 0], group=group, num_experts=2 * group.size)
-            # Each row learns the expert that it is at.
+            # Each row gets the number of its expert.
             expert = recv.expert_ids[
                 (jnp.arange(len(recv.rows))[:, None] >= recv.row_offsets[None, 1:-1]).sum(axis=1)
             ]

@@ -1,4 +1,4 @@
-"""Split phases: a start and its done are the whole exchange, in pairs, under every transform."""
+"""A start and its done equal the whole exchange, and stay paired under every transform."""
 
 import dataclasses
 import functools
@@ -44,8 +44,8 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 
 def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """Assert that program(layer) is the same function of the split and of the whole layer, and that
-    it has those pairs and no exchange that is not split."""
+    """Assert that program(layer) has the same results for the split and the whole layer, that the
+    split layer has these pairs, and that it has no exchange that is not split."""
     jaxpr = jax.make_jaxpr(program(split_layer))(*args)
     assert pairs.num_pairs(jaxpr) == layer_pairs
     assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
@@ -78,7 +78,7 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP, layout))
         recv = ma.dispatch_done(inflight)
         plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
-        return {  # not in the order of their starts
+        return {  # in another order than the starts
             "recv": recv,
             "weighted": ma.combine_done(weighted),
             "sum": ma.combine_done(plain),
@@ -128,7 +128,7 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
         dict(inspect.signature(getattr(ma, which)).parameters) for which in (name, f"{name}_start")
     )
     whole.pop("replicated", None)  # such tokens do not travel
-    whole.pop("add", None)  # one adds to the result of combine_done
+    whole.pop("add", None)  # add to the result of combine_done instead
     assert list(start.values()) == list(whole.values())
 
 
@@ -222,7 +222,8 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
 
 # Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
 # writes, if the slices begin at multiples of 128 bytes. In this layout they do.
-# Rows of the worst case grow with the square of the ranks, so many ranks have fewer tokens.
+# The rows of the worst case grow with the square of the number of ranks, so many ranks have fewer
+# tokens.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
@@ -294,7 +295,7 @@ def test_no_policy_of_remat_parts_a_done_from_its_start(name):
 
 
 def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
-    """They have no gradient, and are not sent back."""
+    """Such arrays have no gradient, and are not sent back."""
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
@@ -349,7 +350,7 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
 
 
 def test_an_unused_exchange_is_neither_started_nor_done():
-    """The work that ran with it remains."""
+    """The work that was scheduled between start and done remains."""
 
     def of_one_rank(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP))
@@ -367,8 +368,8 @@ def test_an_unused_exchange_is_neither_started_nor_done():
 
 
 def lies_between(eqn, jaxpr, start, done):
-    """Return True if an equation needs the results of that start, and that done needs its
-    results."""
+    """Return True if an equation needs the results of the start, and the done needs the results of
+    the equation."""
 
     def variables(atoms):
         return {atom for atom in atoms if not isinstance(atom, Literal)}
@@ -385,7 +386,7 @@ def lies_between(eqn, jaxpr, start, done):
 
 @pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
 def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
-    """The work is a running sum, whose transpose is one that runs backwards."""
+    """The work is a running sum. Its transpose is a running sum in the other direction."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
@@ -513,7 +514,7 @@ def test_misuse_of_what_is_in_flight_is_refused(misuse):
     ids=("grad", "vmap", "vjp"),
 )
 def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
-    """These trace no program of their own: start and done are in the same program."""
+    """These transforms trace no separate program, so start and done are in the same program."""
 
     def of_one_rank(x, ids):
         return use(ma.dispatch_start(x, ids, **route_args(GROUP)), x)

@@ -1,4 +1,4 @@
-"""Blocks of the portable path travel between ranks, whichever collective moves them."""
+"""On the portable path, blocks travel between ranks correctly with each of the collectives."""
 
 import cases
 import harness

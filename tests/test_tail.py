@@ -1,8 +1,7 @@
-"""Rows after the last group that no kernel writes: every other row, sum and gradient stays the
-same.
+"""If rows after the last group are not written, all other rows, sums and gradients stay the same.
 
-On the portable path such rows are NaN, or the ends of integers, so that a result in which one of
-them takes part shows.
+On the portable path, such rows are NaN or extreme integers, so that a test detects a result that
+reads them.
 """
 
 import functools
@@ -35,7 +34,7 @@ def route_args(layout, ranks=RANKS, group=None):
     return layout.route_args(group or harness.group_of(ranks))
 
 
-# By name: how rows are dispatched, and with what options.
+# By name: how rows are dispatched, and the options.
 FORMS = dict(
     ids=("ids", {}),
     routing=("routing", {}),
@@ -207,7 +206,7 @@ def test_rows_that_a_product_of_another_library_leaves_unwritten_reach_no_result
 
 @pytest.mark.exchanges(0)
 def test_the_tail_is_nan_in_every_float_on_the_portable_path():
-    """Narrow floats travel as integers, and the same bits are not a NaN in all of them."""
+    """Narrow floats travel as integers, and the bits of NaN differ between dtypes."""
     ids, _, _, expected = inputs(LAYOUT, ranks=2)
     floats = [name for name in cases.MOVED_DTYPES if "float" in name]
     x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
@@ -222,7 +221,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """The function that computed the rows of a combine may read all of their cotangent."""
+    """The function that computed the rows of a combine may read the cotangent of all rows."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
@@ -247,7 +246,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
-    """JAX runs the operations of a program one by one to find the one that makes NaN."""
+    """To find the operation that makes NaN, JAX runs the operations of a program one by one."""
     options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
@@ -270,7 +269,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
 
     program(x, w)  # the cached program still writes NaN, but JAX runs the operations anew
     assert "unspecified" in gradient(jnp.tanh)
-    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # a kernel leaves rows after the last group
+    assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # a kernel that does not write the tail
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match="in log"):
             program(x, w)
@@ -299,7 +298,7 @@ def unwriting(product):
 def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     monkeypatch, fetches, is_fused
 ):
-    """Neither rows after the last group, nor weights of experts without rows."""
+    """Neither rows after the last group nor weights of experts without rows affect the result."""
     local, rng = LAYOUT.local_experts, np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
     silu = jax.nn.silu if is_fused else lambda x: jax.nn.silu(1 * x)
@@ -334,6 +333,7 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        # XLA may round otherwise in the other program, and a number then becomes the next FP8.
+        # XLA may round differently in the other program, so a number may become the neighbouring
+        # FP8 value.
         assert np.isfinite(right).all() and np.abs(right).max() > 0
         np.testing.assert_allclose(one, right, rtol=0, atol=0.01 * np.abs(right).max())

@@ -1,6 +1,6 @@
 """`NvFp4` with a global scale for each token, which travels with its row.
 
-The oracle is `format_oracle.py`, which shares nothing with the package.
+The oracle is `format_oracle.py`, which shares no code with the package.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ def scales_of_tokens(ranks, tokens, special=True):
 
 
 def tokens_of(scales, shape, dtype):
-    """Draw tokens [R, T, *shape] near the ranges of their scales, some with an infinity, of zeros,
-    or far outside of the range."""
+    """Draw tokens [R, T, *shape] near the ranges of their scales. Some have an infinity, are zero,
+    or are far outside the range."""
     rng = np.random.default_rng(scales.shape)
     x = rng.standard_normal((*scales.shape, *shape))
     sizes = np.where((scales > 1e-7) & (scales < 1e4), scales, 1) * 2688.0
@@ -107,7 +107,8 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the whole exchanges of two dispatches by a form, which share a route that is one."""
+    """Return the number of whole exchanges of two dispatches in a form. They share a route, if the
+    route is an exchange."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -238,7 +239,7 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
 
 @pytest.mark.exchanges(3)
 def test_the_transpose_is_that_of_a_dispatch_without_a_format():
-    """With scales of tokens, a scale of a tensor, and a number."""
+    """The global scale is an array of tokens, a traced number, or a number."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 

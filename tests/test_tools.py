@@ -1,4 +1,5 @@
-"""The choice of nvcc for a build, what the build asks pip for, and the projects of wheels."""
+"""The choice of nvcc for a build, the packages that the build requests from pip, and the projects
+of wheels."""
 
 import os
 import re
@@ -32,7 +33,7 @@ def empty_machine(monkeypatch, tmp_path):
 
 
 def compiler(folder, release):
-    """Write a program that says that it is nvcc of that release."""
+    """Write a program that reports that it is nvcc of this release."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "nvcc"
     program.write_text(
@@ -79,7 +80,7 @@ KERNELS = ("cuda-toolkit", "nanobind", "jaxlib")
 
 
 def requirements(monkeypatch, settings=None):
-    """Return what the build asks pip for, for the kernels."""
+    """Return the packages that the build requests from pip for the kernels."""
     pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
     import backend
 

@@ -1,4 +1,5 @@
-"""Dispatch and combine are each other's transpose, and a gradient moves rows once each way.
+"""Dispatch and combine are each other's transpose, and a gradient moves rows once in each
+direction.
 
 Comparisons are exact: on small integers in float32, or with the sums of the oracle.
 """
@@ -85,7 +86,7 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
 
 @pytest.mark.exchanges(4)
 def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
-    """It is linear in each, with the other fixed."""
+    """A weighted combine is linear in each operand if the other is fixed."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     y, weights, g = integers(*ROWS), integers(LAYOUT.capacity, seed=1), integers(*TOKENS, seed=2)
@@ -199,7 +200,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # A combine for each of the three dtypes; what is dispatched is not used.
+    # A combine for each of the three dtypes. The dispatched rows are not used.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 
@@ -209,7 +210,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
-    """Exactly the oracle's sum; NaN cotangents of rows without a token reach nothing."""
+    """The gradient equals the oracle's sum exactly, and NaN cotangents of rows without a token
+    affect nothing."""
     ranks = harness.SEVERAL
     program = transpose_of_dispatch(layout, ranks, wire_dtype)
     rng = np.random.default_rng(0)

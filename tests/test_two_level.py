@@ -1,8 +1,8 @@
-"""Two levels: the rows of the flat exchange in the same order, sums within hosts first, and a token
-crosses to a host once.
+"""With two levels, rows equal those of an exchange of one level in the same order, sums are
+computed within hosts first, and a token crosses to a host once.
 
-The devices stand for hosts: all of them as 2 x N, and as every other number of hosts. Where all
-ranks share one GPU, a vmap stands for the hosts, and kernels exchange within each host.
+The devices are treated as 2 x N hosts x ranks, and as every other possible number of hosts. If all
+ranks share one GPU, the hosts are a vmap, and kernels exchange within each host.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
 @every_hosts
 def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
-    """A route, a dispatch and two combines; those of all hosts are in the same launch."""
+    """A route, a dispatch and two combines. Each launch is for all hosts."""
     if hosts == RANKS:
         pytest.skip("hosts of one rank")
     before = exchanged_within(hosts)
@@ -141,7 +141,7 @@ def test_many_tokens_return_the_same_rows(case):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """The routing between hosts has as many crossings as numpy counts."""
+    """The routing between hosts has the number of crossings that numpy counts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -166,7 +166,7 @@ def test_a_token_crosses_to_each_host_once():
             crossing += len(wanted - {home})
         is_far = np.arange(RANKS)[:, None] // of_host != np.arange(hosts)
         assert (actual.slot_token >= 0)[is_far].sum() == crossing
-        # Flat, what leaves for other hosts: once for each rank.
+        # With one level, tokens leave for other hosts once for each rank.
         flat = oracle.route(ids, layout.num_experts(RANKS), 0).token_slot >= 0
         to_far = np.repeat(is_far, of_host, axis=1)[:, None]
         assert crossing <= (flat & to_far).sum()
@@ -176,7 +176,7 @@ def test_a_token_crosses_to_each_host_once():
 
 @of_devices
 def test_a_layer_crosses_between_hosts_once_each_way():
-    """Its ids, its tokens with their weights, its sums; and their gradients."""
+    """Ids, tokens with their weights, sums, and the gradients of these cross between hosts."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
     forward = jax.make_jaxpr(layer)(*floats, ids)
@@ -255,7 +255,7 @@ def trace_exchange(name, dtypes, group, **options):
 @of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """The call itself refuses it, because the sum of a host would be rounded to the dtype of the
+    """The call raises an error, because the sum of a host would be rounded to the dtype of the
     rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
@@ -271,7 +271,7 @@ def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
 
 @of_devices
 def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
-    """Nothing sums integers and floats of 8 bits, and replicated tokens do not travel."""
+    """Integers and floats of 8 bits are not summed, and replicated tokens do not travel."""
     moved = ["int8", "float8_e4m3fn", "float32"]
     trace_exchange("dispatch", moved, group_of(HOSTS), wire_dtype="float32")
     trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)
@@ -361,7 +361,8 @@ def test_gradients_are_those_of_the_dense_layer(hosts):
 @pytest.mark.parametrize(
     ("policy", "routes", "dispatches"),
     [
-        # Forward the ids and the rows at both levels; backward the gradient of the sums at both.
+        # In the forward pass, the ids and the rows travel at both levels; in the backward pass, the
+        # gradient of the sums does.
         (None, 2, 8),
         (jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 1, 7),
     ],
@@ -419,7 +420,7 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
 
 @of_devices
 def test_axes_of_other_sizes_than_the_groups_are_refused():
-    """Only the product of the sizes agrees."""
+    """The sizes of the groups differ, and only their product is equal."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
     route = functools.partial(ma.route, group=group, num_experts=8)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
@@ -450,7 +451,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
 @of_devices
 @pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
 def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
-    """The mesh has its axes in another order, and one more axis."""
+    """The mesh has the axes in a different order, and one more axis."""
     devices = [types.SimpleNamespace(**{attribute: number // 4}) for number in range(16)]
     names, by_host = ("ep", "dp", "host"), np.reshape(np.array(devices), (2, 2, 4))
     mesh = types.SimpleNamespace(

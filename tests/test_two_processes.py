@@ -1,6 +1,6 @@
-"""The suite in two processes, in short; `make test-processes` runs all of it.
+"""Run a short selection of the suite in two processes; `make test-processes` runs the whole suite.
 
-On CPU they are joined by gloo and run the portable path, with four virtual devices each.
+On CPU, gloo connects the processes, which run the portable path on four virtual devices each.
 """
 
 import harness
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.several_devices("it starts processes, each with its devices"),
 ]
 
-# Sums of the oracle; value and gradients of a layer; what vmap makes of it.
+# Sums of the oracle; value and gradients of a layer; a layer under vmap.
 CHOSEN = (
     "tests/test_coordination.py::test_processes_tell_each_other_and_silence_is_none",
     "tests/test_combine.py::test_weights_come_from_recv_an_array_or_nowhere",

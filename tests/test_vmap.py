@@ -1,7 +1,7 @@
-"""vmap over another axis than the group's: one exchange for the whole batch.
+"""vmap over an axis that is not the group's makes one exchange for the whole batch.
 
-Exact results come from the oracle, element by element: each has its own routing, capacity and
-drops. Gradients come from the dense layer.
+Results equal those of the oracle for each element of the batch, which has its own routing, capacity
+and drops. Gradients equal those of the dense layer.
 """
 
 import functools
@@ -101,7 +101,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """They do not cross once for each element."""
+    """Arrays that all elements share do not cross once for each element."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -121,8 +121,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """With more than 4096 slots several share one flag. Between the elements of a batch, whose
-    slots follow each other, are slots that no token has."""
+    """With more than 4096 slots, several slots share a flag. The slots of the elements of a batch
+    are adjacent, with empty slots between them."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks
@@ -151,7 +151,8 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """They may be anywhere in inputs and outputs, and differ between leaves."""
+    """The axes of the batch may be anywhere in inputs and outputs, and may differ between
+    leaves."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -212,8 +213,8 @@ def test_grad_of_vmap_equals_that_of_the_dense_layer():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
 def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
-    """By vmap's spmd_axis_name: each device runs its own elements. The ids may be shared by all of
-    them, and then the weights too.
+    """With vmap's spmd_axis_name, each device runs its own elements. All elements may share the
+    ids, and then also the weights.
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp

@@ -1,4 +1,4 @@
-"""vmap over the group's own axis: all ranks on one device, with the rules of the primitives."""
+"""vmap over the group's own axis runs all ranks on one device, with the rules of the primitives."""
 
 import functools
 
@@ -59,7 +59,7 @@ def test_the_emulation_keeps_the_primitives_and_their_gradient():
 
 @pytest.mark.exchanges(2)
 def test_the_emulation_returns_the_bytes_of_shard_map():
-    """The number of ranks is that of the devices; weighted sums agree up to rounding."""
+    """The number of ranks equals the number of devices. Weighted sums agree up to rounding."""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)
 
@@ -107,7 +107,7 @@ def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, s
 
 @pytest.mark.exchanges(1)
 def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
-    """Tokens of all ranks with the rank last; ids the same on each rank."""
+    """The rank is the last axis of the tokens, and the ids are equal on all ranks."""
     (x, _, _), ids, _ = arguments()
     ids = ids[0]
     expected = small_layer.routing_of(np.stack([ids] * RANKS))

@@ -1,6 +1,7 @@
 """The weighted dispatch, the transpose of a weighted combine, equals its separate steps.
 
-G = dispatch(g), weights * G and <rows, G>; zero where a row carries no token, whatever lies there.
+The steps are G = dispatch(g), weights * G and <rows, G>. Results are zero for rows without a token,
+whatever the memory contains.
 """
 
 import dataclasses
@@ -71,14 +72,14 @@ LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 
 def exchanges_of(layout):
-    """Count the exchanges of both programs, which route. The fused program weighs one pair of rows
-    and weights at a time; all dispatches of a program are one."""
+    """Count the exchanges of both programs, including their routes. The fused program weighs one
+    pair of rows and weights at a time; XLA merges all dispatches of the other program."""
     return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
-    """For two pairs, for weights only, for rows only; NaN where a row carries no token."""
+    """The cases are two pairs, only weights and only rows, with NaN in rows without a token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
     for case in cases.cases_of(layout):
@@ -218,8 +219,8 @@ BATCH = 3
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
-    """Elements with routings of their own become one larger routing. With a shared routing, g
-    becomes one larger row, or stays unbatched.
+    """Elements with separate routings become one larger routing. With a shared routing, rows of g
+    become larger, or g stays unbatched.
     """
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
@@ -249,7 +250,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """This also holds in a batch, with own routings and with a shared one."""
+    """This also holds in a batch, with separate routings and with a shared routing."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 

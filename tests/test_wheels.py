@@ -1,4 +1,4 @@
-"""The wheels of a release run in an empty environment, without compiler, toolkit and sources.
+"""The wheels of a release work in an empty environment without compiler, toolkit and sources.
 
 ``make wheels test-wheels`` sets MOE_A2A_WHEELS to their folder, and MOE_A2A_WHEEL_PYTHONS to the
 interpreters. CI builds and tries the wheel without kernels.

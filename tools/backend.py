@@ -1,5 +1,5 @@
-"""The build backend: scikit-build-core, plus what the kernels need if they are built. That includes
-PyPI's nvcc if this machine lacks a new enough one."""
+"""The build backend is scikit-build-core. It adds the packages that the kernels need if they are
+built, and PyPI's nvcc if this machine has no nvcc that is new enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scikit_build_core.build import *  # noqa: F403
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
 # jaxlib is needed at build time for its FFI headers only. A handler built against the lowest
-# supported version registers on every newer one; an older runtime refuses one built against newer
-# headers.
+# supported version registers on every newer version, but an older runtime refuses a handler built
+# against newer headers.
 KERNELS_NEED = ["nanobind>=2.4", "jaxlib==0.10.2"]
 
 

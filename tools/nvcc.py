@@ -21,7 +21,7 @@ OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
 # Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90
-# The compilation of the kernels: seconds of one CPU for each architecture, and of its longest file.
+# Time to compile the kernels: CPU seconds for each architecture, and seconds of the longest file.
 SECONDS, LONGEST = 360, 60
 # jax[cuda13] installs nvcc without these files.
 NEEDED_BESIDE_NVCC = (

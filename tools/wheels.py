@@ -9,9 +9,9 @@ A CUDA 13 wheel is built with nvcc 13 of this machine, otherwise with PyPI's. A 
 nvcc 12 on this machine, because PyPI has none. auditwheel assigns to each wheel the oldest
 manylinux tag that its symbols allow. The tag depends on the C library of this machine.
 
-A package index shows README.md without the files that it links to. So the sources of a release link
-to ``Repository`` of ``project.urls``, or to the repository of this CI run. If neither is known,
-the words of such links stay, and pictures go.
+A package index shows README.md without the files that it links to. For this reason, links in the
+sources of a release lead to ``Repository`` of ``project.urls``, or to the repository of this CI
+run. If neither is known, only the words of such links stay, and pictures are removed.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
 
 
 def offered(compiler: str) -> list[str]:
-    """Return those of ``ARCHITECTURES`` that the compiler knows."""
+    """Return the architectures among ``ARCHITECTURES`` that the compiler knows."""
     known = nvcc.known_architectures(compiler)
     return [name for name in ARCHITECTURES if int(name.partition("-")[0]) in known]
 

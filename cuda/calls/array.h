@@ -38,9 +38,9 @@ inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
-// Returns the type with a name. The first number of a name is the number of bits; a name without a
-// number, such as PRED, is that of a byte. F, BF and C begin the names of floating-point types. In
-// a type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
+// Returns the type with a name. The first number of a name is the number of bits; a type whose name
+// has no number, such as PRED, is a byte. F, BF and C begin the names of floating-point types. In a
+// type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
 inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
@@ -68,7 +68,7 @@ struct Array {
   Slice<const int64_t> dimensions;
   int64_t bytes;
   void* data = nullptr;  // on the first rank; null while a program is lowered
-  // The addresses of the array on all ranks of the device, combined by or. The lowest bit that is
+  // The bitwise or of the addresses of the array on all ranks of the device. The lowest bit that is
   // set is the alignment. 0: at least 16 bytes.
   uintptr_t address_bits = 0;
 };
@@ -95,7 +95,7 @@ inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arra
 
 using Axes = std::initializer_list<int64_t>;
 
-// Returns a type and axes as messages show them.
+// Returns a type and axes as text for messages.
 template <typename Sizes>
 std::string ToString(const DataType& type, const Sizes& axes) {
   std::string text = type.name + "[";

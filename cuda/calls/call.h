@@ -1,7 +1,7 @@
 // The context of a call, and helpers. The parameters of a kernel follow from the context, the
 // arrays and the attributes.
 //
-// A call is a struct in a file of its own. Its members are the attributes, in the order in which
+// Each call is a struct in a separate file. Its members are the attributes, in the order in which
 // Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
@@ -18,9 +18,9 @@
 //   Point(args, results, &params)  sets only the addresses, of one rank for one launch
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
 //
-// Describe() runs when a program is lowered (calls/why_not.h) and once for each call when it runs,
-// Point() at each execution. Ranks that share a GPU differ only in addresses and in the number of
-// the rank, so one Describe() serves all of them.
+// Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
+// program runs. Point() runs at each execution. One Describe() serves all ranks that share a GPU,
+// because they differ only in addresses and in the number of the rank.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct CallContext {
   int64_t num_sms;    // blocks that a launch may have for each rank
 };
 
-// Reads the attributes of a call. Returns which is missing.
+// Reads the attributes of a call. Returns a problem that names a missing attribute.
 template <typename Call, typename Reader>
 Problem ReadAttributes(const Reader& read, Call* call) {
   const char* last = "";

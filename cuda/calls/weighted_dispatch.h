@@ -1,6 +1,7 @@
-// The call `weighted_dispatch`. Operands: a payload array, rows to take the inner product with,
-// weights to scale by, the routing. Results: the scaled rows of each weight, the inner products of
-// each array of rows. The kernel has at most one array of weights and one of rows.
+// The call `weighted_dispatch`. Operands: a payload array, arrays of rows for inner products,
+// arrays of weights for scaling, and the routing. Results: scaled rows for each array of weights,
+// and inner products for each array of rows. The kernel supports at most one array of weights and
+// one array of rows.
 #pragma once
 
 #include <algorithm>

@@ -24,7 +24,7 @@ using ExchangeCalls = Types<RouteCall, DispatchCall, FormatDispatchCall, RoutedD
 
 struct Verdict {
   Problem why;             // why the kernels refuse the call, or empty
-  int64_t half_bytes = 0;  // of the ring half that it needs
+  int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
 };
 
 // Returns the verdict about a call with aligned arrays. `read` reads its attributes, as Call::Read

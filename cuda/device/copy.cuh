@@ -91,7 +91,7 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row at `from` to several rows of `array.out`: `row` of each lane in the mask
+// Copies the row at `from` to several rows of `array.out`: to `row` of each lane in the mask
 // `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {

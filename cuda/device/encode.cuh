@@ -15,25 +15,26 @@ namespace moe_a2a {
 constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
 // A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and
-// then their scales, a decoded one has numbers only. Segments are large, because every bulk copy
-// has a fixed cost.
+// then their scales. A decoded segment has only numbers. Segments are large, because every bulk
+// copy has a fixed cost.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// The places where a warp stores its segments: zones with a slot in each, or rows, which have no
-// slots.
+// The places where a warp stores its segments: a slot in each of several zones, or rows, which have
+// no slots.
 struct Destinations {
   char* const* to;
   const int* slots;
   int count;
 
-  // Tells the compiler that `to` is in shared memory, which it does not see across a call.
+  // Tells the compiler that `to` is in shared memory, because the compiler does not know this
+  // across a call.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment, as whole vectors. In a zone, slot s has them at `offset` +
-// s * `stride`.
+// The values or the scales of a segment, as whole vectors. In a zone, those of slot s are at
+// `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -335,7 +336,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
-// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows:
+// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows: to
 // `row` of each lane in the mask `choices`. `list` is memory of this warp for the addresses of
 // these rows.
 template <TokenFormat F, typename T, typename Segments>

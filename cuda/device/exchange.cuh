@@ -5,8 +5,8 @@
 // `send_blocks` blocks take send items until none is left, and then receive like all other blocks.
 // A sender waits only for credits, which earlier launches post, so every item that was taken is
 // sent. When a block receives, all send items have been taken, or blocks that have started are
-// still taking them. So one resident block is enough for a launch to end: docs/protocol.md,
-// section 6.
+// still taking them. One resident block is therefore enough for a launch to end (docs/protocol.md,
+// section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -35,9 +35,9 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
   return view.slab[at_rank] + half_offset(ring_half(view, epoch)) + source * zone_bytes;
 }
 
-// Takes the epoch and the block's number. Returns false if the domain has failed or another launch
-// of this rank is under way: the block must then go straight to leave(). All threads of the block
-// call it.
+// Takes the epoch and the block's number. Returns false if the domain has failed, or if another
+// launch of this rank is under way. The block must then go straight to leave(). All threads of the
+// block call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
@@ -136,7 +136,7 @@ __device__ inline void raise_chunk(const RankView& view, const Team& team, uint6
   if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
-// Does the same at every peer, for a chunk that has been written to all of them.
+// Raises the flag of a chunk at every peer, after the chunk has been written to all peers.
 __device__ inline void raise_chunk_everywhere(const RankView& view, const Team& team,
                                               uint64_t epoch, int chunk) {
   team.sync();
@@ -159,9 +159,9 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
-// Waits for the credits of all peers. Returns false if the block is no sender, or if a wait failed.
-// `asked` is the result of ask_before_entering(), and becomes the request for the team's first
-// item.
+// Waits for the credits of all peers. Returns false if the block is not a sender, or if a wait
+// failed. `asked` is the result of ask_before_entering(), and becomes the request for the team's
+// first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -215,11 +215,11 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 }
 
 // Ends every exchange kernel, on success and on failure. All threads of the block call it. The last
-// block out posts the credits of the ring half and advances the epoch. After a failure it
-// overwrites the outputs, when no other block writes them any more.
+// block out posts the credits of the ring half and advances the epoch. After a failure, it
+// overwrites the outputs, because no other block writes them any more.
 //
-// If another launch of this rank is under way, `arrived` counts the blocks of that launch, but not
-// this block. Its own launch may then have no last block out. So every block that sees a failure
+// If another launch of this rank is under way, `arrived` counts the blocks of the other launch, but
+// not this block. This launch may then have no last block out, so every block that sees a failure
 // overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
@@ -238,7 +238,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     block.ok = poison == 0;
-    // This process may have no other rank with a record.
+    // Record this, because this process may have no other rank with a record.
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }

@@ -12,9 +12,8 @@ __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds what
-// belongs to choice k of the i-th slot: in `row` its row, or < 0; in `from` the address of the
-// landed row.
+// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds choice
+// k of the i-th slot: `row` is its row, or negative, and `from` is the address of the landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {

@@ -6,7 +6,7 @@
 //
 // Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
 // as the definition does: the factor is a power of two, or the result is rounded once. No addition
-// follows a multiplication, because the compiler could fuse them.
+// follows a multiplication, because the compiler could fuse the two.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCo
   return largest < kMinNormal ? 0 : largest;
 }
 
-// Does the same for numbers as in memory.
+// Returns the largest magnitude of numbers as in memory.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_magnitude(const LaneNumbers<T>& lane) {
   uint32_t largest = 0;
@@ -253,8 +253,9 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
   }
 }
 
-// Decodes values of one group to numbers, saturated to the range of T. The values are finite, as
-// encode_numbers() makes them; the scale may be anything. Returns false if all numbers are NaN.
+// Decodes values of one group to numbers, saturated to the range of T. The values must be finite,
+// like those of encode_numbers(); the scale may be any number. Returns false if all numbers are
+// NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

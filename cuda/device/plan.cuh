@@ -1,4 +1,4 @@
-// Rows of a plan, as both route and routed_dispatch write them.
+// Writes the rows of a plan, for route and routed_dispatch.
 #pragma once
 
 #include "device/team.cuh"
@@ -20,7 +20,7 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice that is dropped, in the order that docs/protocol.md, section 19, defines. All
+// The first choice that is dropped, in the order that docs/protocol.md, section 17, defines. All
 // choices before it are kept.
 struct Threshold {
   int number;  // of the choice index, counted from `first_choice`
@@ -43,8 +43,8 @@ __device__ inline int choice_of_number(int number, int first_choice, int top_k) 
   return k < top_k ? k : k - top_k;
 }
 
-// Returns the largest n below `high` for which fits(n) is true. It must be true for 0. All threads
-// that fits() needs call it.
+// Returns the largest n below `high` for which fits(n) is true. fits(0) must be true. All threads
+// that fits() needs must call this function.
 template <typename Fits>
 __device__ int last_that_fits(int high, Fits&& fits) {
   int low = 0;

@@ -1,9 +1,9 @@
 // The instructions that C++ cannot express, each as a function. The exchange kernels have no other
 // inline assembly.
 //
-// There are two implementations: this one for GPUs, and one in tests/emulation, which runs the
-// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
-// in both.
+// The functions have two implementations: this file for GPUs, and tests/emulation, which runs the
+// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is common
+// to both.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -17,15 +17,16 @@
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// The emulator leaves out one barrier at a time, to see whether the tests notice. A function that
-// is a barrier has the parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call
-// is left out.
+// The emulator leaves out one barrier at a time, to check that a test fails. A function that is a
+// barrier has the parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call is
+// left out.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change. The names say the order and the scope of an access.
+// ---- Memory that other threads change. The name of a function says the order and the scope of the
+// access.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -49,8 +50,8 @@ __device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Increments a counter, which wraps to 0 after `last`, and returns its old value. Acquire and
-// release: the block that counts last sees the work of all others.
+// Increments a counter, which wraps to 0 after `last`, and returns its old value. The access is an
+// acquire and a release, so the block that counts last sees the work of all other blocks.
 __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -141,7 +142,7 @@ __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t by
 __device__ inline void end_store_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until all but the last kPending groups have read their shared memory.
+// Waits until all groups except the last kPending have read their shared memory.
 template <int kPending>
 __device__ inline void wait_until_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -10,8 +10,8 @@
 // while the first ranks wait for them.
 //
 // Why parameters are not in a table in device memory: each call would need a copy, which a captured
-// graph would replay. Ranks differ only in pointers, by a constant distance, and in the number of
-// the rank.
+// graph would replay. The parameters of ranks differ only in pointers, by a constant distance, and
+// in the number of the rank.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,13 +1,13 @@
-// Flags between ranks: how they are written, and the only loops that wait for another rank.
+// Writes flags between ranks, and has the only loops that wait for another rank.
 //
-// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow.
-// So no flag is ever reset, and no kernel argument changes from call to call. Flags are compared
-// for equality. A flag of the same epoch with another signature means that the ranks make different
-// calls.
+// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only
+// increase, so flags are never reset, and no kernel argument changes from call to call. Flags are
+// compared for equality. A flag of the same epoch with a different signature means that the ranks
+// make different calls.
 //
-// Ordering: the writing threads store rows and meet at a barrier. Then one of them executes a
-// system-scope fence and stores the flag. One reading thread acquires the flag. Then the reading
-// threads meet at a barrier and load rows.
+// Ordering: the writing threads store rows and meet at a barrier. One of these threads then
+// executes a system-scope fence and stores the flag. One reading thread acquires the flag. The
+// reading threads then meet at a barrier and load rows.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -25,8 +25,8 @@ __device__ inline Header* header(const RankView& view, int rank) {
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// Rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same names
-// and numbers.
+// The rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same
+// names and numbers.
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
@@ -66,9 +66,9 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call here
-// may still be compiling its program. Only epoch 1 can meet such a peer, because every launch ends
-// after the heads of all peers.
+// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call to
+// this rank may still be compiling its program. This can happen only in epoch 1, because no launch
+// ends before the heads of all peers have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
@@ -112,8 +112,8 @@ class Patience {
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Returns whether `timeout_ns` have passed since the first call with this bound. So a peer that
-  // appears after a long wait has its whole timeout from then on.
+  // Returns whether `timeout_ns` have passed since the first call with this bound. A peer that
+  // appears after a long wait therefore has the whole timeout from then on.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -162,7 +162,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
     return false;
   }
   if (is_poisoned(view)) return false;
-  // A peer that makes another call may never raise this flag.
+  // A peer that makes a different call may never raise this flag.
   if (!head_agrees(view, epoch, awaited_rank)) return false;
   if (!patience.is_over(timeout_of(view, epoch, awaited_rank))) return true;
   fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);

@@ -5,8 +5,8 @@
 // mbarriers say which loads have landed. A stage can be stored to any number of destinations, so
 // that a row is read once.
 //
-// Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit,
-// before the next copy. The stores must be complete before a flag says that their rows have landed.
+// Bulk copies use a separate proxy, so a fence is needed between the acquire of a flag or a credit
+// and the next copy. The stores must be complete before a flag says that their rows have landed.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -31,7 +31,7 @@ struct StreamShared {
   alignas(8) uint64_t landed[kStages];  // mbarriers
   // The list of what the warp copies: rows, and the destinations of each.
   const char* sources[kWarpThreads];
-  int destinations_end[kWarpThreads];  // where those of each row end in `destinations`
+  int destinations_end[kWarpThreads];  // the end of each row's part of `destinations`
   char* destinations[kWarpThreads];
 };
 
@@ -89,7 +89,7 @@ struct Segments {
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
   // Loads run ahead of the stores, also into the next row. Loads under way, and stores that may
-  // still read, use all stages together. So a stage is loaded only after its stores have read it.
+  // still read, together use all stages. A stage is loaded only after its stores have read it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;

@@ -1,4 +1,4 @@
-// Sums of rows in float32, and how they are rounded.
+// Sums rows in float32 and rounds the sums.
 #pragma once
 
 #include <type_traits>
@@ -29,12 +29,11 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// Packs that a thread holds at a time. Between two of them are the packs of the team's other
-// threads.
+// The packs that a thread holds at a time. The packs of the team's other threads lie between them.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The place in a row of the packs that a thread holds: pack u starts at element `first + u *
-// stride`, if that exists.
+// The place in a row of the packs that a thread holds: pack u starts at element
+// `first + u * stride`, if the row has this element.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -86,7 +85,7 @@ struct Accumulator {
     }
   }
 
-  // Adds factor(u) * packs. Elements past the row's end hold garbage, which store() leaves out.
+  // Adds factor(u) * packs. Elements past the row's end hold garbage, which store() does not write.
   template <typename T, typename Factor>
   __device__ void add(const Packs<T, kCount>& packs, Factor&& factor) {
 #pragma unroll
@@ -159,8 +158,8 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   return acc;
 }
 
-// ---- The fast path, which is the common case: at most one weight per row or row segment, one
-// type, 16-byte words.
+// ---- The fast path, for the common case: at most one weight per row or row segment, one type,
+// 16-byte words.
 
 // The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then
 // landed rows in the order of ranks, then the addend of Sum::kOutputPlusAddend.
@@ -171,16 +170,16 @@ struct SourceList {
 
 struct SourceCounts {
   int own;
-  int landed_before;  // of ranks below this one
-  int landed_after;   // of ranks above this one
+  int landed_before;  // partial sums of lower ranks
+  int landed_after;   // partial sums of higher ranks
 };
 
 constexpr int kPartWords =
     Tuning::kPartWords;  // 16-byte words of a row that a thread holds at a time
 
 // The parts of a row that a warp handles. In a part each lane has kPartWords words, at a distance
-// of `word_step` bytes. The first part is at byte `first`, and the next ones follow every `step`
-// bytes. So all lanes iterate equally often.
+// of `word_step` bytes. The first part is at byte `first`, and later parts follow every `step`
+// bytes, so all lanes iterate equally often.
 struct RowParts {
   int64_t row_bytes, first, step, word_step;
 
@@ -290,8 +289,8 @@ struct RoundedWire {
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
 // Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are
-// always under way, also into the next part. Rounding a second time changes nothing. So with
-// RoundedWire a partial sum is computed like the output row of a token without other partial sums.
+// always under way, also into the next part. With RoundedWire, a partial sum is computed like the
+// output row of a token without other partial sums, because rounding a second time changes nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -324,7 +323,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   Float32Part<T> sum;
   int source = 0;
   int64_t offset = range.first;
-  // Adds a part and loads another one into it. Returns false after the last part.
+  // Adds a part and then loads another part into its registers. Returns false after the last part.
   const auto add_next = [&](RowPart& part) {
     if (is_plain(source)) {
       sum.add(source < counts.own ? list.factors[source] : 1.f, part);

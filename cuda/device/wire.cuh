@@ -1,5 +1,4 @@
-// Partial sums that travel in a token format, as sum_parts() in device/sum.cuh writes and reads
-// them.
+// Writes and reads partial sums that travel in a token format, for sum_parts() in device/sum.cuh.
 //
 // A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The
 // lane that holds a 16-byte word of sums also holds the word's values. A group is the words of a
@@ -72,8 +71,8 @@ class EncodedWire {
   }
 
   // Stores an encoded part to `row`. Every store to a peer has a cost, so scales stay in registers
-  // until each lane has one, or until the next ones are not adjacent. All lanes call it, in the
-  // order of offsets.
+  // until each lane has a scale, or until the next scales are not adjacent. All lanes call it, in
+  // the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {

@@ -13,8 +13,8 @@
 
 namespace moe_a2a {
 
-// The alignment of decoded arrays: 16 bytes, as in most executions, or that of the addresses of
-// this execution.
+// The alignment of decoded arrays: 16 bytes, as in most executions, or the alignment of the
+// addresses of this execution.
 enum class Alignment { kVector, kOfThisExecution };
 
 // Returns the buffer of an operand or of a result.
@@ -38,7 +38,7 @@ class AddressList {
     for (size_t i = 0; i < count_; ++i) list_[i] = first.list_[i] + bytes[i];
   }
 
-  // Returns false if an argument is no buffer, or if a call cannot have that number of buffers.
+  // Returns false if an argument is not a buffer, or if a call cannot have this number of buffers.
   bool Read(const ffi::RemainingArgs& buffers);
   bool Read(const ffi::RemainingRets& buffers);
 
@@ -51,7 +51,7 @@ class AddressList {
   bool ReadBuffers(const Buffers& buffers);
 
   static constexpr size_t kMost = 64;
-  // The call with the most operands is a done: it has the operands and the results of its start.
+  // A done has the most operands of all calls: the operands and the results of its start.
   static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + kMaxArrays);
   static_assert(kMost >= kNumPlanArrays + kMaxArrays);
 

@@ -42,7 +42,7 @@ ffi::Error CallState::Execute(const Execution& execution) {
   SideStream* side = state != nullptr ? state->side : nullptr;
   ffi::Error error = ExecuteAt(execution, state, &side);
   // After an error, the execution ends, and XLA uses its memory again in the order of XLA's stream.
-  // So XLA's stream waits for all work of the side stream.
+  // XLA's stream must therefore wait for all work of the side stream.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }
@@ -50,7 +50,8 @@ ffi::Error CallState::Execute(const Execution& execution) {
 ffi::Error CallState::ExecuteAt(const Execution& execution, const DeviceState* state,
                                 SideStream** side) {
 #ifdef MOE_A2A_TEST_HOOKS
-  // A test has changed whether blocks are capped. The state depends on that, so it is made again.
+  // A test has changed whether the number of blocks is limited. The state depends on this limit, so
+  // it is made again.
   if (state != nullptr && state->is_uncapped != state->workspace->is_uncapped()) state = nullptr;
 #endif
   if (state != nullptr) {

@@ -2,9 +2,9 @@
 //
 // XLA makes a state when it loads the program, keeps it as long as the program, and passes it to
 // every later stage. All devices of the process, and all threads that execute the program, share
-// one state. So no published part of it changes. The state has a DeviceState for each device. The
-// first execution on a device makes its DeviceState, because a call's arrays and device are not
-// known earlier.
+// one state, so published parts of the state never change. The state has a DeviceState for each
+// device. The first execution on a device makes its DeviceState, because a call's arrays and device
+// are not known earlier.
 //
 // A DeviceState stays valid when the workspace is closed and opened again, because a workspace
 // keeps its addresses for the life of the process (runtime/workspace.h). Every call checks whether
@@ -59,8 +59,8 @@ class CallState {
   virtual ~CallState() = default;
 
   // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If
-  // all ranks share a device, the device is known only when the program runs. Then Initialize()
-  // reserves.
+  // all ranks share a device, Initialize() reserves the workspace, because the device is known only
+  // when the program runs.
   ffi::Error Load();
 
   // Opens a closed workspace again, and reports a failure. XLA calls this before every execution,

@@ -142,10 +142,10 @@ class CallStateOf final : public CallState {
 
   static RankView& view_in(Params& params) { return const_cast<RankView&>(view_of(params)); }
 
-  // An execution has the same id on all devices. So kernels notice two threads that interleave
+  // An execution has the same id on all devices, so kernels detect two threads that interleave
   // their programs. A captured call has no id, because a replay has the arguments of the capture.
-  // XLA decides on each device whether to replay. So the id travels next to the signature and is
-  // not part of it.
+  // The id travels next to the signature and is not part of it, because XLA decides on each device
+  // whether to replay.
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -1,5 +1,5 @@
 // The done of a split exchange. Operands: the operands of its start, then the results of its start.
-// The latter are also the results of the done.
+// The results of the start are also the results of the done.
 #pragma once
 
 #include <algorithm>

@@ -19,7 +19,7 @@
 namespace moe_a2a {
 namespace {
 
-// As many as have the registers they need.
+// The most threads of a block for which there are enough registers.
 template <typename T>
 constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;

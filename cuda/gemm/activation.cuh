@@ -1,11 +1,11 @@
-// Activations and their slopes, in float32. Each argument that is NaN has a NaN as its value.
+// Activations and their derivatives, in float32. The value at NaN is NaN.
 #pragma once
 
 #include "gemm/form.h"
 
 namespace moe_a2a::gemm {
 
-// Returns e to the x. Without a special case for subnormal numbers, which would cost four more
+// Returns e to the x, without a special case for subnormal numbers, which would cost four more
 // instructions.
 __device__ inline float fast_exp(float x) {
   float y;

@@ -3,9 +3,10 @@
 //
 // Layout: a thread holds 16 bytes of each of several neighbouring rows, so that it transposes its
 // values by blocks of 4 x 4 bytes. Shared memory then has the transposed square in rows of 128
-// bytes. A unit, the bytes that a thread stores at once, is at its place xor the number of the
-// 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one block for each
-// square. Several blocks share a multiprocessor, and one loads while others wait.
+// bytes. A unit is the bytes that a thread stores at once. Its place in a row is xored with the
+// number of the 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one
+// block for each square. Several blocks share a multiprocessor, so that one block loads while
+// others wait.
 #include "gemm/encode_squares.h"
 
 #include "device/element.cuh"

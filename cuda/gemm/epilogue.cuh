@@ -1,9 +1,9 @@
-// What a warp does with the results of a tile: it may apply an activation or its derivative, rounds
-// and stores.
+// Handles the results of a tile in a warp: optionally applies an activation or its derivative, then
+// rounds and stores.
 //
 // A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes
-// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the
-// row 8 below:
+// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then the same
+// elements of the row that is 8 rows below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #pragma once
@@ -149,8 +149,8 @@ __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
   }
 }
 
-// The rounded results of a warp's last tile, 16 rows of m by all n, which it stores while the
-// products of its next tile run. So only the rounding keeps the next products waiting.
+// The rounded results of a warp's last tile, 16 rows of m by all n. The warp stores them while the
+// products of its next tile run, so the next products wait only for the rounding.
 template <typename F>
 class Rounded {
  public:
@@ -193,8 +193,8 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
                                          float (&d)[kProducts][kSize]) {
   const ActivationParams& a = p.activation;
   constexpr bool kIsGated = F::kIsGated;
-  // A gated tile that is turned has gate and up in two products; another has them in the halves of
-  // one.
+  // A transposed gated tile has gate and up in two products. Other gated tiles have gate and up in
+  // the two halves of one product.
   constexpr int kColumns = F::kIsTurned ? 16 : F::kResultN;
   constexpr int kResults = F::kIsTurned ? kSize : kColumns / 2;
   static_assert(F::kIsTurned ? kProducts == 2 : kProducts == 1);
@@ -278,8 +278,8 @@ struct Operands {
 //
 // Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or
 // the columns of an activation that is not gated, in place of operand a, and up in place of operand
-// b. So the loader brings them while the last products run. A warp overwrites the rows that it
-// reads with their gradients, and stores these from there.
+// b. The loader therefore loads them while the last products run. A warp overwrites the rows that
+// it reads with their gradients, and stores these from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -419,9 +419,9 @@ class Derivative {
 // Adds products to a tile of float32 totals, and stores the sums in their place.
 //
 // Totals come through the stages of the operands, 64 columns of a tile in each: 32 in place of
-// operand a, and 32 in place of operand b. A warp adds to the rows that it has, and stores them
-// from there. Bulk reductions do the same without a load, but the L2 cache adds slower than it
-// stores.
+// operand a, and 32 in place of operand b. A warp adds its results to these rows in shared memory,
+// and stores the sums from there. Bulk reductions need no load, but are slower, because the L2
+// cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -472,15 +472,16 @@ class AddToTotals {
   }
 
  private:
-  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. Lanes of odd rows add to
-  // other columns than those of even rows at the same time, which would be in the same banks.
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At the same time, lanes of
+  // odd rows and lanes of even rows add to different columns. In equal columns, they would use the
+  // same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;
     const bool is_odd = row % 2 != 0;
     const int swizzle = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);
     float x[kColumns / 2];
-    // Copies, because the compiler would otherwise let no products overlap.
+    // These are copies, because otherwise the compiler would not let products overlap.
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));

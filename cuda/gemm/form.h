@@ -1,6 +1,6 @@
 // The forms of a grouped GEMM. Its products are matrix products d[m, n] = sum over k of a[m, k]
-// b[k, n], and a form says how one is divided into tiles. Rows of groups lie along one of the three
-// axes.
+// b[k, n]. A form says how a product is divided into tiles. Rows of groups lie along one of the
+// three axes.
 #pragma once
 
 #include <cuda.h>
@@ -30,13 +30,13 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
 constexpr int kStoreBytes = 2048;                          // of such a buffer
-// Tiles are ordered in bands of this many rows of tiles. So tiles that are computed at the same
-// time need few different rows and columns.
+// Tiles are ordered in bands of this many rows of tiles, so that tiles that are computed at the
+// same time need few different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
 // Work::tile has 16 bits for the position of a tile along m, and 15 along n.
 constexpr int64_t kMaxTiles = 1 << 15;
-// The least extents of a tile: along the axis of the rows, and along the other axes.
+// The smallest extents of a tile, along the axis of the rows and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
 // What a product does with its results before it stores them (gemm/epilogue.cuh).
@@ -123,10 +123,10 @@ using WeightGradient =
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
 // A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: for rows outside
-// of a group, it loads zeros and stores nothing. So the tensor's map has an axis of kRaggedRows
-// rows, and a group's rows are the last of them. Two more axes move these rows to where the group
-// is. A step of the first is one row. A step of the second is kRaggedWrap bytes minus one row, so
-// kRaggedRows steps are -kRaggedRows rows modulo 2^64.
+// of a group, it loads zeros and stores nothing. For this purpose, the tensor's map has an axis of
+// kRaggedRows rows, of which a group's rows are the last. Two more axes move these rows to the
+// place of the group. A step along the first axis is one row. A step along the second axis is
+// kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
@@ -151,7 +151,7 @@ struct GemmParams {
   // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their
   // gradient. If the activation is not gated, the first map has all columns.
   CUtensorMap pre[2];
-  CUtensorMap read[2];  // the pre-activations that kDerive reads; the first: what kAdd adds to
+  CUtensorMap read[2];  // pre-activations for kDerive; read[0]: totals for kAdd
   CUtensorMap spare;    // the weights whose indices are at least first_spare
   int32_t m, n,
       k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated

@@ -3,21 +3,22 @@
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i],
 // where t is the sum of the products of the 128 values of a block, and s is the rounded product of
 // the two scales. The hardware sums t with fewer bits than float32 has; the sum over blocks is in
-// float32 in the order of k. d is rounded once. Otherwise like gemm/grouped_gemm.cuh, whose loader,
-// schedule, roles and waits these are.
+// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are those of
+// gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
 // block of k for one part into temporary registers, and adds these times their scales to the part's
-// results. The compiler lets no products run across a wait for others whose results are read, so a
-// part starts after the wait for the part before. Meanwhile the other warp group's products keep
-// the hardware busy.
+// results. The compiler does not let products run across a wait for other products whose results
+// are read, so a part starts after the wait for the previous part. Meanwhile the other warp group's
+// products keep the hardware busy.
 //
-// Rows along m: one part and one temporary. The groups' products run at the same time and end
-// together, so the time from their end to the start of the next ones counts. It is shortest if
-// tiles have whole turns of kStages steps (kWholeTurns): then places of stages are constants, their
-// descriptors are in uniform registers, and a wait begins while the step before is added.
+// Rows along m: one part and one temporary. The products of both warp groups run at the same time
+// and end together, so the time from their end to the start of the next products matters. This time
+// is shortest if the number of steps of a tile is a multiple of kStages (kWholeTurns): then places
+// of stages are constants, their descriptors are in uniform registers, and a wait begins while the
+// previous step is added.
 //
-// Rows along n: two parts and two temporaries, and a part is added while the next one is
+// Rows along n: two parts and two temporaries, so that a part is added while the next part is
 // multiplied.
 //
 // Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the
@@ -32,8 +33,8 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row, so it has the bytes of a box of 64 16-bit elements, and
-// Form's numbers of bytes hold.
+// A box of 64 rows has 128 values in a row. These are the bytes of 64 16-bit elements, so Form's
+// numbers of bytes also apply here.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -58,9 +59,10 @@ struct Fp8Params : GemmParams {
   uint32_t row_stride, block_stride;
 };
 
-// The scales of a lane's results, for rows along m. Each lane of a quad (four lanes, which have the
-// same rows) reads those of another step, and leaves them for the others in shared memory. Rows and
-// columns beyond the last have any scales: their results are not stored.
+// The scales of a lane's results, for rows along m. The four lanes of a quad have the same rows.
+// Each of them reads the scales of a different step, and leaves these scales for the other three in
+// shared memory. Rows and columns beyond the last may have any scales, because their results are
+// not stored.
 template <typename F>
 class ScalesAlongM {
  public:
@@ -69,7 +71,8 @@ class ScalesAlongM {
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
   static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
-  // Of kLanes steps and each quad: of its two rows with the first block, and with the second block.
+  // For kLanes steps and each quad: the scales of its two rows with the first block, and with the
+  // second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
@@ -129,7 +132,8 @@ class ScalesAlongM {
   float of_row_[2], of_block_[2];                           // of the next steps
 };
 
-// The scales of a lane's results, for rows along n. Each lane of a warp reads those of other rows.
+// The scales of a lane's results, for rows along n. Each lane of a warp reads the scales of
+// different rows.
 template <typename F>
 class ScalesAlongN {
  public:
@@ -172,7 +176,7 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // A lane without rows reads it, too, for the others.
+    // A lane without rows also reads it, for the other lanes.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 
@@ -186,7 +190,8 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // The work of each warp, which it need not keep in registers while it multiplies.
+  // The work of each warp, in shared memory so that the warp need not keep it in registers while it
+  // multiplies.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };

@@ -12,12 +12,12 @@
 // Roles: in the last warp group of a block, one warp takes tiles, and another loads tiles of a and
 // b through kStages stages. The two other warp groups multiply, each for half of the tile's rows,
 // and store. Without an activation, they store while the products of the next tile run. The first
-// block of a cluster takes the next tile from a counter and tells the other block. So a block that
-// starts late only takes fewer tiles, and any number of blocks completes the work.
+// block of a cluster takes the next tile from a counter and tells the other block. A block that
+// starts late therefore only takes fewer tiles, and any number of blocks completes the work.
 //
-// An epilogue may also read an array, such as pre-activations for a derivative: after a tile's
-// operands, it comes through kReadStages more stages, in both blocks of a cluster, whether or not
-// the tile has all these columns.
+// An epilogue may also read an array, such as pre-activations for a derivative. After a tile's
+// operands, this array comes through kReadStages more stages, in both blocks of a cluster, whether
+// or not the tile has all these columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
 // its loads may be for both. Consumers wait for the loads, and release a stage that an epilogue
@@ -68,7 +68,7 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
 
 // Returns the first column of weights in a box of a gated tile, whose results begin at column
 // `first` of I. Operand b has two boxes of gate columns, then two of up. Operand a has one of each
-// for each warp group.
+// kind for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
@@ -94,10 +94,10 @@ using Before = std::conditional_t<
 // own does this, because the next tile is then known as soon as the loader wants it.
 //
 // The first block writes entries of work in both blocks. It may reuse an entry after all warps have
-// read it. The other block's warps could arrive at a barrier of the first block. But that orders
-// their reads only in the order of the cluster, which is a fence that costs consumers time in each
-// tile. So they arrive at their own block's barrier. This warp of the other block, which has time,
-// waits for them and then arrives at the first block, once in a tile.
+// read it. If the other block's warps arrived at a barrier of the first block, they would need the
+// order of the cluster, a fence that costs consumers time in each tile. They therefore arrive at
+// their own block's barrier. This warp of the other block, which has time, waits for them and then
+// arrives at the first block, once per tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -174,8 +174,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, kBytes);
-        // Branches, because an address that is chosen at run time needs registers that the loader
-        // does not have.
+        // These are branches, because an address that is chosen at run time needs registers that
+        // the loader does not have.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -270,9 +270,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last rows may fill a part of a step. They are multiplied 16 by
-    // 16, each after the wait for the ones before, because the compiler would otherwise let no
-    // products of any step overlap.
+    // If rows lie along k, a group's last rows may fill only part of a step. They are multiplied 16
+    // at a time, each 16 after the wait for the previous 16, because otherwise the compiler would
+    // not let products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     for (int step = 0; step < whole; ++step) {
       if (step > 0 || !is_loaded) wait_for(&shared.loaded[stage.place], stage.parity);
@@ -299,7 +299,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       } else if constexpr (F::kReads) {
         release_held(kNone);
       }
-      // After the release, because a store may wait until memory has taken the ones before.
+      // After the release, because a store may wait until memory has taken earlier stores.
       if constexpr (kStoresLate) {
         if (step < rounded.kParts) rounded.store(p.d, writer, step);
       }

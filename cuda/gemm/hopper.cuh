@@ -56,9 +56,9 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
       : "memory");
 }
 
-// Arrives in the order of the cluster: what this thread has read, and what it knows that others
-// have read, comes before what a thread of the block `rank` does after `wait_for<true>`. This is
-// slow: use it at most once in a tile.
+// Arrives in the order of the cluster: the reads of this thread, and reads that it has synchronized
+// with, come before what a thread of the block `rank` does after `wait_for<true>`. This is slow, so
+// use it at most once per tile.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -97,9 +97,9 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
 }
 
 // Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
-// see the phase before one of them continues and lets the next phase come. With kInClusterOrder,
-// later accesses come after what other blocks did before they sent, or arrived in the order of the
-// cluster; this is slow, too.
+// see the phase before any lane continues, because a lane that continues lets the next phase begin.
+// With kInClusterOrder, later accesses come after what other blocks did before they sent, or
+// arrived in the order of the cluster; this is slow, too.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {
@@ -189,7 +189,7 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until all but the last kPending groups of products are complete.
+// Waits until all groups of products except the last kPending are complete.
 template <int kPending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -350,7 +350,8 @@ __device__ inline float load_if(bool loads, const float* from) {
   return x;
 }
 
-// ---- Registers of a warp group. At first, each thread has what the launch bounds allow.
+// ---- Registers of a warp group. At first, each thread has the registers that the launch bounds
+// allow.
 
 template <int kRegisters>
 __device__ inline void take_registers() {

@@ -42,8 +42,8 @@ struct Tile {
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
-  // Steps whose every product of 16 of k has elements. If rows lie along k, another step may
-  // follow.
+  // The number of steps in which all products, each over 16 of k, have elements. If rows lie along
+  // k, another step may follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 

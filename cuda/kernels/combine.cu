@@ -1,4 +1,4 @@
-// combine: add up every token's rows at its source rank; the transpose of dispatch.
+// combine: sum every token's rows at its source rank. It is the transpose of dispatch.
 //
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
 // token's rows on that rank, in order of choice, of weight * row), plus addend[token] if there are
@@ -14,8 +14,8 @@
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
 // chunks that hold its partial sums. The highest block waits for the head of every rank
-// before the launch ends. The own rank's partial sum never enters a zone, but it is rounded like
-// the others.
+// before the launch ends. This rank's partial sum never enters a zone, but it is rounded like the
+// partial sums of other ranks.
 //
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
@@ -32,9 +32,9 @@
 namespace moe_a2a {
 namespace {
 
-// The ways of summing rows. kGeneral: any rows and weights. The others go through a warp's list
-// (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
-// time, where a segment is what one weight covers, or the whole row without weights. Sums in a
+// How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's list
+// (device/sum.cuh). kRows sums whole rows with at most one weight each. kSegments sums one row
+// segment at a time: what one weight covers, or the whole row if there are no weights. Sums in a
 // token format use kSegments.
 enum class Sums { kGeneral, kRows, kSegments };
 
@@ -47,7 +47,8 @@ struct WarpChoices {
   int row;  // negative: the choice has no row here
   float weight;
 
-  // `slot`: of the choice's token in the zone of `source`; negative if the token has none.
+  // `slot` is the slot of the choice's token in the zone of `source`, or negative if the token has
+  // no slot.
   __device__ WarpChoices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
@@ -86,7 +87,7 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// A row segment, which is summed through the list at a time; it may be the whole row.
+// A row segment that is summed through the list at once. It may be the whole row.
 struct ListedSegment {
   int index;
   int64_t row_bytes, first, bytes;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
   }
 }
 
-// The bytes that a row of `elements` partial sums has in a slot.
+// Returns the bytes of a row of `elements` partial sums in a slot.
 template <typename Wire>
 struct WireRow {
   static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
@@ -236,8 +237,8 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
 }
 
 // Writes the choice arrays of choice k of a token. One thread calls it when the token's chunks have
-// landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if that
-// is on this rank.
+// landed. `slots` are the token's slots [num_ranks], and `own_row` is the row of the choice if the
+// choice is on this rank.
 __device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, int token, int k,
                                       int own_row, const int* slots) {
   const RankView& view = p.view;
@@ -256,15 +257,15 @@ __device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, in
   }
 }
 
-// A token at its source rank. `slots` is in shared memory, [num_ranks]; negative: none at that
-// rank.
+// A token at its source rank. `slots` [num_ranks] is in shared memory; a negative slot means that
+// the token has no slot at that rank.
 struct SourceToken {
   const int* slots;
   uint64_t epoch;
   WarpChoices own;  // its choices on this rank
 };
 
-// Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
+// Waits until all partial sums of the token have landed. Each warp of a team waits independently.
 __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
@@ -395,7 +396,7 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    // take_item() is also a barrier, after which the slots of the token before have been read.
+    // take_item() is also a barrier, so the slots of the previous token have been read.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -458,8 +459,8 @@ struct CombineKernels {
   }
 
  private:
-  // Lists the kernels for sums with addends or without. Addends are a form of their own, because
-  // they need registers.
+  // Lists the kernels for sums with addends or without. Sums with addends are a separate form,
+  // because addends need registers.
   template <typename T, bool kAdds, typename Add>
   static void list_forms(Add&& add) {
     constexpr ElementType kType = Element<T>::kType;

@@ -1,4 +1,5 @@
-// dispatch: write every row of this rank's experts, whichever rank its token comes from.
+// dispatch: send every token to the ranks of its experts, and write the rows of this rank's
+// experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
 // choice arrays, it is the entry of the row's own choice. The order of rows follows from the
@@ -11,10 +12,10 @@
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
 // of slots before they read the chunk. The highest block waits for the head of every
-// source before the launch ends. Tokens of the own rank never enter a zone. Rows without a token
-// are zeroed while the first chunks travel.
+// source before the launch ends. This rank's tokens never enter a zone. Rows without a token are
+// zeroed while the first chunks travel.
 //
-// Why push: stores to peers reach the link limit with few blocks, loads from peers do not.
+// Why push: with few blocks, stores to peers reach the link limit, but loads from peers do not.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include <type_traits>
@@ -89,9 +90,8 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Does for a weighted dispatch what expand_rows() does for others: stores the scaled row, or its
-// inner product with the row of `w.rows`, or both. `partials`: a word of shared memory for each
-// warp of the block.
+// Replaces expand_rows() in a weighted dispatch: stores the scaled row, its inner product with the
+// row of `w.rows`, or both. `partials` has a word of shared memory for each warp of the block.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -123,9 +123,8 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
   }
 }
 
-// Writes the rows of one chunk of slots of `source` when the chunk has landed. Tokens of the own
-// rank come directly from the operand. `T` is the element type of a weighted dispatch, otherwise
-// void.
+// Writes the rows of one chunk of slots of `source` when the chunk has landed. This rank's tokens
+// come directly from the operand. `T` is the element type of a weighted dispatch, otherwise void.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              float* partials, uint64_t epoch, int source, int chunk) {
@@ -202,7 +201,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Each source sends to its next rank first. So read chunks in the order in which they arrive.
+      // Each source sends to its next rank first, so this order reads chunks as they arrive.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
@@ -210,7 +209,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
   }
 }
 
-// `T`: the element type of a weighted dispatch; void if rows are only moved.
+// `T` is the element type of a weighted dispatch, or void if rows are only moved.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ Launched<DispatchParams> launched) {

@@ -2,26 +2,25 @@
 // if `decode` is set.
 //
 // Holds afterwards: for every leaf, each row has the values and scales of its token, as
-// docs/formats.md defines them, or the numbers that these decode to. The rest is as in dispatch.cu.
+// docs/formats.md defines them, or the decoded numbers. Everything else holds as in dispatch.cu.
 //
 // Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
 // Senders: a team reads a token once, encodes it in shared memory, and stores the result to every
-// rank that needs it. Its own rank is one of these: own tokens land in a zone of their own, so that
-// they too are encoded only once. If there are more tokens than flags, several slots share a flag.
-// Then a team takes a chunk of slots of one rank, and a token is encoded once for each of its
-// ranks.
+// rank that needs it, including this rank. This rank's tokens also land in a zone, so that they are
+// encoded only once. If there are more tokens than flags, several slots share a flag. Then a team
+// takes a chunk of slots of one rank, and a token is encoded once for each of its ranks.
 //
-// Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row
-// here, because their flags may never rise. It also waits for senders of its own rank. These wait
-// only for credits, and a sending block has started before any block that only receives. So one
-// resident block is still enough.
+// Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row on
+// this rank, because their flags may never be stored. A receiver also waits for senders of its own
+// rank. These senders wait only for credits, and they have started before any block that only
+// receives, so one resident block is still enough.
 //
-// Why bulk stores: a warp encodes its next segment while the stores of the segment before are in
+// Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
 // flight.
 //
-// Why not one source with dispatch.cu: as a template of the form of rows, with 7 lines fewer in
-// all, formats took 4 to 8 % longer with 8 and 128 tokens
+// This file and dispatch.cu are not one template, because formats then took 4 to 8 % longer with 8
+// and 128 tokens, and only 7 lines were saved
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -45,8 +44,8 @@ __device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   return __popc(all);
 }
 
-// Sends one token to the `destination` of each lane, into `slot` of the zone there. A negative
-// `destination` is none.
+// Sends one token to the `destination` of each lane, into `slot` of the zone at this destination. A
+// lane with a negative `destination` sends nothing.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int token, int destination,
@@ -77,7 +76,7 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
   __syncwarp();  // The list has been read.
 }
 
-// Sends a token to all ranks of its choices, and raises the flags of its slots there.
+// Sends a token to all ranks of its choices, and raises the flags of its slots at these ranks.
 template <TokenFormat F, typename T>
 __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team, Stream& stream,
                                 BulkSegments& segments, uint64_t epoch, int token) {
@@ -87,7 +86,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   if (lane_index() < routing.top_k) {
     destination = routing.choice_rank[int64_t{token} * routing.top_k + lane_index()];
   }
-  // If several choices are on one rank, only the lane of the first one sends.
+  // If several choices are on one rank, only the lane of the first of these choices sends.
   const uint32_t same = __match_any_sync(kAllLanes, destination);
   if (lane_index() != __ffs(same) - 1) destination = -1;
   const bool is_sent = destination >= 0 && destination < view.num_ranks;

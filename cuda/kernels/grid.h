@@ -14,7 +14,7 @@ struct Grid {
 };
 
 // Returns how many blocks each of `num_ranks` ranks on one device may have in a launch, or 0 if the
-// ranks do not fit. Ranks wait for each other. So all blocks of a whole and of a split exchange
+// ranks do not fit. Ranks wait for each other, so all blocks of a whole and of a split exchange
 // must be resident at the same time, one on each multiprocessor.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
@@ -25,15 +25,15 @@ constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_s
 // Returns how many blocks a launch may have if no other rank uses the device, or 0 if the device
 // has too few multiprocessors. A launch of several ranks leaves one multiprocessor free. If a whole
 // exchange filled one rank's device and a split exchange filled another's, they would wait for each
-// other forever (docs/protocol.md, section 16). A single rank waits for no other rank.
+// other forever (docs/protocol_split.md). A single rank waits for no other rank.
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
 // Returns how many teams a block divides into if all blocks together have `items` work items of one
-// row each. Few or large rows get many warps each, so that the last rows of a launch do not take
-// much longer than the others. But at least `least` teams of a block work at a time, if there are
-// enough items.
+// row each. If rows are few or large, each row gets many warps, so that the last rows of a launch
+// do not take much longer than the others. If there are enough items, at least `least` teams of a
+// block work at a time.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -93,7 +93,8 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   return {blocks, {blocks, 1, 1}};
 }
 
-// Returns how many rows a rank writes: all; or about a balanced load if the tail is left.
+// Returns how many rows a rank writes: all rows, or about a balanced load if the tail is left
+// unwritten.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
@@ -101,7 +102,7 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel, blocks that do not send write own rows and zeros.
+  // While rows travel, blocks that do not send write the rows of this rank's tokens, and zeros.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double sent = static_cast<double>(p.routing.num_tokens * peers);
@@ -123,9 +124,9 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // A few blocks fill the links if each token has a team, and a block that sends plans late.
-  // Encoding a token is arithmetic as well, so an encoded token gets a whole block, as long as
-  // there are enough blocks.
+  // Few blocks are enough to fill the links if each token has a team, and a block that sends begins
+  // to plan late. Encoding a token is arithmetic as well, so an encoded token gets a whole block,
+  // as long as there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -148,8 +149,8 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // A rank has no other work while sums travel, and most of its work is to compute the sums it
-  // sends. Sums in a format need the links for half as long, and more work at the source rank.
+  // A rank has no other work while sums travel, and most of its work is to compute the sums that it
+  // sends. Sums in a format use the links for half the time, but need more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   const Senders senders = {Tuning::kFewItemsCombine,
                            is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders};

@@ -7,9 +7,9 @@
 
 #include "params.h"
 
-// The form in which the kernels of a file are compiled: for ranks with a device each, or for ranks
-// that share one device (cuda/colocated/). It names a namespace, so that both forms can be linked
-// together.
+// The form in which the kernels of a file are compiled: for ranks that each have a device, or for
+// ranks that share one device (cuda/colocated/). The form is the name of a namespace, so that both
+// forms can be linked together.
 #ifdef MOE_A2A_COLOCATED
 #define MOE_A2A_FORM colocated
 #else
@@ -68,7 +68,7 @@ struct Kernels {
   }
 };
 
-// The forms for ranks with a device each, and for ranks that share one device.
+// The kernels for ranks that each have a device, and for ranks that share one device.
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
 
@@ -76,7 +76,8 @@ const Kernels& ColocatedKernels();
 constexpr int kMaxLocalExperts = 8192;
 // The most counts (levels times local experts) for which route_exchange fits into shared memory.
 constexpr int kMaxRouteCounts = 16384;
-// The most blocks of each of the ranks that share a device: the limit of a grid's second dimension.
+// The largest number of blocks of each rank if ranks share a device. It is the limit of a grid's
+// second dimension.
 constexpr int64_t kMaxColocatedBlocks = 65535;
 // The most tokens of a chunk of route: one for each thread of a block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;

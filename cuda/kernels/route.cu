@@ -13,8 +13,8 @@
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The highest block waits for the head of every rank before the launch ends.
 // route_assign follows the exchange on the stream and waits for no rank. Each of its blocks checks,
-// when it begins and when it ends, whether the domain has failed: the exchange, or a launch that
-// overlaps it. If so, the block writes an empty routing: no slots, no rows, sizes 0.
+// when it begins and when it ends, whether the domain has failed, in the exchange or in a launch
+// that overlaps it. If so, the block writes an empty routing: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
 // route_assign with one block for each batch element, source and chunk.
@@ -179,8 +179,8 @@ __device__ void fill(int32_t* values, int64_t count, int32_t value) {
 }
 
 // Writes the plan of a failed exchange, because the counts and ids of this launch must not be used.
-// Every block that sees the failure writes the whole plan, because other blocks may have ended
-// before.
+// Every block that sees the failure writes the whole plan, because other blocks may already have
+// ended.
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
@@ -209,15 +209,15 @@ struct AssignShared {
   int32_t* next_row;   // [counting_warps, local_experts]: the next free row of a warp and expert
 };
 
-// Numbers of a source's tokens at one destination: those of earlier chunks, and of all chunks.
+// The numbers of a source's tokens for one destination, in earlier chunks and in all chunks.
 struct SlotCounts {
   int before, in_all;
 };
 
-// Sums the counts of the entries before this block's, and of all entries. Rows of each expert go to
-// `next_row` of warp 0 and to `rows`. `landed` counts the source's tokens at this rank. If the
-// source is this rank, `sent` counts its tokens at every rank. The loads of all threads are
-// independent of each other.
+// Sums the counts of the entries before this block's entry, and of all entries. The first sums of
+// each expert go to `next_row` of warp 0, and the second to `rows`. `landed` counts the source's
+// tokens at this rank. If the source is this rank, `sent` counts its tokens at every rank. The
+// loads of all threads are independent of each other.
 __device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
                            const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
@@ -254,7 +254,7 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   }
 }
 
-// Returns the rows of a group, from those of its experts.
+// Returns the rows of a group from the rows of its experts.
 __device__ int rows_of_group(const RouteParams& p, const int32_t* rows, int group) {
   int sum = 0;
   for (int e = group * p.parts; e < (group + 1) * p.parts; ++e) sum += rows[e];
@@ -313,11 +313,11 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const auto keep_trial = [&] {
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
   };
-  // Adds the counts of a level in chunks [0, end) of all sources; minus the counts of the level
-  // before if `only_this` is set.
+  // Adds the counts of a level in chunks [0, end) of all sources. If `only_this` is set, subtracts
+  // the counts of the previous level.
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
-    // There may be more counts than an int holds.
+    // The number of counts may be larger than an int.
     static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
@@ -369,7 +369,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   keep_trial();
   found.token = first_token + tokens;
 
-  // Every thread goes through the sources of that token, one by one.
+  // Every thread goes through the sources of the token, one by one.
   if (threadIdx.x < num_ranks) {
     const int expert = expert_of(threadIdx.x, found.token);
     landed_experts[threadIdx.x] = expert >= 0 && expert < local_experts ? expert : -1;
@@ -432,7 +432,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
 }
 
 // Calls assign(token, slot) for each token of the chunk, with its slot in one zone or -1. Calls
-// leave_empty(slot) for each empty slot whose number is that of a token of the chunk.
+// leave_empty(slot) for each empty slot whose number equals the number of a token of the chunk.
 template <typename Named, typename Assign, typename LeaveEmpty>
 __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
@@ -531,8 +531,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  // A warp's counts go to the next warp's row of the table. A prefix sum over warps makes them
-  // starts.
+  // A warp's counts go to the next warp's row of the table. A prefix sum over warps turns counts
+  // into starts.
   if (warp < counting_warps - 1) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
@@ -636,7 +636,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Meanwhile a peer may have failed, or a launch that overlaps this one. Other blocks may then
+  // Meanwhile a peer, or a launch that overlaps this launch, may have failed. Other blocks may then
   // have written an empty routing.
   __syncthreads();
   bool failed = false;

@@ -1,5 +1,5 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens, which take little more time
-// than launches and waits for other ranks.
+// routed_dispatch: route and dispatch in one launch, for few tokens, which take little time besides
+// launches and waits for other ranks.
 //
 // Holds afterwards: the same bits that route and then dispatch would have written, or route and
 // then format_dispatch if there is a format.
@@ -8,17 +8,16 @@
 // a word with its epoch, so a word with the current epoch is complete, and no fence makes ids wait
 // for rows.
 //
-// A sender needs no other rank, because its tokens' slots follow from its own ids. So rows travel
-// while every block computes the whole routing in shared memory, from the ids of all ranks
-// (plan_rows). Only then does the block wait for rows, token by token.
+// A sender needs nothing from other ranks, because its tokens' slots follow from its own ids. Rows
+// therefore travel while every block computes the whole routing in shared memory, from the ids of
+// all ranks (plan_rows). Only then does the block wait for rows, token by token.
 //
 // Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
 // sends the ids before any rows. A sender receives only if more items are left than the other
-// blocks have teams. With a format, receivers also wait for own tokens, which land in a zone of
-// their own, as in format_dispatch.
+// blocks have teams. With a format, receivers also wait for this rank's tokens, which land in a
+// zone, as in format_dispatch.
 //
-// Why ordinary accesses, even for encoded tokens: if rows are few, a bulk copy takes longer
-// (docs/history/speed.md).
+// Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
@@ -35,10 +34,10 @@ namespace {
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
-constexpr int kLoads = Tuning::kPlanLoads;  // of a thread at a time
+constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
 static_assert(kMaxTeams % kLoads == 0);
-// An id travels in the bits of a flag that are not the epoch. If all of these bits are set, there
-// is no id.
+// An id travels in the bits of a flag that do not hold the epoch. If all of these bits are set, the
+// word has no id.
 static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
 
 // The form in which leaves travel: unchanged, or as numbers of type T in a format.
@@ -71,7 +70,8 @@ struct TokenSet {
   }
 };
 
-// The shared memory whose size does not depend on the call. Workbench and Tables have the rest.
+// The shared memory whose size does not depend on the call. Workbench and Tables hold the other
+// shared memory.
 struct Shared {
   BlockState block;
   TokenSet sent[kMaxRanks];    // own tokens, by destination
@@ -157,7 +157,8 @@ __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen)
 }
 
 // Computes the slots of own tokens at every rank, from own ids. The last warp, which has the least
-// to plan, waits for the credits that it has not seen yet. Returns false if they did not come.
+// to plan, waits for the credits that it has not seen yet. Returns false if the credits did not
+// arrive.
 __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
                            Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
@@ -180,8 +181,8 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   return __syncthreads_and(is_free);
 }
 
-// Copies own ids to shared memory, with -1 for invalid ones. The first warp enters meanwhile, and
-// the last reads credits.
+// Copies this rank's ids to shared memory, with -1 in place of invalid ids. Meanwhile the first
+// warp enters, and the last warp reads credits.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
@@ -227,8 +228,8 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Encodes the leaves of one token and stores them at all its ranks: the next rank first, this rank
-// last.
+// Encodes the leaves of one token and stores them at all its ranks, beginning with the next rank
+// and ending with this rank.
 template <typename Form>
 __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                             const Shared& shared, Workbench& bench, int token) {
@@ -288,7 +289,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
 }
 
 // Gathers the ids of all ranks in `row`. All threads of the block call it. Returns false if the ids
-// of a rank did not come.
+// of a rank did not arrive.
 __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32_t* row) {
   const RankView& view = p.exchange.view;
   const uint64_t* landed = landed_ids(p, view.rank, epoch, 0);
@@ -298,7 +299,7 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   bool here = true;
   for (int base = threadIdx.x; base < others; base += kLoads * kThreads) {
     uint64_t words[kLoads];
-    // Most ids have come by now, and are loaded together.
+    // Most ids have arrived by now, and are loaded together.
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int other = base + u * kThreads;
@@ -528,7 +529,7 @@ __device__ void spread_encoded(const MovedArray& values, const MovedArray& scale
   }
 }
 
-// Writes one token of `source` to its rows. Returns false if the token did not come.
+// Writes one token of `source` to its rows. Returns false if the token did not arrive.
 template <typename Form>
 __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                               Workbench* bench, const TokenSet& landed, int source, int token,
@@ -621,8 +622,8 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// Writes the plan of one token of `source`, and receives the token. Returns false if it did not
-// come.
+// Writes the plan of one token of `source`, and receives the token. Returns false if the token did
+// not arrive.
 template <typename Form>
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                          const Shared& shared, Workbench* bench, const Tables& t, int source,
@@ -642,7 +643,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
 // Work items of receivers: own tokens that do not land, then rows to zero, then tokens that land.
 struct ReceiveItems {
   int own, zero, all;
-  int rows_each;  // of an item of rows to zero
+  int rows_each;  // rows to zero in one work item
 
   __device__ explicit ReceiveItems(const RoutedDispatchParams& p, bool own_land) {
     const RoutingView& routing = p.exchange.routing;
@@ -653,9 +654,9 @@ struct ReceiveItems {
   }
 };
 
-// Returns true if a block that has sent must also receive. It need not if the teams of the other
-// blocks can take all items that are left, one each, because they finish before this block has
-// planned. All threads call it.
+// Returns true if a block that has sent must also receive. It need not receive if the teams of the
+// other blocks can take all remaining items, one each, because these teams finish before this block
+// has planned. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
@@ -733,7 +734,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late, so it requests an item only afterwards. Otherwise that item would wait.
+    // A sender plans late, so it requests an item only after it has planned. Otherwise the item
+    // would wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);

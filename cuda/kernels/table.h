@@ -1,6 +1,6 @@
-// A table of the kernels of a family. Launches choose from the table, and loading loads all of it.
-// So a kernel that is not listed cannot be launched, and no launch loads a kernel. Loading at a
-// launch could wait forever, because a peer may already wait.
+// A table of the kernels of a family. Launches choose from the table, and loading loads all kernels
+// of the table. A kernel that is not listed therefore cannot be launched, and no launch loads a
+// kernel. Loading a kernel at a launch could wait forever, because a peer may already wait.
 //
 // A family is a struct with
 //

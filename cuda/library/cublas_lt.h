@@ -1,6 +1,6 @@
-// The functions of cuBLASLt that this package calls, found at run time in the library that JAX has
-// loaded. The declarations are the package's own, because toolkits before CUDA 13.2 lack the
-// grouped ones. They describe major version 13.
+// The functions of cuBLASLt that this package calls, looked up at run time in the library that JAX
+// has loaded. This file declares them itself, because toolkits before CUDA 13.2 lack the grouped
+// functions. The declarations are for major version 13.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,8 @@ struct CublasLt {
   enum Attribute : int { kPointerMode = 2, kTransposeA = 3, kTransposeB = 4, kSms = 15 };
   enum Preference : int { kWorkspace = 1, kMeanReduction = 13, kMeanRows = 14, kMeanColumns = 15 };
 
-  // A description of a product, a layout or a preference. The library's need at most 256 bytes.
+  // A description of a product, a layout or a preference. The library's descriptions need at most
+  // 256 bytes.
   struct Object {
     uint64_t data[64];
   };

@@ -1,6 +1,6 @@
-// A grouped product as a product of cuBLASLt. The library's matrices are in the order of columns,
-// so an array [rows, columns] is its transpose there, and `columns` is its first size and its
-// stride. The library's operands change places: its a is the weights, or the right rows of a
+// A grouped product as a product of cuBLASLt. The library's matrices are column-major, so the
+// library sees the transpose of an array [rows, columns], with `columns` as its first size and its
+// stride. The operands change places: the library's a is the weights, or the right rows of a
 // gradient.
 #include "library/library_gemm.h"
 
@@ -61,7 +61,7 @@ Problem Describe(const CublasLt& library, const GroupedGemm& gemm, int num_sms,
   return lay_out(is_transposed ? k : n, is_gradient ? k : rows, &made->d);
 }
 
-// Finds the algorithm that the library expects to be fastest for groups of so many rows.
+// Returns the algorithm that the library expects to be fastest for groups of this many rows.
 Problem Find(const CublasLt& library, void* handle, const Description& product,
              const GroupedGemm& gemm, int64_t rows, CublasLt::Algorithm* algorithm) {
   int64_t first = gemm.n, second = rows, reduction = gemm.k;
@@ -88,7 +88,7 @@ Problem Find(const CublasLt& library, void* handle, const Description& product,
   return "cuBLASLt " + std::to_string(library.version()) + " has no algorithm for the product";
 }
 
-// The library's handles of devices, and the algorithms that it has found.
+// The library's handle of each device, and the algorithms that were chosen.
 struct Known {
   using Key = std::tuple<int, GroupedProduct, ElementType, int32_t, int64_t, int64_t, int64_t, int>;
 

@@ -12,13 +12,13 @@ namespace moe_a2a {
 
 struct LibraryGemm {
   GroupedGemm gemm;   // without an activation; `counter` is the scratch memory
-  int64_t mean_rows;  // of a group: what the library expects
+  int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
 // Returns the numbers, int32, of the scratch memory of a product.
 int64_t LibraryScratch(int64_t num_groups);
 
-// Computes a product on the current device. Finds an algorithm at the first call with such sizes.
+// Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
 // An operand or the result of each group: its rows, or its matrix of weights.

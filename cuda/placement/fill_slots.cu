@@ -1,10 +1,10 @@
 // fill_slots: fills the spare slots of ranks with replicas of popular experts. The results are
 // equal to those of `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
 //
-// Layout: a warp makes a plan. A step has a chain of four reductions, so it is bound by their
-// latency, and more warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in
-// registers. The slots of a rank's own experts are in shared memory, and in the loop only lane l
-// accesses slots l, l + 32, ... of a rank.
+// Layout: one warp makes a plan. A step is a chain of four reductions whose latency limits it, so
+// more warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in registers. The
+// slots of a rank's own experts are in shared memory, and in the loop only lane l accesses slots l,
+// l + 32, ... of a rank.
 //
 // Launch: a block of one warp for each plan.
 #include "placement/fill_slots.h"
@@ -29,7 +29,8 @@ struct Largest {
   }
 };
 
-// Returns the largest value of all lanes; among equal ones, that of the smallest index.
+// Returns the largest value of all lanes. Of several equal values, it returns the value with the
+// smallest index.
 __device__ Largest largest_of_warp(Largest own) {
   const int value = __reduce_max_sync(kAllLanes, own.value);
   return {value, __reduce_min_sync(kAllLanes, own.value == value ? own.index : INT32_MAX)};

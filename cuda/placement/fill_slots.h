@@ -7,17 +7,18 @@
 
 namespace moe_a2a {
 
-// The most experts whose slots fit into shared memory.
+// The largest number of experts whose slots fit into shared memory.
 constexpr int kMaxPlannedExperts = 4096;
 
-// Arrays of B plans for R ranks, with L slots of their own and S spare ones on each rank.
+// Arrays of B plans for R ranks, with L slots for the rank's experts and S spare slots on each
+// rank.
 struct FillSlots {
   const int32_t *experts, *rows;        // [B, R, L]
   int32_t *slot_experts, *slot_rows;    // [B, R, L + S]
   int32_t batch, num_ranks, num_local;  // B, R up to kMaxRanks, L; R * L up to kMaxPlannedExperts
   int32_t spare;                        // S
   int32_t most;                         // slots of an expert, at least 1
-  int64_t min_rows;                     // of a replica, at least 1
+  int64_t min_rows;                     // fewest rows of a replica, at least 1
 };
 
 // Loads the kernel on the current device, so that no later call does.

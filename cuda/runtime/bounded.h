@@ -1,5 +1,4 @@
-// Bounds a wait for a call of CUDA that may block forever. The call runs in a thread of
-// its own.
+// Bounds a wait for a call of CUDA that may block forever. The call runs in a separate thread.
 #pragma once
 
 #include <atomic>

@@ -52,8 +52,8 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // The lock is held: otherwise a child could close another descriptor that has received the same
-  // number.
+  // The lock is held, because otherwise a child could close another descriptor that has received
+  // the same number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

@@ -25,9 +25,9 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// SetEnded() marks a process that did not exist any more when this process sent it a request. It
-// may have been started again, with another socket. So Python calls HasEnded(), reads the process's
-// notice again, and calls AddProcess().
+// SetEnded() marks a process that no longer existed when this process sent it a request. The
+// process may have been restarted with another socket. Python therefore calls HasEnded(), reads the
+// process's notice again, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

@@ -22,11 +22,12 @@ struct Driver {
   decltype(&cuGetErrorString) error_string = nullptr;
 };
 
-// Returns the function of the driver with this name in CUDA 12.0, or null if there is none.
+// Returns the function of the driver with this name in CUDA 12.0, or null if the driver has no such
+// function.
 void* FindInDriver(const char* symbol);
 
-// Returns the functions, or null if there is no driver or if it lacks one of them. Creates no
-// context.
+// Returns the functions, or null if the machine has no driver or the driver lacks one of the
+// functions. Creates no context.
 const Driver* GetDriver();
 
 // Restores the thread's current context at the end of the scope, or sets none if the thread had

@@ -50,8 +50,8 @@ bool SetDeadline(int socket, Deadline deadline) {
 }
 
 // Makes a call on a socket that may last until the deadline. Repeats a call that a signal has
-// interrupted, because the system never restarts a call with a time limit. After the deadline it
-// fails with EAGAIN, like a call that timed out.
+// interrupted, because the system never restarts a call with a time limit. After the deadline, the
+// function fails with EAGAIN, like a call that timed out.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;

@@ -15,10 +15,10 @@ namespace moe_a2a {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// The address at which a process answers requests. The socket's name is abstract: no file has it,
-// and it disappears when the process ends. Then any other process may take the name. So each side
-// checks that the other side has the same user, and the process that asks checks the process id
-// before it sends the secret.
+// The address at which a process answers requests. The socket's name is abstract: it is not the
+// name of a file, and it disappears when the process ends. Any other process may then take the
+// name. Each side therefore checks that the other side has the same user, and the requesting
+// process checks the process id before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;  // of kSecretBytes

@@ -13,19 +13,20 @@ struct Problem : std::string {
   Problem(const char* text) : std::string(text) {}
 
   bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
-  // The kernels do not support a call that is right otherwise, so the lowering takes another path.
-  // Any other problem of a call is a bug of whatever made the call.
+  // True if the call is well-formed, but the kernels do not support it, so the lowering takes
+  // another path. Any other problem of a call is a bug in the code that made the call.
   bool is_unsupported = false;
 };
 
-// Returns the problem of a call that is right, but that no kernel supports.
+// Returns the problem of a well-formed call that no kernel supports.
 inline Problem Unsupported(std::string text) {
   Problem problem(std::move(text));
   problem.is_unsupported = true;
   return problem;
 }
 
-// Returns the problem of an expression from the function around it, if it is not empty.
+// Evaluates an expression. If the result is a problem that is not empty, the enclosing function
+// returns the problem.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

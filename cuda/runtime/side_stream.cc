@@ -20,8 +20,8 @@ Problem Check(cudaError_t error, const char* doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // The highest priority: the few blocks of an exchange start before those of the work that hides
-  // the exchange.
+  // The highest priority: the few blocks of an exchange start before the blocks of the work that
+  // hides the exchange.
   int least, greatest;
   Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
   if (p.empty()) {
@@ -110,7 +110,8 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  // Another exchange may use the event from now on, because the wait below reads its state at once.
+  // Another exchange may use the event from now on, because the wait below reads the event's state
+  // at once.
   flight->is_under_way = false;
   return Check(cudaStreamWaitEvent(stream, flight->end, 0), "waiting for the exchange");
 }
@@ -118,7 +119,7 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
 void SideStream::JoinAll(cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  // This may use the event of Fork(), because each wait reads its state at once.
+  // This may use the event of Fork(), because each wait reads the state of the event at once.
   if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
 }
 

@@ -43,8 +43,7 @@ class Slab {
 
   // Takes ownership of the handle. If it fails, no mapping has changed.
   Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
-  // Returns how many bytes of the range of `most` bytes at `offset` are mapped before the first
-  // gap.
+  // Returns how many bytes are mapped from `offset` to the first gap, at most `most`.
   int64_t mapped_from(int64_t offset, int64_t most) const;
   Problem Check(CUresult result, const std::string& doing) const;
 

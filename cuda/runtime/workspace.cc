@@ -179,7 +179,7 @@ void Workspace::ReleaseOwn() {
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // If nothing is to be done, no lock is taken, because its holder may wait for a device.
+  // If no memory is missing, takes no lock, because the holder of the lock may wait for a device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -190,8 +190,8 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
-  // half_bytes, not own_half_bytes_: the latter may be larger, for a shape that did not fit in
-  // another process.
+  // half_bytes, not own_half_bytes_, because own_half_bytes_ may be larger, for a shape that did
+  // not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -322,8 +322,8 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     MOE_A2A_TRY(Check(cudaSetDevice(device->place.ordinal), "choosing a device"));
-    // Even if another device has used up the time, this device has enough time to show that it is
-    // idle.
+    // Even if another device has used all of the time, this device gets enough time to show that it
+    // is idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -506,8 +506,8 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that saw an error knows more than a rank whose wait timed out. A rank that was stopped
-    // knows least.
+    // A rank that saw an error knows more than a rank whose wait timed out, and a rank that was
+    // stopped knows least.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -580,7 +580,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->depth, &depth, sizeof(depth), cudaMemcpyHostToDevice);
-    // Another depth assigns other ring halves to epochs, so all ring halves count as read.
+    // A different depth assigns different ring halves to epochs, so all ring halves count as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     moe_a2a::SetCredits(slab, next_epoch - 1);

@@ -42,7 +42,7 @@ struct CounterValues {
 
 class Workspace {
  public:
-  // Returns the workspace of a topology and a kind. A new workspace is closed. None is ever
+  // Returns the workspace of a topology and a kind. A new workspace is closed. Workspaces are never
   // destroyed.
   static Workspace& Get(const Topology& topology, WorkspaceKind kind);
 
@@ -57,9 +57,9 @@ class Workspace {
   // Other processes need not make the same call: they allocate the missing memory of their devices
   // when this process requests it, and have `timeout_ns` to answer.
   //
-  // If a device has too little memory, less can still be reserved. If the workspace was closed, its
-  // memory in this process is freed. Memory by which an open workspace has grown, and memory that
-  // other processes have allocated, stays until Close().
+  // If a device has too little memory, a smaller size can still be reserved. If the workspace was
+  // closed, its memory in this process is freed. Memory by which an open workspace has grown, and
+  // memory that other processes have allocated, stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
   // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`,
@@ -72,9 +72,9 @@ class Workspace {
   // nothing of the topology during this call.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces or, if a wait times out, none: processes that have not closed
-  // each workspace equally often could never open it again. Every caller lists them in the same
-  // order.
+  // Closes all of these workspaces, or none if a wait times out, because processes that have not
+  // closed a workspace equally often could never open it again. Every caller must list the
+  // workspaces in the same order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
 
   // Returns the kernels for this topology.
@@ -89,8 +89,8 @@ class Workspace {
   // whole exchanges, or if the workspace was never opened.
   SideStream* Side(int ordinal);
 
-  // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads
-  // only host memory.
+  // Returns the most informative failure that a kernel of this process has recorded, or empty.
+  // Reads only host memory.
   std::string Failure() const;
 
   // Like Failure(). Without a record, reads the poison of this process's ranks: another rank may
@@ -160,7 +160,7 @@ class Workspace {
   // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
   // while it waits for the memory of another process, for longer than the timeout.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
-  // The caller holds mutex_. The body of Wait(), and its problem after a timeout.
+  // The caller holds mutex_. Does the work of Wait(), and returns its problem after a timeout.
   Problem WaitUntilIdle(int64_t timeout_ns);
 
   // The second half of Close(). The caller holds mutex_, and the devices are idle.

@@ -1,4 +1,4 @@
-"""Define what the derivatives and sums of all rooms have in common."""
+"""Define helpers for derivatives and sums that all folders use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from . import compat
 
 
 def accumulation_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype of sums: float32, or ``dtype`` itself if it is wider or complex."""
+    """Return the dtype of sums: float32, or ``dtype`` itself if it has more bits or is complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated: not integers, and not floats of 8
-    bits or fewer, because JAX could not add their cotangents without overflow."""
+    """Return True if a payload of this dtype is differentiated. Integers are not, and floats of 8
+    bits or fewer are not, because JAX could not add their cotangents without overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -58,7 +58,7 @@ def jvp_of_moving(
     primals: compat.Primals,
     tangents: compat.Tangents,
 ) -> Any:
-    """Return the results and tangents of ``fn``, of which only some operands move."""
+    """Return the results and tangents of ``fn``, of which only some operands have tangents."""
 
     def of_moving(*moving: Any) -> Any:
         return fn(*spread(moves, moving, primals))
@@ -69,14 +69,14 @@ def jvp_of_moving(
 def cotangents_of(
     payload: Sequence[jax.Array], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
-    linear operands, and None for known operands."""
+    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for other linear
+    operands, and None for known operands."""
     none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
     return spread(wanted, found, none)
 
 
 def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) -> Any:
-    """Return ``x`` unchanged, a pytree of arrays, with other derivatives: its tangent is
+    """Return ``x``, a pytree of arrays, unchanged but with different derivatives: its tangent is
     ``tangent_of(operands, tangents of operands)``, and the tangent of ``x`` is ignored."""
 
     @jax.custom_jvp
@@ -119,7 +119,7 @@ def fixed(x: jax.Array) -> jax.Array:
 
 
 def register_fixed(primitive: compat.Primitive) -> None:
-    """Register a primitive that does what ``fixed`` does."""
+    """Register a primitive with the behaviour of ``fixed``."""
     register_constant(primitive)
     ad.primitive_transposes[primitive] = lambda ct, x, **_: [ad.Zero(aval_of(x))]
 

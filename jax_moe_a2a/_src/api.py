@@ -259,7 +259,7 @@ def dispatch_start(
     decode: bool = False,
     tail: Tail = "zero",
 ) -> InFlight:
-    """Start a ``dispatch``, and return what ``dispatch_done`` needs to finish it.
+    """Start a ``dispatch``, and return the ``InFlight`` that ``dispatch_done`` finishes.
 
     On the CUDA path, tokens travel between start and done on a separate CUDA stream. Use
     ``overlap`` to run other work meanwhile. Several split exchanges can be outstanding, and they
@@ -268,8 +268,8 @@ def dispatch_start(
     ``dispatch_done`` is ``combine_start``. With a ``token_format``, XLA quantizes before the start
     and decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
 
-    The routing cannot have replicated tokens, which do not travel. On the CUDA path, the call must
-    be under ``jax.jit``.
+    Replicated tokens do not travel, so a routing of replicated tokens is an error. On the CUDA
+    path, the call must be under ``jax.jit``.
 
     Args:
       x: as in ``dispatch``.
@@ -317,7 +317,7 @@ def combine_start(
     weights: ArrayLike | Literal["recv"] | None = "recv",
     wire_dtype: DTypeLike | TokenFormat | None = None,
 ) -> InFlight:
-    """Start a ``combine``, and return what ``combine_done`` needs to finish it.
+    """Start a ``combine``, and return the ``InFlight`` that ``combine_done`` finishes.
 
     ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
     ``add``: add to the result of ``combine_done``.

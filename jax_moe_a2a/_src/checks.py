@@ -73,7 +73,8 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message: numbers of experts and of ranks that fit."""
+    """Return the end of a message: numbers of experts that fit the ranks, and a number of ranks
+    that fits the experts."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1
@@ -91,7 +92,8 @@ def check_factor(name: str, value: Any, remedy: str = "") -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """Return the end of a message: how to make ``value`` an int or float; "" if unknown."""
+    """Return the end of a message that says how to make ``value`` an int or float, or "" if
+    unknown."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "

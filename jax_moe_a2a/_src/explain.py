@@ -45,7 +45,7 @@ class Call:
     name: str
     """The operation in words, for example "grouped product"."""
     count: int
-    """How many times a rank makes the call. ``where`` may say of what."""
+    """How many times a rank makes the call. ``where`` may say per which iteration."""
     sizes: str
     """Sizes of one rank."""
     path: str
@@ -95,17 +95,18 @@ def explain(
 ) -> Explanation:
     """Return which path each exchange and product of a program takes, and why.
 
-    The program is traced like for ``jax.jit``, and neither compiled nor run. The functions that
-    choose the paths are those of its lowering. Equal calls are one row with their number. Calls
+    The program is traced like for ``jax.jit``, and neither compiled nor run. The same functions
+    choose the paths when the program is lowered. Equal calls are one row with their number. Calls
     inside ``jit``, ``shard_map``, loops, branches and derivatives count, so explain
     ``jax.grad(loss)`` to see the backward pass, too.
 
     Args:
       fn: a function, or a function under ``jax.jit``.
       *args: its arguments: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
-      device: the devices to explain. None means the devices of the program's mesh, or else those of
-        this process. A compute capability such as ``"9.0"`` means GPUs of one host, which reach
-        each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. They need not exist.
+      device: the devices to explain. None means the devices of the program's mesh, or of this
+        process if the program has no mesh. A compute capability such as ``"9.0"`` means GPUs of one
+        host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. They
+        need not exist.
       **kwargs: its arguments by name.
 
     Returns:
@@ -183,7 +184,7 @@ class _Walk:
             self.visit(compat.traced_in(within, avals[0], axes), times, where, mesh)
 
     def _choose(self, eqn: compat.Equation, avals: Any, devices: Mesh | None, mesh: Any) -> tuple:
-        """Return path, reason and what to visit of a call."""
+        """Return the path of a call, the reason, and the jaxprs within it that must be visited."""
         present = devices.devices.flat[0].platform if devices else jax.default_backend()
         is_gpu = present == "gpu" if self.device is None else self.device != "cpu"
         axes = SimpleNamespace(num_devices=self.num_devices)

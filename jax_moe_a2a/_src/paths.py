@@ -1,7 +1,7 @@
-"""Choose the path of each primitive: one function decides for the lowering and for ``explain``.
+"""Choose the path of each primitive. One function decides for both the lowering and ``explain``.
 
-A *chooser* of a primitive receives what a lowering rule receives, with types in place of values if
-``explain`` asks. It returns a ``Choice``, and changes nothing until the choice is lowered.
+The *chooser* of a primitive has the arguments of a lowering rule, but ``explain`` passes types in
+place of values. It returns a ``Choice``, and changes nothing until the choice is lowered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     """A path of a call."""
 
     path: str
-    """The path in words; '' if the call is nothing but the primitives of ``within``."""
+    """The path in words; '' if the call only binds the primitives of ``within``."""
     why: str
     """Why the kernel does not run, or ''."""
     lower: Callable[[], Any]
@@ -47,7 +47,7 @@ class Unknown(Exception):
 
 
 choosers: dict[compat.Primitive, Callable[..., Choice]] = {}
-"""The choosers of the package's primitives on NVIDIA GPUs."""
+"""The chooser of each primitive of the package on NVIDIA GPUs."""
 
 compositions: dict[compat.Primitive, Callable[..., Any]] = {}
 """The compositions of primitives without a path of their own, on all devices."""
@@ -70,8 +70,9 @@ def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Call
 
 @contextlib.contextmanager
 def explaining(gpu: NamedGpu | None) -> Iterator[None]:
-    """Return a context in which choosers neither wait for other processes nor announce this one.
-    With ``gpu``, they assume that all devices are such GPUs, and reach each other's memory."""
+    """Return a context in which choosers neither wait for other processes nor announce this
+    process. With ``gpu``, they assume that all devices are such GPUs, and reach each other's
+    memory."""
     token = _explained.set(gpu or True)
     try:
         yield

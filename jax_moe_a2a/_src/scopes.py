@@ -1,4 +1,4 @@
-"""Name operations by what they are for, so that profiles and compiled programs show it.
+"""Name operations by their purpose, so that profiles and compiled programs show it.
 
 Each decorator runs a function in a ``jax.named_scope``. The derivatives that JAX makes have the
 names, too: ``transpose(jvp(moe_router))``. The names are the same on all ranks.
@@ -24,7 +24,7 @@ def _in_scope(name: str) -> Callable[[F], F]:
     def decorate(fn: F) -> F:
         @functools.wraps(fn)
         def in_scope(*args: jax.Array, **kwargs: Any) -> Any:
-            if compat.innermost_scope() == name:  # of a caller with the same decorator
+            if compat.innermost_scope() == name:  # a caller has the same decorator
                 return fn(*args, **kwargs)
             with jax.named_scope(name):
                 return fn(*args, **kwargs)
@@ -47,5 +47,6 @@ shared_expert = _in_scope("moe_shared_expert")
 
 
 def of_user(ctx: compat.Context) -> tuple[str, ...]:
-    """Return the scopes around a primitive that is being lowered, without our own."""
+    """Return the scopes around a primitive that is being lowered, except the scopes of this
+    package."""
     return tuple(name for name in compat.scopes_of(ctx) if name not in NAMES)

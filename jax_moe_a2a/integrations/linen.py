@@ -21,7 +21,7 @@ class MoE(linen.Module):
 
     Its attributes and the names of its parameters are described there. In Linen, parameters are
     ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
-    ``linen.scan`` and ``linen.vmap`` over layers therefore need
+    For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
     ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
     returns plain arrays, which the module accepts, too. With ``select_bias``, that variable is in
     the collection ``"router_state"``.

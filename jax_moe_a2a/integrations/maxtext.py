@@ -272,7 +272,7 @@ def _axes_of(layer: _RoutedMoE, batch_size: int) -> _Axes:
             f"mesh_axes must have the axis {layer._expert_parallelism_name!r} {_ENABLED}; got "
             f"{tuple(layer.mesh.shape)}. Without expert parallelism, its size is 1"
         )
-    # As in MaxText, a batch of one sequence is the sign of decoding.
+    # As in MaxText, a batch of one sequence counts as decoding.
     batch = "activation_batch" if batch_size > 1 else "decode_batch_moe"
     spec = layer._logical_to_mesh_axes((batch, "activation_norm_length", None)) or P()
     first, second, *_ = (*tuple(spec), None, None)

@@ -32,11 +32,12 @@ class MoE(nnx.Module):
         model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)
 
     Parameters carry their placement (``moe_partition_specs``) as metadata. Under ``jax.set_mesh``,
-    they are placed so when the module is made, unless Flax's eager sharding is off. Call the module
-    under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
+    they have this placement when the module is made, unless Flax's eager sharding is off. Call the
+    module under ``jax.set_mesh``, or pass a ``Group`` with a mesh of Auto axes.
 
     Args:
-      config: sizes, router and activation, a ``MoEConfig``. Its dtypes are those of parameters.
+      config: sizes, router and activation, a ``MoEConfig``. Its dtypes are the dtypes of the
+        parameters.
       axes: as in ``moe``. Parameters are stored where ``moe_partition_specs`` says.
       select_bias: True to choose experts with the variable ``select_bias``, which starts at 0.
       exchange: how tokens travel, an ``Exchange``, as in ``moe``.

@@ -34,7 +34,7 @@ def main():
 
     if why := plugin.why_not():
         sys.exit(f"python -m tests.compiled: {why}")
-    # Both import jax, with the environment that the first one makes.
+    # Both modules import jax, with the environment that the first module sets.
     from . import gpus, hlo, programs
 
     def compiled(name, program, lowered):
@@ -63,7 +63,8 @@ def main():
 
 
 def blocks_of(found):
-    """Yield the text of each program. A program with the rows of an earlier one names that one."""
+    """Yield the text of each program. If a program has the same rows as an earlier program, its
+    text names the earlier program."""
     names = {}
     for name, (num_rows, rows) in found.items():
         first = names.setdefault((num_rows, *rows), name)

@@ -1,8 +1,8 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
-XLA for GPUs is in jax's CUDA plugin, which needs neither a GPU nor a library of CUDA to compile for
-GPUs that a text describes. It tunes nothing then, so products of XLA are Triton's. The package is
-over the fake driver (`tests/host_extension.py`). Import this module before jax.
+XLA for GPUs is in jax's CUDA plugin, which can compile for GPUs that are described in text, without
+a GPU and without CUDA libraries. XLA then tunes nothing, so its products are Triton kernels. The
+package uses the fake driver (`tests/host_extension.py`). Import this module before jax.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# What a user or a CI sets for other programs must not change the table.
+# Environment variables that a user or a CI sets for other programs must not change the table.
 for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_", "MOE_A2A_"))]:
     del os.environ[name]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,7 +58,7 @@ from jax_moe_a2a._src.grouped import lowering
 
 
 def devices():
-    """Return the four GPUs, and let the package take them for GPUs of this process."""
+    """Return the four GPUs, and make the package treat them as GPUs of this process."""
     jax.devices()  # jax finds its plugins
     topology = xla_bridge.make_pjrt_topology(
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"

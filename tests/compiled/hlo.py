@@ -10,7 +10,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 # Instructions that run nothing on a GPU.
 NAMES = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 FREE = (*NAMES, "after-all", "partition-id")
-# A kernel that only moves data has some of MOVES, and otherwise only PLAIN.
+# A kernel that only moves data contains operations of MOVES and PLAIN, and no others.
 UPDATE = "dynamic-update-slice"
 MOVES = ("copy", "transpose", "slice", "dynamic-slice", UPDATE, "concatenate", "pad")
 PLAIN = (*NAMES, "broadcast", "reshape", "convert", "iota")
@@ -117,7 +117,8 @@ class Module:
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value, which others may only name."""
+        """Return the instruction that computes a value, through instructions that only rename the
+        value."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
             of = self.by_name[i.operands[0]]
@@ -127,8 +128,8 @@ class Module:
         return i
 
     def move(self, i):
-        """Return the names of the instructions by which a kernel moves data, or "" if it also
-        computes anything except for indices."""
+        """Return the names of the instructions by which a kernel moves data, or "" if the kernel
+        also computes anything except indices."""
         ops = {b.op for b in self.fused(i) if b.shapes != ["s32[]"]}
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
@@ -160,8 +161,8 @@ class Module:
 
 
 def rows_of_table(text, num_rows):
-    """Return the rows of the compiled table for a program, sorted: a kind and a description each,
-    with the number of times it was found."""
+    """Return the sorted rows of the compiled table for a program. A row is a kind, a description,
+    and the number of occurrences."""
     module = Module(text)
     found = collections.Counter()
 

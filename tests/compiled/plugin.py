@@ -1,6 +1,7 @@
-"""Say whether jax's CUDA plugin is installed where the compiled table needs it.
+"""Check whether jax's CUDA plugin is installed for the compiled table.
 
-The plugin is in a folder of its own, because jax finds it in an environment and looks for GPUs.
+The plugin is in a separate folder, because jax would otherwise find it in the environment and look
+for GPUs.
 """
 
 import importlib.metadata

@@ -1,8 +1,8 @@
 """Define the programs of the compiled table.
 
-Sizes are those of Qwen3-30B-A3B with 3,072 tokens on each rank. They decide the paths that a call
-takes, and hardly matter for the time of compilation. No other size of a program may equal its
-number of rows, by which `hlo.py` recognizes passes over all rows of a buffer.
+Sizes are those of Qwen3-30B-A3B with 3,072 tokens on each rank. The sizes determine the paths of
+calls, and hardly change the time of compilation. No other size of a program may equal its number of
+rows, because `hlo.py` recognizes passes over all rows of a buffer by this number.
 """
 
 import functools

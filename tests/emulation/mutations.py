@@ -1,8 +1,8 @@
 """List the places of the device code that order memory or wait, neighbouring stores, and rules.
 
-Each is a mutation: the emulator leaves the place out, swaps the stores or breaks the rule, and the
-checks must notice. Places and stores are read from the sources, so the list contains a new barrier
-at once. ``JUSTIFIED`` says why no check can notice some mutations.
+Each of these is a mutation: the emulator leaves the place out, swaps the stores or breaks the rule,
+and a check must fail. Places and stores are read from the sources, so the list always contains new
+barriers. ``JUSTIFIED`` says why no check can detect some mutations.
 """
 
 import dataclasses
@@ -51,8 +51,9 @@ _OPTIONS_OF_FUNCTION = {
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# `write_own_params` is only in the kernels for ranks on one GPU. `fail` needs a run that fails, in
-# which ThreadSanitizer reports races without a mutation: several blocks overwrite the outputs.
+# `write_own_params` is only in the kernels for ranks on one GPU. `fail` needs a run that fails. In
+# such a run, ThreadSanitizer reports races even without a mutation, because several blocks
+# overwrite the outputs.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -91,7 +92,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """Two neighbouring stores, of which the second one is made first."""
+    """Two neighbouring stores in swapped order."""
 
     stores: swaps.Pair
     variant = "plain"
@@ -146,10 +147,11 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
-# The most sequences until a mutation must have been noticed. Most mutations need one or two.
+# The number of sequences after which a mutation must have been detected. Most mutations need one or
+# two.
 MAX_SEEDS = 48
-# The seed of a sequence that notices the mutation, if earlier seeds do not. It comes first, because
-# a sequence takes seconds.
+# The seed of a sequence that detects the mutation, if the first seeds do not detect it. This seed
+# runs first, because a sequence takes seconds.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
     "encode.cuh store: __syncwarp #3": 7,
@@ -169,7 +171,7 @@ _FIRST_SEED = {
     "signal.cuh fail: record->kind before record->timeout_ns": 5,
     "kIgnoreSignature": 2,
 }
-# Places that no check can notice, by name, and why.
+# Places whose mutations no check can detect, by name, with the reason.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,

@@ -33,8 +33,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With this variable, ccache writes targets to the .d files that make does not know, and a
-        # change of a header would compile nothing.
+        # With this variable, ccache would write targets that make does not know to the .d files,
+        # and make would not compile again after a change of a header.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:
@@ -85,7 +85,8 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if the run shows an error. A run that hangs on a slow machine is no error."""
+        """Return True if the run shows an error. A run that hangs on a slow machine is not an
+        error."""
         return bool(self.signs - {"hangs"})
 
 
@@ -117,7 +118,7 @@ def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of sequences that must have no error, with options that depend on the seed."""
+    """A kind of sequences without errors, with options that depend on the seed."""
 
     variant: str
     options: Callable[[int], list]  # of a seed

@@ -1,9 +1,9 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
 
-Here a store is a statement that stores what other ranks, the host or later launches read. At least
-one store of a pair is a *word*, from which a reader concludes that something else has been stored:
-a flag, a head, a credit, the kind of a record, or the state of launches. The pairs are read from
-the sources, like the places of ``mutations.py``.
+In this module, a store is a statement that stores something that other ranks, the host or later
+launches read. At least one store of a pair is a *word*, from which a reader concludes that another
+store has happened: a flag, a head, a credit, the kind of a record, or the state of launches. The
+pairs are read from the sources, like the places of ``mutations.py``.
 
 clang-format has formatted the sources, so a small parser of statements is enough.
 """
@@ -17,7 +17,7 @@ CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 _CALL = re.compile(r"\b((?:store|raise|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?\(")
 _FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
 _IS_WORD = re.compile(r"\b(?:store|raise)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = ")
-# Statements that may stand between two neighbouring stores.
+# Statements that may be between two neighbouring stores.
 _BETWEEN = re.compile(r"(delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
 # Declarations, jumps, preprocessor lines, and errors that tests make on purpose.
 _OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
@@ -50,7 +50,8 @@ def pairs():
 
 
 def write_sources(folder):
-    """Write the device code and the kernels into `folder`. Each pair has a choice of its order.
+    """Write the device code and the kernels into `folder`, with code that can choose the order of
+    each pair.
 
     A file that is up to date is not written, so that make does not compile it again.
     """
@@ -76,7 +77,7 @@ def _name(store):
 
 
 class _Source:
-    """A source without its comments, and runs of neighbouring stores in it.
+    """A source without its comments, and its runs of neighbouring stores.
 
     A run is a list of at least two stores, each with the places of its begin and end.
     """
@@ -98,17 +99,18 @@ class _Source:
         return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
 
     def rewritten(self, begin=0, end=None):
-        """Return a part of the code, with a choice for each pair in it."""
+        """Return a range of the code, with code that can choose the order of each pair in this
+        range."""
         end = len(self.code) if end is None else end
         text = ""
         for run in self.runs:
-            if begin <= run[0][0] and run[-1][1] <= end:  # not inside of a run before it
+            if begin <= run[0][0] and run[-1][1] <= end:  # skips runs inside earlier runs
                 text += self._copied(begin, run[0][0]) + self._with_choices(run)
                 begin = run[-1][1]
         return text + self._copied(begin, end)
 
     def _copied(self, begin, end):
-        """Return a part of the code as it is, with its line for the compiler."""
+        """Return a range of the code unchanged, with its line number for the compiler."""
         return f'\n#line {self.line(begin)} "{self.name}"\n{self.code[begin:end]}'
 
     def _with_choices(self, run):
@@ -169,7 +171,7 @@ class _Source:
         return place + 1
 
     def _closed(self, place):
-        """Return the end of what the bracket at `place` opens."""
+        """Return the end of the bracketed range that begins at `place`."""
         depth = 0
         while True:
             depth += (self.code[place] in "({[") - (self.code[place] in ")}]")

@@ -6,9 +6,10 @@
     python -m tests.faults --sum 1.json 2.json                  # the table of several records
     python -m tests.faults --list
 
-A run ends as "error" (it names the cause), "right", or FAILURE: a wrong result, a hang, a process,
-descriptor or byte that is left, or an error that does not name the cause. The exit status is 1 if
-there is a FAILURE. Faults while the kernels run are sequences of the emulator (`tests/emulation`).
+The outcome of a run is "error" (the error names the cause), "right", or FAILURE. A FAILURE is a
+wrong result, a hang, a process, descriptor or byte that remains, or an error that does not name the
+cause. The exit status is 1 if a run is a FAILURE. Faults while the kernels run are sequences of the
+emulator (`tests/emulation`).
 
 With MOE_A2A_TEST_LOGS=FOLDER the output of the processes of a FAILURE is kept.
 """

@@ -1,7 +1,7 @@
-"""Draw faults, inject each in a run of its own, and judge how the run ends.
+"""Draw faults, inject each fault in a separate run, and judge how the run ends.
 
-Run `n` of a seed depends on the seed and `n` only: its kind, the number of processes, the victim,
-the time or the cycle of the fault. How processes interleave is up to the machine.
+Run `n` of a seed depends only on the seed and `n`: its kind, the number of processes, the victim,
+and the time or the cycle of the fault. Only the interleaving of processes depends on the machine.
 """
 
 import collections
@@ -15,7 +15,7 @@ import time
 from . import leaks, memory, programs
 from .workers import Run, Wrong, forks
 
-# A kind has a place: what runs while the fault comes.
+# The place of a kind is what runs when the fault happens.
 KINDS = {
     **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},
@@ -30,14 +30,15 @@ class Done:
 
     number: int
     kind: str
-    outcome: str  # of OUTCOMES
-    seconds: float  # of the run
+    outcome: str  # one of OUTCOMES
+    seconds: float  # duration of the run
     error: str = ""  # the clearest one
     to_error: float | None = None  # seconds from the fault
 
 
 def kind_of(seed, number, kinds):
-    """Return the kind of a run: all kinds in turn, each time in another order."""
+    """Return the kind of a run. The runs go through all kinds again and again, each time in a
+    different order."""
     turn, place = divmod(number, len(kinds))
     return random.Random(f"{seed} {turn}").sample(sorted(kinds), len(kinds))[place]
 

@@ -1,4 +1,4 @@
-"""Find what a run has left: processes, descriptors, sockets and files in shared memory."""
+"""Find processes, descriptors, sockets and files in shared memory that remain after a run."""
 
 import collections
 import contextlib
@@ -56,7 +56,7 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return what is there now and was not there before, as a text for each sort."""
+        """Return what exists now and did not exist before, as a text for each sort."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),
@@ -67,8 +67,8 @@ class Before:
 
 
 def sockets():
-    """Return the names of this package's listening sockets, each with what a descriptor of it
-    leads to."""
+    """Return the names of this package's listening sockets, each with the target of its
+    descriptors."""
     lines = (line.split() for line in (PROC / "net/unix").read_text().splitlines())
     named = (line for line in lines if line[-1].startswith(SOCKET))
     listens = "00010000"  # the flag of a socket that listens; its connections have its name, too
@@ -81,8 +81,8 @@ def files():
 
 
 def of_campaign(found):
-    """Return the names, without those that only processes outside of this campaign have open. Other
-    campaigns and tests may run on this host."""
+    """Return the names, except names that only processes outside this campaign have open, because
+    other campaigns and tests may run on this host."""
     if not found:
         return []
     mine, held = processes() | {os.getpid()}, collections.defaultdict(set)

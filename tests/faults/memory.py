@@ -1,9 +1,9 @@
 """Faults while processes hand over the memory of their workspaces: the package with its host code,
-over the fake driver. GPUs are pretended, files stand for JAX's coordination service, and no kernel
+over the fake driver. GPUs are pretended, files replace JAX's coordination service, and no kernel
 runs.
 
-Each process opens, grows and closes the workspace of a group again and again (`Member.churn`), as
-programs that are loaded and closed do. A fault comes at a random time or in a random cycle.
+Each process repeatedly opens, grows and closes the workspace of a group (`Member.churn`), like
+programs that are loaded and closed. A fault happens at a random time or in a random cycle.
 """
 
 import ctypes
@@ -122,8 +122,8 @@ class Member(Inside):
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait for the others before a close, as an exchange does, but in silence: the next opening
-        meets the process that is missing."""
+        """Wait for the other processes before a close, as an exchange does, but raise no error if a
+        process is missing. The next opening will detect it."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -134,7 +134,8 @@ class Member(Inside):
                 time.sleep(0.001)
 
     def close(self, timeout=CLOSE, times=1):
-        """Close both groups, so that the processes have closed each equally often in the end."""
+        """Close both groups, so that in the end all processes have closed each group equally
+        often."""
         for _ in range(times):
             held, self.holds_interrupts = self.holds_interrupts, True  # until both are counted
             for group in (self.second, self.group):
@@ -149,7 +150,7 @@ class Member(Inside):
         return sorted({line.split()[4] for line in lines if MEMORY in line})
 
     def left(self):
-        """Also return what is left of device memory after the group was closed."""
+        """Also return the device memory that remains after the group was closed."""
         left = super().left()
         left["mapped files"] = len(self.mapped())
         left["allocations"] = self.driver.fake_allocations()
@@ -169,7 +170,7 @@ class Member(Inside):
         self.driver.fake_be_busy(is_busy)
 
     def close_socket(self):
-        """Shut down the socket at which this process answers, behind the package's back."""
+        """Shut down the socket at which this process answers, without the package's knowledge."""
         name = json.loads(self.path_of(processes.KEY.format(self.index)).read_text())["socket"]
         target = leaks.sockets()[f"@{name}"]
         for number in [n for n, each in leaks.descriptors().items() if each == target]:
@@ -180,7 +181,8 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close as if the thread had begun to open just after the look at all workspaces."""
+        """Close as if another thread had begun to open a workspace just after this thread had
+        looked at all workspaces."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -188,8 +190,8 @@ class Member(Inside):
         futures.wait([self.opening])
 
     def interrupt_once(self, seconds):
-        """Raise KeyboardInterrupt after so many seconds, wherever the churn then is, or soon after
-        that if interrupts are held."""
+        """Raise KeyboardInterrupt after this many seconds, wherever the churn is at that time, or
+        soon afterwards if interrupts are held."""
 
         def interrupt(*_):
             if not self.holds_interrupts:
@@ -205,7 +207,7 @@ class Member(Inside):
             self.second.close(timeout=CLOSE)
 
 
-# What a notice says instead. Notices that cannot be read are cases of test_handoff.py, too.
+# The changed fields of a notice. test_handoff.py also has cases of notices that cannot be read.
 DAMAGES = (
     dict(socket=None),
     dict(socket=""),
@@ -244,7 +246,7 @@ def plan_of(rng, cycles=CYCLES):
 
 
 def churn(run, at=None, act=None, given=(), pause=0.005, plan=None):
-    """Let all members churn; in the victim, call `act` in cycle `at`, or follow another plan."""
+    """Let all members churn. The victim calls `act` in cycle `at`, or follows a different plan."""
     for worker in run.alive():
         is_victim = worker.index == run.victim
         mine = (at, act, given) if is_victim else ()
@@ -252,7 +254,7 @@ def churn(run, at=None, act=None, given=(), pause=0.005, plan=None):
 
 
 def settle(run, bound, but=()):
-    """Return the replies of the living members; none may last longer than the bound."""
+    """Return the replies of the living members. No reply may take longer than the bound."""
     replies = {}
     start = time.monotonic()
     for worker in run.alive():
@@ -263,14 +265,14 @@ def settle(run, bound, but=()):
 
 
 def bound_of(run):
-    """Return the longest time between a fault and an error: each missing peer has `TIMEOUT`, and a
-    process waits for one that waits."""
+    """Return the longest time between a fault and an error. A wait for a missing peer takes
+    `TIMEOUT`, and a process may wait for a process that waits."""
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
 def judge(run, replies, start, *patterns, must_fail=False, also=()):
-    """Require that every error names a process or the cause, and one of them the victim (or another
-    one). Return the outcome."""
+    """Require that every error names a process or the cause, and that at least one error names the
+    victim (or the given process). Return the outcome."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
     victim = rf"process ({'|'.join(map(str, (run.victim, *also)))})\b"
     for index, error in errors.items():
@@ -307,7 +309,7 @@ def close_all(run):
 
 
 def go_on(run):
-    """Open again in all members, which must then map the same memory."""
+    """Open the group again in all members. All of them must then map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
     sizes = run.all("reserve", 1000)  # more than before: all members then have the same
@@ -317,7 +319,7 @@ def go_on(run):
 
 
 def end(run, *, together=True):
-    """Check that the members go on together, and close. Afterwards nothing may be left."""
+    """Check that the members continue together, and close. Afterwards nothing may remain."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
@@ -356,11 +358,11 @@ def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **
     """Return a kind in which the victim calls a method of `Member` in a random cycle.
 
     Args:
-      given: the random choices -> the arguments of the method.
+      given: a function that maps the random choices to the arguments of the method.
       patterns: causes that an error may name instead of a process.
       is_fault: if False, no member may see an error.
-      must_tell: if not None, a member must see an error, the clearest of which has this text.
-      options: those of `finish`.
+      must_tell: if not None, a member must see an error, and the clearest error has this text.
+      options: options of `finish`.
     """
 
     def kind(run):
@@ -419,8 +421,8 @@ def forked_children(run):
 
 
 def with_another_notice(run, **victim_options):
-    """Start members, of which the victim publishes another notice. Return the replies about their
-    paths, and the reasons of those that take the portable path."""
+    """Start members, of which the victim publishes a changed notice. Return the replies about their
+    paths, and the reasons of the members that take the portable path."""
     begin(run, victim_options=victim_options)
     time.sleep(at_random(run))
     replies = dict(enumerate(run.replies("path", seconds=60.0)))

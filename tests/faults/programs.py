@@ -1,6 +1,6 @@
-"""Faults while programs exchange tokens: dispatch, experts and combine in processes that JAX has
-joined, with one CPU device each. gloo joins them, and the portable path runs.
-tests/gpu/test_processes_failures.py has the kernels.
+"""Faults while programs exchange tokens: dispatch, experts and combine in several processes of JAX
+with one CPU device each. The portable path runs over gloo. tests/gpu/test_processes_failures.py
+tests the kernels.
 
 Every result is compared with the sum that the process computes alone.
 """
@@ -25,7 +25,7 @@ from .workers import FLAGS, Inside, Wrong
 TIMEOUT = 5.0
 CLOSE = 5.0
 COLLECTIVE = 6.0  # seconds that gloo waits for another process in a collective
-BOUND = 60.0  # seconds until gloo or a kernel tells that a process is missing
+BOUND = 60.0  # seconds until gloo or a kernel reports that a process is missing
 TOKENS, HIDDEN, TOP_K = 6, 8, 2
 STEPS = 60
 AXIS = "ep"
@@ -74,7 +74,7 @@ class Rank(Inside):
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
         ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
-        if damage:  # ids that no expert has count as no choice
+        if damage:  # an id that is no expert's counts as no choice
             ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
         weights = 1 + np.arange(experts, dtype=np.float32) + step % 7
         first = 2 * self.ranks.index(self.index)
@@ -101,8 +101,8 @@ class Rank(Inside):
         assert np.allclose(y, x * scale, rtol=1e-5), f"wrong: {y} instead of {x * scale}"
 
     def churn(self, names, steps, at=None, act=None, given=()):
-        """Call programs in turn. In step `at` call a method of this object first, which returns how
-        many steps it has made."""
+        """Call programs in turn, and return the number of steps. In step `at`, first call a method
+        of this object."""
         step = 0
         while step < steps:
             made = getattr(self, act)(*given) if step == at else None
@@ -174,7 +174,7 @@ def exchange_around(between, group, x, ids, weights):
 
 
 def layer(group):
-    """The same in two halves, with a product in between, and a psum."""
+    """An exchange in two halves, with a product in between, and a psum."""
 
     def on_rank(x, ids, weights):
         y, product = exchange_around(lambda x: x @ x.T, group, x, ids, weights)
@@ -218,8 +218,9 @@ def callback_between(group):
 
 
 def reserved_port(run):
-    """Return a port that no other program is given during the run. The coordinator's server shares
-    it: gRPC sets SO_REUSEPORT, and a socket that does not listen takes no connection."""
+    """Return a port that no other program gets during the run, because a socket that does not
+    listen is bound to it. The coordinator's server can share the port, because gRPC sets
+    SO_REUSEPORT, and a socket that does not listen accepts no connection."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -244,8 +245,8 @@ def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
 
 
 def churn(run, at=None, act=None, given=(), of_others=None, victims=()):
-    """Let all processes call the programs; in step `at`, the victims call `act` first. The others
-    call it, too, if there is something to give them."""
+    """Let all processes call the programs. In step `at`, the victims first call `act`. The other
+    processes also call it if they have arguments for it."""
     for worker in run.alive():
         own = given if worker.index in (victims or [run.victim]) else of_others
         worker.say("churn", run.names, STEPS, *([] if own is None else [at, act, own]))
@@ -274,7 +275,7 @@ def close(run):
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
 
 
-# How gloo and a kernel tell that a process is missing.
+# How gloo and a kernel report that a process is missing.
 MISSING = (
     "connection (closed|reset) by peer",
     "connection refused|broken pipe",
@@ -284,7 +285,7 @@ MISSING = (
 
 
 def survivors_go_on(run):
-    """Make a group over the remaining devices, and go on in it."""
+    """Make a group over the remaining devices, and continue in this group."""
     ranks = [worker.index for worker in run.alive()]
     run.all("use", ranks)
     run.all("compile", ["exchange"], seconds=60.0)
@@ -293,7 +294,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """Let the victim end; the others end with an error, or were through before, and go on."""
+    """Let the victim end. The others get an error, or have finished before, and continue."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
@@ -315,7 +316,7 @@ def acts(act, given, *patterns, of_others=None, undo=None, **options):
     Args:
       given: (the random choices, the step) -> the arguments of the method.
       patterns: causes that an error may name.
-      of_others: arguments for the others, if they call the method, too.
+      of_others: arguments for the other processes, if they also call the method.
       undo: a method and arguments, called in all processes at the end.
       options: those of `begin`.
     """
@@ -345,7 +346,8 @@ def a_killed_host(run):
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
         victim.kill()
-    # The other host cannot go on: a group over it has the communicator that broke within it.
+    # The other host cannot continue, because a group over it would use the communicator that has
+    # broken.
     return settle(run, *MISSING, start=start)
 
 

@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 
 class Ended(Wrong):
-    """A process that has ended on its own."""
+    """A process that has ended by itself."""
 
     def __init__(self, index, status, told):
         super().__init__(f"process {index} ended with {status}: {told}")
@@ -38,7 +38,8 @@ class Ended(Wrong):
 
 @dataclasses.dataclass
 class Reply:
-    """The answer of a worker to a command: a value or an error, and after how many seconds."""
+    """The answer of a worker to a command: a value or an error, and the seconds until the
+    answer."""
 
     value: object = None
     error: str = ""
@@ -73,7 +74,7 @@ class Inside:
         self.before = leaks.by_sort(leaks.descriptors())
 
     def left(self):
-        """Return the descriptors that were not there at the last `mark`, by sort."""
+        """Return the descriptors that did not exist at the last `mark`, by sort."""
         end = time.monotonic() + 3.0  # a thread may still hold a connection
         while True:
             more = leaks.by_sort(leaks.descriptors()) - self.before
@@ -101,13 +102,14 @@ class Inside:
         told.rename(self.folder / "children")
 
     def limit_descriptors(self, more):
-        """Let this process open so many descriptors more; None: as many as before."""
+        """Limit the number of additional descriptors of this process, or remove the limit for
+        None."""
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         most = min(hard, 1024) if more is None else max(leaks.descriptors()) + more
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def interrupt(self, seconds):
-        """Let a signal interrupt this process again and again; 0: no more."""
+        """Let a signal interrupt this process repeatedly; 0 ends this."""
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
@@ -142,7 +144,7 @@ def work(make, connection, log, arguments):
 
 
 class Worker:
-    """A worker from outside."""
+    """A worker, as the campaign sees it."""
 
     def __init__(self, index, make, log, arguments):
         self.index = index
@@ -186,7 +188,7 @@ class Worker:
         self.process.join(30)
 
     def release(self):
-        """Give the descriptors of a process that has ended back."""
+        """Close the descriptors that belong to a process that has ended."""
         self.connection.close()
         self.process.close()
 
@@ -209,7 +211,7 @@ class Run:
         self.workers = []
         self.started = []
         self.helpers = []  # ids of processes that a fault started on purpose
-        self.kept = contextlib.ExitStack()  # what this process holds for the run
+        self.kept = contextlib.ExitStack()  # resources of this process in the run
         self.error, self.seconds = "", None  # the clearest error, and how long it took
 
     def start_one(self, make, index, **arguments):
@@ -227,7 +229,7 @@ class Run:
         return [worker for worker in self.workers if not worker.is_dead]
 
     def all(self, name, *given, seconds=60.0):
-        """Command all living workers; return their replies, which must be no errors."""
+        """Command all living workers, and return their replies, which must not be errors."""
         replies = self.replies(name, *given, seconds=seconds)
         for worker, reply in zip(self.alive(), replies):
             if reply.error:
@@ -240,7 +242,7 @@ class Run:
         return [worker.hear(seconds) for worker in self.alive()]
 
     def wait_for_children(self):
-        """Wait until a worker has forked. Its children may be left."""
+        """Wait until a worker has forked. Its children may remain."""
         told = self.folder / "children"
         end = time.monotonic() + 30
         while not told.exists() and time.monotonic() < end:
@@ -248,8 +250,8 @@ class Run:
         self.helpers += json.loads(told.read_text())
 
     def kill(self, but=()):
-        """Kill all processes except these, also those that workers started; return the ids of the
-        latter."""
+        """Kill all processes except these, including processes that workers started. Return the ids
+        of the processes that workers started."""
         self.kill_workers()
         found = leaks.processes() - set(but)
         for pid in found:
@@ -262,8 +264,7 @@ class Run:
             worker.kill()
 
     def close(self, but=()):
-        """Let all processes end except these. A process or a descriptor that is left is a
-        failure."""
+        """Let all processes except these end. A remaining process or descriptor is a failure."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

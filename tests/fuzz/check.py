@@ -1,8 +1,8 @@
 """Run the fuzzer's programs on the package and on the oracle, and compare all results.
 
-Moved data and sums without weights are compared bit for bit. So are sums with weights that are
-powers of two, because then no product is rounded. For other weights `oracle.combine` returns the
-slack.
+Moved data and sums without weights are compared bit for bit. Sums with weights that are powers of
+two are also compared bit for bit, because no product is rounded. For other weights `oracle.combine`
+returns the slack.
 """
 
 import dataclasses
@@ -73,8 +73,8 @@ def of_one_rank(program, group):
     """Return a function of (inputs, directions) of one rank, by name, that returns the results and
     their derivatives.
 
-    The derivatives of `jvp` are the tangents of `draw.outputs_of`; those of `vjp` are the
-    cotangents of the inputs.
+    For `jvp`, the derivatives are the tangents of `draw.outputs_of`; for `vjp`, the cotangents of
+    the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
@@ -203,7 +203,7 @@ class Expected:
 
     @functools.cached_property
     def routing(self):
-        """Return what each rank has of the routings of the domains."""
+        """Return the fields of each rank, from the routings of the domains."""
         fields = [field.name for field in dataclasses.fields(oracle.Routing)]
         joined = {f: np.concatenate([getattr(r, f) for r in self.routings]) for f in fields}
         return oracle.Routing(**joined)
@@ -411,8 +411,8 @@ class Expected:
                 self.check_close(cotangents[name], total[at], own, name)
 
     def check_close(self, actual, expected, slack, name):
-        """Check equality up to the slack and, if there is any slack, one rounding to the dtype of
-        actual."""
+        """Check equality up to the slack and, if the slack is not zero, one rounding to the dtype
+        of ``actual``."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

@@ -1,11 +1,11 @@
-"""Derive a function of a dict of floats, in each of the ways that a program draws."""
+"""Differentiate a function of a dict of floats, in each of the ways that a program draws."""
 
 import jax
 import oracle
 
 FIRST = ("jvp", "vjp")
-# Each returns, for cotangents g of the result and tangents v of the floats, the product of v and
-# the matrix of second derivatives of <g, fn>. The matrix is symmetric.
+# For cotangents g of the result and tangents v of the floats, each function returns the product of
+# v and the matrix of second derivatives of <g, fn>. The matrix is symmetric.
 SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
 
 

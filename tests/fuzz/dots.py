@@ -22,7 +22,7 @@ NAMES = ("rows", "w")
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The static numbers and options of products. All arrays have a rank axis, because products run
-    on several devices or, by one more vmap, on one."""
+    on several devices, or on one device with an additional vmap."""
 
     place: places.Place
     capacity: int
@@ -39,7 +39,7 @@ class Program:
     vmaps: tuple[int, ...]  # sizes of the axes, the outermost first
     axes: tuple[tuple[int | None, ...], ...]  # for each vmap: the axis of rows, w and sizes
     derivative: str | None
-    is_outside: bool  # the derivative is that of the function of the whole batch
+    is_outside: bool  # the function of the whole batch is differentiated
 
     def lead(self, name):
         """Return for each vmap whether the array has its axis."""
@@ -72,8 +72,8 @@ def program(seed, number, *, has_mesh=True):
     vmaps = tuple(one_of((1, 2, 3)) for _ in range(one_of((0, 0, 1, 1, 2, 2, 3))))
     axes = []
     for _ in vmaps:
-        # The array that this vmap receives has the axes of the vmaps inside it too: any position
-        # that it has for sure.
+        # The array that this vmap receives also has the axes of the vmaps inside it. Draw any
+        # position that exists.
         own = [None, None, None]
         while own == [None, None, None]:
             own = [int(rng.integers(3)), int(rng.integers(4)), int(rng.integers(2))]
@@ -154,8 +154,8 @@ def compiled(program):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run by name, [R, *axes of vmaps, ...]: an axis of size 1 for each vmap that
-    does not have the array."""
+    """The arrays of one run by name, [R, *axes of vmaps, ...]. An array that a vmap does not batch
+    has an axis of size 1 for this vmap."""
 
     arrays: dict[str, np.ndarray]
     names: list[str]
@@ -235,8 +235,8 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """Return for each vmap that has the array, the outermost first: its axis in the array of the
-    program, and its axis if all vmaps are in front."""
+    """Return for each vmap that batches the array, the outermost first: its axis in the array of
+    the program, and its axis if the axes of all vmaps come first."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]

@@ -28,7 +28,7 @@ ID_DTYPES = ("int8", "int16", "int32", "int32", "int32", "uint8", "uint16", "uin
 MOST_CHOICES = 32
 TRACED_SCALE = 0.37
 # XLA of this version crashes on any jitted shard_map over several devices that has an argument
-# without elements and another one.
+# without elements and an argument with elements.
 NO_EMPTY_ARRAYS = "0.11.2"
 
 
@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def rows(self):
-        """Return the number of rows of a rank: as given, or the worst case."""
+        """Return the number of rows of a rank: the drawn capacity, or the worst case."""
         if self.capacity is not None:
             return self.capacity
         numbers = self.ranks, self.tokens, self.top_k, self.local_experts, self.alignment
@@ -77,7 +77,7 @@ class Sizes:
 
     @property
     def is_empty(self):
-        """Return True if no exchange has anything to move, or if ids without elements end the
+        """Return True if no exchange has data to move, or if ids without elements would end the
         process on a mesh."""
         choices = self.top_k + (self.shared_expert and jaxlib.__version__ != NO_EMPTY_ARRAYS)
         return 0 in (self.tokens, choices, self.rows)
@@ -96,7 +96,7 @@ class Routed(Sizes):
     has_traced_scale: bool
     is_routed_first: bool
     has_load: bool
-    batched: tuple[str, ...]  # of ids, x, weights, and y or experts
+    batched: tuple[str, ...]  # some of ids, x, weights, and y or experts
     derivative: str | None
 
     @property
@@ -125,14 +125,14 @@ class Routed(Sizes):
 
 @dataclasses.dataclass(frozen=True)
 class Program(Routed):
-    """The static numbers and options of a dispatch and a combine of other rows."""
+    """The static numbers and options of a dispatch, and of a combine of different rows."""
 
     x: tuple[Leaf, ...]
     decode: bool
     is_split: bool
     y: tuple[Leaf, ...]
     y_weights: str | None  # "recv", "own", or None
-    weights_are_powers: bool  # of two, so that no product is rounded
+    weights_are_powers: bool  # powers of two, so that no product is rounded
     dispatch_wire: str | None  # a dtype or a format
     combine_wire: str | None
     tail: str  # "zero" or "unspecified"
@@ -179,8 +179,7 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """Draw the program of that number. Machines without a mesh draw the same program for another
-    place."""
+    """Draw the program of this number. Machines without a mesh draw the same program for a vmap."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
@@ -191,7 +190,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # A format as wire dtype of the gradient requires the same of x as a format does.
+    # A format as wire dtype of the gradient has the same requirements for x as a token format.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -248,7 +247,8 @@ def program(seed, number, *, has_mesh=True):
         has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
-        # A half step of a sum would become a whole step of the format or of the narrow float.
+        # A rounding difference of half a step in the sum would become a whole step of the format or
+        # of the narrow float.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -317,7 +317,7 @@ def group_size_of(*names):
 
 
 def is_wider(wire, leaves):
-    """Return True if a wire dtype is wider than an array that is summed."""
+    """Return True if a wire dtype has more bits than an array that is summed."""
     if wire not in WIRE_DTYPES:
         return False
     summed = [cases.dtype(leaf.dtype) for leaf in leaves if leaf.is_differentiated]
@@ -434,7 +434,7 @@ def inputs(program, seed, number, run):
         return arrays
 
     def poisoned(name, arrays, is_read):
-        """Put NaN where no element that has the array reads it."""
+        """Put NaN in the places that no element of the batch reads."""
         masks = [is_read(each) for each in routings]
         for i, array in enumerate(arrays):
             mask = masks[i] if len(arrays) == len(masks) else np.any(masks, axis=0)

@@ -18,9 +18,9 @@ FORGET_EVERY = 50  # programs: JAX keeps what it has traced
 
 
 class Kind(typing.NamedTuple):
-    """What can be drawn, and how it runs."""
+    """A kind of programs: how a program is drawn and run."""
 
-    share: float  # of the programs
+    share: float  # share of the programs
     program: typing.Callable  # (seed, number, has_mesh) -> program
     compiled: typing.Callable  # program -> function
     inputs: typing.Callable  # (program, seed, number, run) -> inputs
@@ -42,7 +42,7 @@ def kind_of(seed, number):
 
 @dataclasses.dataclass
 class Done:
-    """What has run."""
+    """The counts and failures of programs that have run."""
 
     seconds: float = 0
     programs: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -66,7 +66,7 @@ class Done:
         return cls(**{**fields, **counters})
 
     def add(self, other):
-        """Add what has run elsewhere, at the same time or at another."""
+        """Add the counts and failures of another run."""
         self.seconds += other.seconds
         self.programs += other.programs
         self.cases += other.cases

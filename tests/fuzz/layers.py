@@ -20,8 +20,9 @@ from . import check, derivatives, draw, places
 EXPERTS = ("w_in", "w_out", "b_in", "b_out", "p")
 OF_TOKENS = ("x", "topk_weights", "shared_weights")
 
-# By name: the activation, the same of the oracle, columns of the first product for each of the
-# second, and axes of the array `p` that it reads after the rank (None: it reads none).
+# By name: the activation, the oracle's activation, columns of the first product per column of the
+# second, and the axes after the rank of the array `p` that the activation reads (None: it reads no
+# array).
 
 
 def sigmoid(h):
@@ -41,7 +42,7 @@ def silu(h):
 
 
 def nan_at_zero(h):
-    """Return h, but NaN for zeros, whose derivatives are NaN, too."""
+    """Return h, but NaN for zeros. Derivatives at zeros are also NaN."""
     return h + (0 * jnp.log(jnp.abs(h.astype(jnp.float32)))).astype(h.dtype)
 
 
@@ -74,16 +75,16 @@ ACTIVATIONS = {
 }
 
 
-# Positive and growing like the values and derivatives of all activations: of sums of magnitudes it
-# bounds, up to a factor, the error that roundings can cause.
+# A positive function that grows like the values and derivatives of all activations. Applied to sums
+# of magnitudes, it bounds the error of roundings up to a factor.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-# Of the dtype, times the majorant. Of 45,000 layers and products one error was above 6, in a sum of
-# 360 rows: seed 601, program 1931.
+# In roundings of the dtype, times the majorant. In 45,000 layers and products, one error was above
+# 6, in a sum of 360 rows (seed 601, program 1931).
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -110,7 +111,7 @@ class Program(draw.Routed):
     wire: str | None
     depth: int  # 0: one layer without a scan
     policy: str | None
-    is_outside: bool  # the derivative is that of the function of all ranks
+    is_outside: bool  # the function of all ranks is differentiated
     num_chunks: int | None
     spare: tuple[int, ...] | None  # the experts of spare slots, -1 for none; None: no placement
     weigh_input: bool
@@ -239,7 +240,7 @@ def with_parts(rng, program):
     """Draw chunks and a placement for a program in which they drop no choices.
 
     Both may move work between ranks, which changes the partial sums of replicated tokens. A replica
-    reads the `p` of its own rank, which is another one than at the home rank.
+    reads the `p` of its own rank, which differs from the `p` of the home rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -348,7 +349,7 @@ class Inputs:
     floats: dict[str, np.ndarray]
     others: dict[str, np.ndarray]
     directions: dict[str, np.ndarray]
-    routings: list[list[list[oracle.Routing]]]  # of each element and layer, as `route_mode`
+    routings: list[list[list[oracle.Routing]]]  # for each element and layer, as `route_mode`
     names: list[str]
 
 
@@ -458,7 +459,7 @@ class Expected:
         return {"x": x, "weights": weights, **found}
 
     def xs(self, a, activation):
-        """Return what enters each layer, and the result of the last."""
+        """Return the inputs of each layer, and the result of the last layer."""
         xs = [a["x"]]
         for i, rows in enumerate(self.rows):
             arrays = self.of_layer(a, i, xs[-1])
@@ -496,7 +497,7 @@ class Expected:
 
     @functools.cached_property
     def slack(self):
-        """Return how far correct results may be from `values`, by name."""
+        """Return, by name, the largest difference of correct results from `values`."""
         p = self.p
         _, _, columns, reads = ACTIVATIONS[p.activation]
         majorant = MAJORANT[reads or ("plain" if columns == 1 else "gated")]
@@ -563,9 +564,9 @@ def run(program, given, fn):
 
 
 def may_be_infinite(slack, dtype, wire=None):
-    """Return which numbers are not judged. A slack is a number of roundings of the sum of all
-    terms' sizes. Terms may be infinite where that sum exceeds the largest number of the layer's
-    dtype, or of the wire dtype."""
+    """Return which numbers are not compared. A slack is a number of roundings of the sum of the
+    sizes of all terms. If this sum exceeds the largest number of the layer's dtype or of the wire
+    dtype, terms may be infinite."""
     largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
     found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))
     if wire in draw.FORMAT_DTYPES:

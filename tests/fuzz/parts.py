@@ -1,4 +1,4 @@
-"""Run the fuzzer in several processes, which survive each other's end."""
+"""Run the fuzzer in several processes. If a process ends, the others continue."""
 
 import faulthandler
 import multiprocessing
@@ -40,7 +40,8 @@ class Part:
 
 
 def work(seed, connection, output):
-    """Send what has run: nothing yet, and then each program whose number has arrived."""
+    """Send the results: first an empty result, and then the result of each program whose number
+    arrives."""
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -55,8 +56,8 @@ def work(seed, connection, output):
 def fuzz(seed, seconds, processes, report, kinds=None):
     """Run programs of a seed in several processes for a number of seconds; return `fuzzer.Done`.
 
-    If a process ends or hangs in a program, that is a failure of the program, and another process
-    continues with the next one.
+    If a process ends or hangs in a program, this is a failure of the program, and a new process
+    continues with the next program.
     """
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     numbers, total = fuzzer.numbers_of(seed, kinds), fuzzer.Done()
@@ -109,6 +110,6 @@ def watch(part, seed, is_ready):
     part.end()
     lines = part.output.read_text(errors="replace").splitlines()[-LINES:]
     text = f"which {what}:\n" + "\n".join(lines)
-    if part.number is None:  # another process would not begin either
+    if part.number is None:  # a new process would not start either
         raise RuntimeError(f"a process {text}")
     return fuzzer.Done(failures=[fuzzer.failure(seed, part.number, text)])

@@ -61,7 +61,8 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Return `fn`, of dicts of one element of one rank and to a dict, as a function of all.
+        """Return `fn`, which maps dicts of one element of one rank to a dict, as a function of all
+        elements and ranks.
 
         Args:
           in_batched: for each argument a dict with the names in it: True if elements differ.

@@ -1,4 +1,4 @@
-"""Run a function of a test module in a process of its own."""
+"""Run a function of a test module in a separate process."""
 
 import os
 import subprocess

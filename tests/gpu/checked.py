@@ -1,18 +1,18 @@
 """Define exchanges that check themselves on the device.
 
-All moved values are hashes of (step, rank, token, ...). So every rank knows without communication
-which values must arrive, and notices a row of another step, rank or token. The numbers are small
-integers, so that sums are exact in any dtype and order.
+All moved values are hashes of (step, rank, token, ...). Every rank therefore knows without
+communication which values must arrive, and detects a row of a wrong step, rank or token. The
+numbers are small integers, so that sums are exact in any dtype and order.
 
-A program takes and returns a state: the step, which grows with every exchange, and how much was
-wrong so far. Thousands of calls run without traffic to the host, which reads the counts once, at
-the end.
+A program accepts and returns a state: the step, which increases with every exchange, and the number
+of wrong values so far. Thousands of calls run without traffic to the host, which reads the counts
+once, at the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. In this mode each call notes the exchanges that the
-first call has made, which must be some if it has primitives of this package, and `assert_right`
-compares the sum with the workspace's counters. So no test passes because its calls took the
-portable path.
+group's axis instead of a shard_map over a mesh. In this mode, the exchanges of the first call are
+counted, which must not be 0 if the program has primitives of this package. Each later call adds
+this number, and `assert_right` compares the sum with the workspace's counters. This way no test
+passes because its calls took the portable path.
 """
 
 import collections
@@ -49,8 +49,8 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# Every order of devices has its own workspace. Other tests do not use this order, so that no test
-# here closes or breaks their workspaces.
+# Every order of devices has a separate workspace. Tests in other folders do not use this order, so
+# tests of this folder never close or break their workspaces.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -99,8 +99,8 @@ class Shape:
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape. If the landing zones of all ranks on one GPU would need more memory, it has
-    fewer tokens.
+    """Return the shape. If the landing zones of all ranks on one GPU would need too much memory,
+    the shape has fewer tokens.
 
     Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
     the number of ranks.
@@ -122,8 +122,8 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 def enough_rows(shape, group):
     """Return a capacity at which nothing is dropped: None, for the worst case, with a GPU per rank.
 
-    Where all ranks share one GPU, the worst case of many ranks would fill its memory. The ids are
-    hashes, so a rank receives about as many rows as it has choices, and never twice as many.
+    If all ranks share one GPU, the worst case of many ranks would fill the GPU's memory. The ids
+    are hashes, so a rank receives about as many rows as it has choices, and never twice as many.
     """
     if not ONE_GPU:
         return None
@@ -138,7 +138,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """Counts of what was not as expected: int32 [] on a device, [ranks] on the host."""
+    """The numbers of errors: int32 [] on a device, [ranks] on the host."""
 
     wrong: object  # elements with a plausible value that is not the right one
     lost: object  # elements with NaN, or tags with zero, where something else belongs
@@ -258,8 +258,8 @@ def dispatch_start(shape, group, step, routing):
 
 
 def mark_of(rank):
-    """Return what experts of a rank add to rows. Sums of few choices stay exact in bfloat16, which
-    has all integers up to 256."""
+    """Return the number that experts of a rank add to rows. Sums of few choices stay exact in
+    bfloat16, because it has all integers up to 256."""
     return rank % 8
 
 
@@ -305,8 +305,7 @@ def count_rows(shape, step, recv):
 
 
 def count_sums(shape, group, step, ids, out):
-    """Count wrong sums. Every token is the weighted sum of what `expert_output` made of its
-    rows."""
+    """Count wrong sums. Every token must be the weighted sum of `expert_output` of its rows."""
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
@@ -394,7 +393,7 @@ _noting = threading.Lock()
 
 
 def note(group, exchanges):
-    """Note that the group's workspaces were given these exchanges."""
+    """Count exchanges that the group's workspaces were called with."""
     with _noting:
         _noted[group.size] += exchanges
 
@@ -406,7 +405,7 @@ def close(group):
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. Nothing of theirs may be under way."""
+    """Close all groups whose ranks share a GPU. None of their exchanges may be under way."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):
@@ -421,7 +420,8 @@ def restart(group, **exchanges):
 
 
 def counters_of(group):
-    """Return the exchanges that each rank has made by its counters; none if they are closed."""
+    """Return the exchanges that each rank has made, from its counters; none while the workspaces
+    are closed."""
     return Count(*(num_exchanges(group.topology, kind) for kind in native.WORKSPACE_KINDS))
 
 
@@ -437,8 +437,8 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A compiled program that notes the exchanges of each call: if nothing is stated, those that
-    the counters show of the first call."""
+    """A compiled program that counts the exchanges of each call. If the number is not stated, the
+    counters after the first call give it."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -564,8 +564,9 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes, which meet when all have compiled it. Otherwise the first
-    one's kernels would wait for the last one's compiler, longer than their timeout.
+    """A program of several processes, which wait until all of them have compiled it. Otherwise the
+    kernels of the first process would wait longer than their timeout for the compiler of the last
+    process.
     """
 
     def __init__(self, program):
@@ -600,8 +601,8 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program: state -> the sum over all ranks of the rows that a dispatch has brought, by
-    a psum; the same float32 on each rank."""
+    """Return a program: state -> the sum of the rows that a dispatch delivers to all ranks, by a
+    psum; the same float32 on each rank."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -646,7 +647,7 @@ def compile_together(*calls):
 
 
 def sharding_of(group=GROUP):
-    """Return where arrays of all ranks are, which have a leading axis of ranks."""
+    """Return the sharding of arrays of all ranks, which have a leading axis of ranks."""
     if group.mesh is None:
         return SingleDeviceSharding(DEVICES[0])
     return NamedSharding(group.mesh, PartitionSpec(group.mesh.axis_names))
@@ -680,7 +681,7 @@ class Outcome:
     """The outcome of a call that may fail."""
 
     counts: Counts | None  # None: it raised
-    error: str  # what it raised or `Group.check` raised afterwards, or ''
+    error: str  # the error of the call or of a later `Group.check`, or ''
     seconds: float
 
     def is_right(self):
@@ -722,14 +723,14 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # A rank that was stopped knows less than the rank that has failed.
+    # The record of a stopped rank says less than the record of the rank that has failed.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
 
 def assert_stopped(failed, run, group, shown="lost"):
-    """Check that a call which a slow rank has stopped ended in time and without a wrong number, and
-    that the group stays stopped and reports so at once."""
+    """Check a call that a slow rank has stopped: it ended in time and without a wrong number, and
+    the group stays stopped and reports this at once."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed

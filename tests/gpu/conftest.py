@@ -16,7 +16,8 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# More than any test takes, also where many ranks share a GPU; no signal ends a wait inside XLA.
+# More than any test takes, even if many ranks share a GPU, because no signal ends a wait inside
+# XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -53,7 +54,7 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="module", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """Close workspaces that other tests of this process may have used without noting their
+    """Close workspaces that other tests of this process may have used without counting their
     exchanges."""
     import checked
 

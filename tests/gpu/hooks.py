@@ -52,8 +52,8 @@ def set_hooks(
     depth=0,
     kind=native.WHOLE,
 ):
-    """Replace the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of
-    all.
+    """Replace the hooks of an open group. `rank`, or all ranks for None, waits `delay` seconds in
+    `phase`.
 
     A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
     sets the hooks of its own ranks.
@@ -110,7 +110,7 @@ def assert_open(group, kind):
 def nothing_under_way():
     """Meet before and after the block with idle devices, so that no process raises a flag or posts
     a credit while another process sets its hooks or its epoch."""
-    # A sum runs after all work that its device has been given.
+    # A sum runs after all earlier work of its device.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
     yield

@@ -52,8 +52,8 @@ def product(step):
 
 
 def started_first(number, reverse):
-    """Return a script: start dispatches and finish them in the same or the other order; then finish
-    their combines likewise."""
+    """Return a script that starts dispatches and finishes them in the same or the reverse order,
+    and then does the same with their combines."""
     places = reversed(range(number)) if reverse else [0] * number
     return [("start", None)] * number + [("done", i) for i in places] * 2
 
@@ -83,8 +83,8 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that takes the actions of a script, (name, index), one after the other. A
-    done has the index of what is in flight; that of a dispatch starts a combine."""
+    """Return an order that makes the actions of a script, (name, index), in turn. A done has the
+    index of its exchange in flight. The done of a dispatch also starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step
@@ -122,7 +122,7 @@ whole_between = scripted(
 )
 
 
-# With a routing made elsewhere, of step 0.
+# With a routing of step 0 that an earlier program made.
 
 
 def dispatch_given(shape, group, step, routing):

@@ -28,7 +28,7 @@ POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn a
 
 
 def random_numbers(group, step, salt):
-    """Return integers [tokens, top_k] from 0 to 2^24 - 1, other ones on each rank."""
+    """Return integers [tokens, top_k] from 0 to 2^24 - 1, which differ between ranks."""
     token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
     mixed = checked.hashed(salt, step, checked.my_rank(group), token, k)
     return (mixed >> 8).astype(jnp.int32)
@@ -48,7 +48,7 @@ def last_expert_of_the_last_rank(group, step):
 
 
 def one_expert_of_rank_0(group, step):
-    """Return one expert for all ranks, another one in each step."""
+    """Return one expert for all ranks. The expert changes with each step."""
     return jnp.full((TOKENS, TOP_K), random_number(step, 21) % LOCAL_EXPERTS)
 
 
@@ -83,7 +83,8 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids near and far outside both ends of the range, among as many ordinary ones."""
+    """Return ids of which half are ordinary, and half are near or far outside both ends of the
+    range."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -96,7 +97,7 @@ def one_expert_with_90_percent(group, step):
 
 
 def skewed(sigma):
-    """Return a routing by the most popular experts: the first of b_e + Gumbel noise.
+    """Return a routing to the experts with the largest b_e + Gumbel noise.
 
     b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below lead to the load
     of the most even, the mean and the least even layer of DeepSeek-R1.

@@ -24,7 +24,8 @@ def test_a_slow_reader_is_not_overwritten(depth):
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
-    """The same run as above at depth 1: with more depth the heads of the calls imply the credit."""
+    """Repeat the run of the test above at depth 1, because at larger depths the heads of the calls
+    imply the credit."""
     run = checked.program()
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):

@@ -1,5 +1,5 @@
-"""If a rank does not come, all ranks stop in time, say which rank waited for which, and return
-NaN."""
+"""If a rank does not arrive, all ranks stop in time, say which rank waited for which rank, and
+return NaN."""
 
 import dataclasses
 import re
@@ -40,7 +40,8 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 
 # The slow phase, ring halves, calls in a row; and the phases in which the other ranks then wait.
 STALLS = {
-    # The slow rank's chunks and head do not arrive. A rank that expects no chunk waits for a head.
+    # The slow rank's chunks and head do not arrive. A rank that expects no chunk from it waits for
+    # its head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
     # The slow rank reads for so long that it does not begin the next call.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),

@@ -1,4 +1,5 @@
-"""Fences: a thread that has seen a chunk's flag sees its rows, also if a format encodes them."""
+"""Fences: a thread that has seen a chunk's flag sees the chunk's rows, even if a format encodes
+them."""
 
 import functools
 from typing import NamedTuple
@@ -9,8 +10,8 @@ from hooks import DELAYABLE, Mutation, Phase, hooked
 
 import jax_moe_a2a as ma
 
-# If a rank sends late, all other ranks poll the flags already. Ranks that share one GPU have few
-# blocks each, which begin to poll late.
+# If a rank sends late, all other ranks already poll the flags. If ranks share one GPU, each has few
+# blocks, which begin to poll late.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
 AT_ONCE = checked.routed_dispatch_only
@@ -21,7 +22,7 @@ class Case(NamedTuple):
     order: object
     shape: checked.Shape
     mutation: Mutation = Mutation.FLAG_BEFORE_ROWS  # the broken rule
-    calls: int = 20  # so many notice the breach for certain
+    calls: int = 20  # enough to detect the breach
 
 
 def case_of(order, tokens, hidden, top_k=1, dtype="float32", **options):
@@ -84,8 +85,9 @@ def test_rows_have_arrived_when_their_flag_has(name):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 
 
-# On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`. PTX
-# does not guarantee that. The rule stays, but this test cannot show a breach on H200.
+# On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`,
+# although PTX does not guarantee this. This test can therefore not show a breach of the rule on
+# H200.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )

@@ -1,4 +1,4 @@
-"""Exchanges that quantize, in thousands."""
+"""Thousands of exchanges that quantize are right."""
 
 import checked
 import jax.numpy as jnp
@@ -11,14 +11,16 @@ FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """Every step has another routing, with combines and dispatches of other shapes between."""
+    """Every step has a different routing, with combines and dispatches of other shapes in
+    between."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
 
     def order(step):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
-        # Other tokens: with many ranks both make the same calls, which XLA would merge.
+        # The tokens differ, because with many ranks both make the same calls, which XLA would
+        # otherwise merge.
         step += 1
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 

@@ -1,7 +1,7 @@
 """CUDA graphs: a replayed call has the results of a launched call.
 
-XLA replays a graph from the second run of a program on. If it compiles another program, it drops
-all graphs. So the programs here are all compiled first, and run often.
+XLA replays a graph from the second run of a program on, and drops all graphs if it compiles another
+program. The tests of this file therefore compile all programs first, and run them often.
 """
 
 import concurrent.futures
@@ -105,7 +105,7 @@ def two_independent_exchanges(shape, group, step):
 
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
-    """In this mode only the buffers that XLA knows of order the nodes of a graph."""
+    """In this mode, only the buffers that XLA knows order the nodes of a graph."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -139,6 +139,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """It runs in a process of its own, because a graph that accesses freed memory makes the devices
-    unusable."""
+    """The test runs in a separate process, because a graph that accesses freed memory makes the
+    devices unusable."""
     run_alone(replay_after_close_and_after_failure)

@@ -1,4 +1,5 @@
-"""Ranks that make different calls get an error that says so; never a wrong result, never a hang."""
+"""Ranks that make different calls get an error that says this, and never a wrong result or a
+hang."""
 
 import concurrent.futures
 import functools
@@ -60,8 +61,8 @@ def in_order(first, second):
     return both
 
 
-# The calls of rank 0, and the calls of the other ranks. Both calls of a pair raise equally many
-# flags, except in the last pair.
+# The calls of rank 0, and the calls of the other ranks. Both calls of a pair raise the same number
+# of flags, except in the last pair.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -85,8 +86,8 @@ def routing():
 
 @functools.cache
 def compiled_program(case):
-    """Return a compiled program: state, Routing -> state. Rank 0 makes another call than the
-    others."""
+    """Return a compiled program: state, Routing -> state. The call of rank 0 differs from the calls
+    of the other ranks."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -115,7 +116,7 @@ def programs_are_compiled():
     routing()  # before several threads ask for it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
-    harness.of_all_processes(None)  # which may be ready seconds later than this one
+    harness.of_all_processes(None)  # other processes may be ready seconds later
 
 
 @RANKS_DIFFER

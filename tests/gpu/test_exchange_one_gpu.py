@@ -1,4 +1,5 @@
-"""All ranks on one GPU: what only this mode has, and that no test passes without the kernels."""
+"""All ranks on one GPU: tests of what only this mode has, and that no test passes without the
+kernels."""
 
 import checked
 import jax

@@ -21,7 +21,7 @@ def run_beside_collectives_and_products(num_sms=None):
     def once(carry, _):
         (step, counts), ones = carry
         counts = counts + checked.whole(checked.SMALL, group, step)
-        # Rows that sum to one: exact, and not known to the compiler.
+        # Rows that sum to one. Their sums are exact, and the compiler does not know them.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
         counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None

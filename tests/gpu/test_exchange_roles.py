@@ -9,19 +9,20 @@ from hooks import DELAYABLE, Mutation, hooked, set_hooks, set_uncapped
 
 # Work for more than 400 blocks, in dispatch and in combine.
 MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
-# Ranks that share one GPU have an equal share of its multiprocessors each. There the larger numbers
-# mean that each rank uses its whole share.
+# Ranks that share one GPU have equal shares of its multiprocessors. With the larger numbers, each
+# rank uses its whole share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
-# More receivers than a GPU can hold at once. Admitted first, they keep every sender out.
+# More receivers than a GPU can hold at once. If they were admitted first, no sender would have
+# room.
 if checked.ONE_GPU:
     # Budgets of 400 blocks for each rank, of which a launch has no more than fit unless a hook
     # lifts the cap.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
-    # Work for 2400 blocks, half of them senders in dispatch, even if four fit on each of 132
-    # multiprocessors.
+    # Work for 2400 blocks, half of which are senders in dispatch. This is more than fit, even with
+    # four blocks on each of 132 multiprocessors.
     FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
     FLOODED = checked.new_group(num_sms=2400, timeout=1.0)
 

@@ -1,4 +1,4 @@
-"""Degenerate routings, over landing zones full of what earlier calls have left there."""
+"""Degenerate routings are right, even if landing zones are full of data of earlier calls."""
 
 import dataclasses
 import functools
@@ -40,7 +40,8 @@ def nan_arrays():
 def leave_nan_in_both_ring_halves():
     """Fill every landing slot of dispatch and of combine."""
     experts = FULL.num_experts(RANKS)
-    # In turn these send every token to every rank. One of them is enough for up to 16 ranks.
+    # One after the other, these routings send every token to every rank. One routing is enough for
+    # up to 16 ranks.
     for first in range(0, experts, FULL.top_k):
         everywhere = np.arange(first, first + FULL.top_k, dtype=np.int32) % experts
         ids = np.broadcast_to(everywhere, (RANKS, FULL.tokens, FULL.top_k))

@@ -1,4 +1,5 @@
-"""The workspace from outside: what is reserved and mapped, how it grows, what its counters say."""
+"""The workspace from outside: the memory that is reserved and mapped, its growth, and its
+counters."""
 
 import checked
 import harness
@@ -12,14 +13,14 @@ from exchanges import Count
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.group import native
 
-# An order of devices of their own, so that opening, growing and closing it disturbs no other test.
-# On one GPU, another number of ranks has a workspace of its own.
+# These tests use a separate order of devices, so that opening, growing and closing its workspace
+# does not disturb other tests. On one GPU, a different number of ranks has a separate workspace.
 MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
 RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# A process knows the workspace of its own devices only.
+# A process knows only the workspace of its own devices.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
@@ -35,7 +36,7 @@ def begin():
 
 def sizes_of(shape):
     """Return keyword arguments of `memory_estimate` for a step of `checked.whole`. Its payload also
-    has a tag of 4 bytes, which lands in a row of its own."""
+    has a tag of 4 bytes, which lands in a separate row."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -80,7 +81,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """So do programs that are running, and graphs that have captured its addresses."""
+    """Running programs, and graphs that have captured its addresses, also stay valid."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # the later ones replay
     before = group.memory()[0].mapped_bytes
@@ -117,7 +118,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
 
 
 def there_and_back(group, step):
-    """Return the sums of replicated tokens, which are those of rank 0."""
+    """Return the sums of replicated tokens. All ranks have the tokens of rank 0."""
     token = jnp.arange(SHAPE.tokens)
     ids = checked.ids_at(SHAPE, RANKS, step, 0, token[:, None], jnp.arange(SHAPE.top_k))
     route_args = dict(
@@ -128,7 +129,7 @@ def there_and_back(group, step):
 
 
 def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
-    # These exchanges are not those of the group's own workspace.
+    # These exchanges do not use the group's own workspace.
     run = checked.on_all_ranks(lambda step: there_and_back(group, step), group, Count())
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()

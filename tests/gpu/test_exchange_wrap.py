@@ -1,10 +1,10 @@
-"""Epochs across the limits of narrower integers, with flags that were raised before the limit."""
+"""Epochs cross the limits of narrower integers, with flags that were raised before the limit."""
 
 import checked
 import pytest
 from hooks import hooked, set_epoch
 
-LIMITS = (2**31, 2**32, 2**47)  # at the last one a flag's highest bit is set
+LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
 
 
 @pytest.mark.parametrize("limit", LIMITS)

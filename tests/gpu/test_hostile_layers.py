@@ -1,10 +1,10 @@
-"""Thousands of expert layers with hostile routings, each compared with its portable form.
+"""Thousands of expert layers with hostile routings equal their portable form.
 
-Each step makes another routing, other tokens and other experts on the device, from the number of
-the step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
+Each step makes a new routing, new tokens and new experts on the device, from the number of the
+step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
 portable path, both with all gradients. All data are small integers, so that each sum is exact in
-any order: results and gradients must be equal. In bfloat16, whose integers are exact up to 256, the
-activation is a part of the products; in float32 XLA computes the experts.
+any order, and results and gradients must be equal. In bfloat16, whose integers are exact up to 256,
+the kernels of the products compute the activation; in float32 XLA computes the experts.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Layout:
     def largest(self):
         """Return the largest integer in tokens, weights of experts and cotangents.
 
-        Rows of outputs are then at most 256 in bfloat16: 16 in the activations, times 8 of them,
+        Outputs are then at most 256, which bfloat16 holds exactly: 8 activations of at most 16,
         times 2 for the weight of a choice.
         """
         return 1 if self.dtype == "bfloat16" else 2

@@ -1,9 +1,10 @@
 """Layers next to collectives of NCCL on another stream: gathers of weights and sums of gradients.
 
-Each step has a layer with all gradients, and collectives of other data that do not depend on it, as
-FSDP and data parallelism make them. XLA may run them at the same time. Each step has another
-routing, and the layer is compared with its portable form, as in `test_hostile_layers.py`; what the
-collectives return is compared with what every rank can compute alone.
+Each step has a layer with all gradients, and collectives of other data that do not depend on the
+layer, as in FSDP and data parallelism. XLA may run layer and collectives at the same time. Each
+step has a new routing. The layer is compared with its portable form, as in
+`test_hostile_layers.py`, and the results of the collectives are compared with what every rank can
+compute alone.
 """
 
 import checked
@@ -56,7 +57,7 @@ def collectives(step):
 @pytest.mark.parametrize("layout", layers.LAYOUTS, ids=lambda layout: layout.name)
 def test_layers_and_collectives_next_to_them_are_right_in_every_step(layout):
     def take_step(name_index, step):
-        # Other routings in each step: all of them in turn.
+        # Each step uses the next of all routings.
         name_index = (name_index + step) % len(ROUTINGS)
         return layers.take_step(layout, name_index, step, is_broken=False), collectives(step)
 

@@ -1,17 +1,17 @@
-"""Two processes: what happens when one of them dies, stops, is late, never comes or calls something
-else; and what is left over.
+"""Two processes, of which one dies, stops, is late, never arrives or makes a different call: how
+both end, and what remains.
 
-Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU the two share the first one, which runs
-them by turns, except in tests that need NCCL or a full GPU.
+Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, which runs them
+alternately, except in tests that need NCCL or a full GPU.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
-pytest, all tests or those with parts of these names run at the same time:
+pytest, all tests, or all tests with these parts of names, run at the same time:
 
     python tests/gpu/test_processes_failures.py
     python tests/gpu/test_processes_failures.py killed grows
 
-Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices: of use for work on this
-file, where no process fails.
+Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices. This is useful only for
+work on this file, for tests in which no process fails.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ ON_GPU = processes.ON_GPU
 TIMEOUT = 5.0  # of the group, in seconds
 SLACK = 4.0  # between the timeout and the error that the user sees
 START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs; takes about 15
-COMPILE = 15.0  # of that, to make a group and to compile a program
+COMPILE = 15.0  # the part for making a group and compiling a program
 LIMIT = 85.0 if ON_GPU else 300.0  # that any worker lives
 SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CLOSE = 2.0  # seconds that a process waits when it closes a group
@@ -58,7 +58,7 @@ needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU"
 
 
 class Job:
-    """What a worker has: a group over both processes, and programs that check themselves."""
+    """A worker's group over both processes, and its programs, which check themselves."""
 
     def __init__(self, **options):
         import checked
@@ -118,8 +118,8 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Call a program until it raises. Return (the error, how many results were wrong before it,
-        whether plausible ones were among them)."""
+        """Call a program until it raises. Return (the error, the number of wrong results before it,
+        whether some of these were plausible numbers)."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -144,7 +144,7 @@ def wait_for(word):
 
 
 def meet():
-    """Wait until the other process has come here, too."""
+    """Wait until the other process has also reached this point."""
     tell("met")
     wait_for("met")
 
@@ -163,7 +163,7 @@ def num_contexts():
 
 
 def fill_gpu(but):
-    """Allocate the memory of this process's GPU except so many GiB, until the process ends."""
+    """Allocate all memory of this process's GPU except this many GiB, until the process ends."""
     import jax
 
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -187,7 +187,7 @@ def exchanging():
 
 
 def loop_until_it_fails(process):
-    """Exchange until one exchange fails; the test makes sure that one does."""
+    """Exchange until an exchange fails. The test makes one fail."""
     job, small = exchanging()
     tell("failed", **job.until_it_fails(small))
     job.close()
@@ -205,7 +205,7 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Let the victim come to its next call when the other has given up. With `on_failure="nan"` no
+    """Let the victim reach its next call when the survivor has given up. With `on_failure="nan"` no
     process raises, so that both end a psum."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
@@ -295,7 +295,8 @@ def growth(process):
     (larger,) = job.ready(job.larger)
     wrong += [job.wrong(larger), job.wrong(small), job.wrong(large)]
     memory = [m.mapped_bytes for m in job.group.memory()]
-    # No wait between the two processes: one may close while the other still ends its exchange.
+    # The two processes do not wait for each other, so one may close while the other still ends its
+    # exchange.
     job.group.close()
     wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
     tell("right", wrong=sum(wrong), memory=[small_memory, memory])
@@ -322,8 +323,8 @@ def no_room(process):
 
 
 def reopening(process):
-    """Count descriptors after two cycles of opening and closing, and after many; count contexts
-    before and after all."""
+    """Count descriptors after two cycles of opening and closing, and after many cycles. Count
+    contexts before and after all cycles."""
     import jax
 
     jax.devices()
@@ -353,7 +354,7 @@ def exchange(process):
 
 
 def work(scenario):
-    """Run a worker. It ends in bounded time, and without waiting for the other one."""
+    """Run a worker. It ends in bounded time, without waiting for the other worker."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
     # JAX ends the survivors when a process is missing. The long heartbeat timeout delays that.
@@ -372,7 +373,7 @@ def work(scenario):
 
 
 class Worker:
-    """A worker from outside."""
+    """A worker, as the test sees it."""
 
     def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
         environment = processes.environment_of(address, 2, process, 1)
@@ -413,7 +414,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Return what the worker says with this word, within so many seconds."""
+        """Return the text that the worker prints after this word, within this many seconds."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -476,7 +477,7 @@ class Pair:
             worker.say(word)
 
     def hear_right(self):
-        """Return what both say when all their results were right."""
+        """Return the texts of both workers after all their results were right."""
         found = self.hear("right")
         assert [right["wrong"] for right in found] == [0, 0], found
         return found

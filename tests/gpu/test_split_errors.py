@@ -1,4 +1,4 @@
-"""Split exchanges that go wrong: misuse that Python cannot see, and a rank that does not come."""
+"""Split exchanges that fail: misuse that Python cannot detect, and a rank that does not arrive."""
 
 import re
 
@@ -29,7 +29,7 @@ def routing():
 
 
 def program(of_rows):
-    """Return a program that binds the primitives themselves: x and a routing of each device ->
+    """Return a program that binds the primitives directly: x and a routing of each device ->
     rows."""
     return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
@@ -80,7 +80,7 @@ IN_PLACE = pytest.param(
 
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
-    """`InFlight` refuses these calls already; here the primitives are bound directly."""
+    """The primitives are bound directly, because `InFlight` already refuses these calls."""
     run, right = program(misuse), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):

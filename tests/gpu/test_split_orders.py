@@ -1,4 +1,5 @@
-"""Split exchanges in orders that break other implementations, with whole ones and work between."""
+"""Split exchanges in orders that break other implementations, with whole exchanges and work in
+between."""
 
 import functools
 
@@ -70,7 +71,7 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """Loading a program of a larger shape grows it, while rows in flight are slow."""
+    """While slow rows are in flight, loading a program of a larger shape grows the workspace."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()

@@ -1,8 +1,8 @@
 """Apply each mutation to a copy of the tree, and run its test: ``python -m tests.mutations``
 (``make mutations``).
 
-A mutation is noticed if its test passes without the mutation and fails with it, in ``--seconds`` at
-most. A test that cannot be run with the mutation notices nothing.
+A mutation is detected if its test passes without the mutation, and fails with the mutation within
+``--seconds``. A test that cannot run with the mutation does not detect it.
 """
 
 import argparse
@@ -91,7 +91,8 @@ def run(test, limit):
     words = shlex.split(test)
     if words[0].startswith("tests/"):
         words = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
-    # Compiled modules would be taken for those of a mutation of the same size and second.
+    # Otherwise Python could use a compiled module of the unchanged source, because source and
+    # mutation may have the same size and time.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     start = time.monotonic()
     process = subprocess.Popen(

@@ -121,8 +121,8 @@ class DispatchArguments(NamedTuple):
             params = dict(num_leaves=num_leaves, num_choice_arrays=0, options=options)
 
             # Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the
-            # format. The rows are D Q(x), but their derivative is defined as the derivative of
-            # D x: d rows = D dx. The transpose is ct(x) = D^T ct(rows), a combine.
+            # format. The rows are D Q(x), but their derivative is defined as the derivative of D x:
+            # d rows = D dx. The transpose is ct(x) = D^T ct(rows), which is a combine.
             def tangent_of(primals: Any, tangents: Any) -> list[jax.Array]:
                 return bind(DISPATCH, tangents[0], primals[1], **params)
 
@@ -245,7 +245,8 @@ def _check_addends(
     rows: Sequence[jax.Array],
     treedef: jax.tree_util.PyTreeDef,
 ) -> list[jax.Array]:
-    """Return the arrays of ``add``, which are like the sums of ``rows``."""
+    """Return the arrays of ``add``, which have the structure, shapes and dtypes of the sums of
+    ``rows``."""
     leaves, structure = check_leaves("add", add, "num_tokens", routing.num_tokens)
     if routing.replicated:
         raise ValueError(
@@ -280,8 +281,8 @@ def check_options(options: Options, leaves: Sequence[jax.Array], has_levels: boo
 def check_leaves(
     name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The message about
-    another leading axis ends with ``remedy``."""
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure. The error about a
+    wrong leading axis ends with ``remedy``."""
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 
@@ -304,7 +305,7 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.
 
 
 def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """Return weights as float32, or float64 if given as float64."""
+    """Return weights as float32, or as float64 if they are float64."""
     array = jnp.asarray(weights)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
@@ -337,8 +338,8 @@ def check_wire_dtype(
     has_levels: bool,
 ) -> WireDtype:
     """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
-    With levels, it must not be wider than the dtype of a leaf, to which the sum of a host is
-    rounded."""
+    With levels, the wire dtype must not have more bits than the dtype of a leaf, because the sum of
+    a host is rounded to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:
@@ -359,7 +360,8 @@ def check_wire_dtype(
 
 
 def check_format(fmt: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
-    """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
+    """Raise an error if the format cannot quantize every leaf, or if ``decode`` is set without a
+    format."""
     if fmt is None:
         if decode:
             raise ValueError(

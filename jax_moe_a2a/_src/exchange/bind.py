@@ -73,7 +73,7 @@ def bind_start(
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
         # The done must read the same memory as the start, but XLA copies a constant for each
-        # reader. So both read the results of one barrier.
+        # reader. Start and done therefore read the results of one barrier.
         kept_payload = payload = lax.optimization_barrier(payload)
 
     @scopes.exchange

@@ -45,7 +45,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays, and let a second call raise. Messages name the caller ``user``."""
+        """Return the arrays. A second call raises an error. Messages name the caller ``user``."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -136,7 +136,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return arrays and tree, of which nothing is available before all of it is."""
+    """Return arrays and tree. No array is available before all arrays are."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     tied = tie(*arrays, *select(is_array, leaves))

@@ -31,11 +31,11 @@ DEFAULT_CUDA_GRAPHS = True
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
 FEW_TOKENS = native.tuning("FEW_TOKENS")
 FEW_BYTES = native.tuning("FEW_BYTES")
-FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # of a call with few tokens, or few bytes on the links
+FEW_NUM_SMS = native.tuning("FEW_NUM_SMS")  # for few tokens, or few bytes on the links
 WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
-ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
-SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # for a domain of one rank
+SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # for a split exchange
 # The arrays of a routing that the kernels read, in the order of the handlers' operands.
 READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 
@@ -182,15 +182,15 @@ barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multi
 def default_num_sms(num_tokens: int, half_bytes: int) -> int:
     """Return the default number of SMs of a call with ``num_tokens`` tokens per rank.
 
-    ``half_bytes`` of a ring half are the bytes of a rank's tokens, times the ranks.
+    ``half_bytes`` is the size of a ring half: the bytes of a rank's tokens, times the ranks.
     """
     is_few = num_tokens <= FEW_TOKENS or half_bytes <= FEW_BYTES
     return FEW_NUM_SMS if is_few else DEFAULT_NUM_SMS
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int, half_bytes: int) -> int:
-    """Return the SMs of a route or a whole exchange with these tokens per rank and bytes of a ring
-    half."""
+    """Return the SMs of a route or a whole exchange, for its tokens per rank and the bytes of a
+    ring half."""
     if group.size == 1:  # all SMs, because only local memory limits the speed
         return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens, half_bytes)
@@ -301,8 +301,8 @@ def lower_by_kernels(
     """Choose the calls of an exchange, or of its start or done, and return the function that emits
     them and returns the results.
 
-    The calls of a done have the operands of the start, so that XLA keeps them in place, and the
-    arrays in flight, which become the results.
+    The operands of a done's calls are the operands of the start, so that XLA keeps them in place,
+    and the arrays in flight, which become the results.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
@@ -381,11 +381,11 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays in the calls' layout, after one barrier, so that XLA copies none in flight: the
-    done must read the memory of the start.
+    """Return arrays in the calls' layout, after one barrier, so that XLA does not copy them between
+    start and done. The done must read the memory of the start.
 
-    Otherwise, XLA's dynamic_slice_fusion would fuse a call with slices of its operands, and with
-    the update of a larger array by a result. XLA would also copy a constant for each call that
-    reads it, and an array in another layout, for the start and again for the done.
+    Without the barrier, XLA's dynamic_slice_fusion would fuse a call with slices of its operands,
+    and with the update of a larger array by a result. XLA would also make one copy for the start
+    and one for the done of each constant, and of each array in a different layout.
     """
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

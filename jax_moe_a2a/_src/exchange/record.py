@@ -1,8 +1,8 @@
-"""Define the record of an exchange primitive, which every rule reads.
+"""Define the record of an exchange primitive, which all rules of transforms read.
 
 An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
-Given the routing (integers), it is linear in its payload, or bilinear in pairs of rows and weights.
-Dispatch and combine are transposes of each other, and so are their weighted forms.
+For a fixed routing (integers), it is linear in its payload, or bilinear in pairs of rows and
+weights. Dispatch and combine are transposes of each other, and so are their weighted forms.
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
@@ -37,8 +37,8 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange that do not concern its routing, as the caller passed them,
-    checked, or as the static parameter of its primitive. A combine has no format.
+    """The options of an exchange, without the options of its routing. They are the checked options
+    of the caller, or the static parameter of the primitive. A combine has no format.
 
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
@@ -61,7 +61,7 @@ class Options(NamedTuple):
 
     @property
     def unencoded(self) -> Options:
-        """Return the same options without those that only quantization has."""
+        """Return the same options without the options of quantization."""
         return self._replace(token_format=None, decode=False, has_token_scales=False)
 
 
@@ -72,8 +72,8 @@ class Layouts(NamedTuple):
     """The payload operands."""
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
-    """For each result, the operands that it is computed from. The result has the payload axes and
-    the dtype of its first operand. All operands of a result are batched together."""
+    """For each result, the operands from which it is computed. The result has the payload axes and
+    the dtype of the first of these operands. All operands of a result are batched together."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,15 +96,15 @@ class Record:
     """Returns the kernel calls that make the exchange (see ``lowering.py``). It receives a
     ``CallPlacement``, the abstract payload of one rank and the parameters."""
     unfused: Callable[..., Callable[..., list[jax.Array]] | None] = lambda **_: None
-    """Receives the parameters, and returns what computes the results with other exchanges on GPUs
-    whose kernels do not support this payload. None means ``reference``."""
+    """Receives the parameters, and returns a function that computes the results with other
+    exchanges, for GPUs whose kernels do not support this payload. None means ``reference``."""
     result_types: Callable[..., list[Any]] | None = None
     """Changes the abstract values of results whose type differs from the type of their source."""
     keeps_payload: bool = False
     """True if the done reads the payload again. The payload then follows the arrays in flight."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
-    """The exchange that this one transposes to, if it is linear in all of its payload."""
+    """The transposed exchange, if this exchange is linear in all of its payload."""
     start: Record = dataclasses.field(init=False)
     done: Record = dataclasses.field(init=False)
 

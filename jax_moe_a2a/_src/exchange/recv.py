@@ -1,4 +1,4 @@
-"""Define what ``dispatch`` returns."""
+"""Define ``Recv``, the result of ``dispatch``."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Recv:
     routing: AnyRouting
     """The routing. Another ``dispatch`` or ``combine`` accepts it."""
     global_scales: jax.Array | None = None
-    """[C] float32: the global scale of each row that stays quantized, if ``NvFp4`` has one for each
-    token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows. None otherwise."""
+    """[C] float32: the global scale of each row, if rows stay quantized and ``NvFp4`` has one scale
+    for each token. ``NvFp4(global_scale=recv.global_scales)`` decodes the rows. None otherwise."""
 
     @property
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
         Use it for a bias or a scale of each expert. It is computed from ``row_offsets`` at each
-        access, for the ``Recv`` of one rank and not for a batch of them.
+        access. It supports the ``Recv`` of one rank, but not a batch of ``Recv``.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

@@ -31,8 +31,9 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. More and larger terms are added in
-# a loop, because the program would grow with their number, and XLA might hold all of them.
+# XLA:CPU compiles a sum of few terms in half the time of a loop. If terms are many or large, a loop
+# adds them, because otherwise the program would grow with their number, and XLA might hold all of
+# them in memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -40,7 +41,8 @@ MAX_UNROLLED_BYTES = 4 * 2**20
 def route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[jax.Array]:
-    """Route ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with the same lead."""
+    """Route ids int32 [*lead, T, K]. Return the arrays of a ``RoutePlan``, also with the axes
+    ``lead``."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(plan_route, options=plan_options)
     for _ in range(num_lead):
@@ -108,9 +110,9 @@ def encoded(
     fmt = _format_of(options, token_scales)
     parts = [part for x in leaves for part in fmt.encode(x)]
     if options.decode:
-        # As integers, which have no derivative.
+        # Values and scales travel as integers, because integers have no derivative.
         parts += [lax.bitcast_convert_type(x, jnp.uint32) for x in token_scales]
-    # The wire dtype is for the gradient, and values and scales have no gradient.
+    # The wire dtype applies to the gradient, and values and scales have no gradient.
     options = options.unencoded._replace(wire_dtype=None)
     params = dict(num_leaves=len(parts), num_choice_arrays=num_choice_arrays, options=options)
     return [*parts, *choice_arrays], params
@@ -119,8 +121,8 @@ def encoded(
 def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
-    """Return the results of a dispatch with a format of leaves with these dtypes, given those of
-    the dispatch of ``encoded``."""
+    """Return the results of a dispatch with a format, from the results of the dispatch of
+    ``encoded``. The leaves have these dtypes."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -132,7 +134,7 @@ def decoded(
 
 
 def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:
-    """Return the format, with these global scales of tokens or rows: one array, or none."""
+    """Return the format with the global scales of tokens or rows, if there is an array of them."""
     fmt = options.token_format
     if scales:
         assert isinstance(fmt, NvFp4)
@@ -187,8 +189,8 @@ def weighted_dispatch(
     emulated: bool,
     **params: object,
 ) -> list[jax.Array]:
-    """Dispatch g [T, *W, ...] to G by ``dispatch``. Return weights_i * G for weights_1..n [C, *W],
-    and then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
+    """Let G be the dispatched g [T, *W, ...]. Return weights_i * G for weights_1..n [C, *W], and
+    then the dot products <rows_i, G> [C, *W] for rows_1..m [C, *W, ...]."""
     del num_choice_arrays
     (g, *payload), routing = split_routing(operands)
     params.update(num_leaves=1, num_choice_arrays=0, emulated=emulated)
@@ -219,8 +221,8 @@ def routed_dispatch(
 
 
 # Split phases. While a payload is in flight, only its arrays at the rows have a meaning. A dispatch
-# moves at its start, a combine moves at its done, and the other half is the identity. So each half
-# transposes to the other half of the transposed exchange.
+# moves data in its start, and a combine moves data in its done. The other half is the identity, so
+# each half transposes to the other half of the transposed exchange.
 
 
 def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -299,10 +301,11 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
     if x.dtype not in (jnp.uint8, jnp.uint16):
         return rows
-    # These may be bits of short floats. XLA:CPU selects short floats in float32, which makes NaNs
-    # canonical, and loses subnormals on CPUs with AVX512_BF16. It does so also if integers are
-    # selected and then reinterpreted as floats. No index reaches the number of rows of x, so this
-    # adds zeros; the compiler does not know that, and selects integers.
+    # ``x`` may hold the bits of short floats as integers. XLA:CPU selects short floats in float32,
+    # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. It does this even
+    # if integers are selected and then reinterpreted as floats. To prevent this, add a term that is
+    # always zero, because no index reaches the number of rows of x. The compiler does not know that
+    # it is zero, and selects integers.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -338,8 +341,8 @@ def receive_rows(
 
 
 def _poison(dtype: DTypeLike) -> Any:
-    """Return a value that a test can recognize: NaN for a float, True for a bool, an end of the
-    range for an integer. If a float travels as an integer, return its bits."""
+    """Return a value that a test can recognize: NaN for a float, True for a bool, and the smallest
+    or largest value for an integer. If a float travels as an integer, return the bits of NaN."""
     if dtype == jnp.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.integer):
@@ -347,7 +350,7 @@ def _poison(dtype: DTypeLike) -> Any:
         return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
     if not _travels_as_integers(dtype):
         return math.nan
-    # All bits set are a NaN, except in the types that have NaN in place of a negative zero.
+    # A number with all bits set is NaN, except in types whose NaN has the bits of a negative zero.
     bits = jnp.finfo(dtype).bits
     return 1 << (bits - 1) if jnp.dtype(dtype).name.endswith("fnuz") else (1 << bits) - 1
 
@@ -375,8 +378,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # XLA contracts products and sums in a loop to other multiply-adds than outside of one. The bits
-    # of weighted sums must not depend on their size.
+    # In a loop, XLA contracts products and sums to different multiply-adds than outside a loop. The
+    # bits of weighted sums must not depend on their size.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)
@@ -398,8 +401,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # No index has this value, so this adds zeros. XLA does not know that, or it would leave
-            # out the first addition, and the sum of negative zeros would be a negative zero.
+            # No index has this value, so the first term is zero. If XLA knew this, it would omit
+            # the first addition, and the sum of negative zeros would be a negative zero.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):
@@ -546,12 +549,14 @@ def _merge(x: jax.Array, num_axes: int) -> jax.Array:
 
 # The swap between ranks
 
-# XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation of as many
-# operands. An all_gather has none, but moves and holds the blocks of all pairs of ranks.
+# XLA:CPU compiles one copy kernel for each block of an all_to_all, and a concatenation with one
+# operand per block. An all_gather has no such kernels, but moves and holds the blocks of all pairs
+# of ranks.
 MAX_GATHERED_BYTES = 4 * 2**20
 
-# A primitive, because CPUs compile small blocks in less time another way. It has no derivative and
-# no batching rule, because the portable path is traced when a program is lowered.
+# This is a primitive, because on CPUs a different implementation compiles faster for small blocks.
+# It has no derivative and no batching rule, because the portable path is traced when a program is
+# lowered.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

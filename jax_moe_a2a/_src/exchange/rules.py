@@ -119,13 +119,13 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If the global scales of tokens are batched, the tokens must be batched too, as with a batched
+    # If the global scales of tokens are batched, the tokens must also be batched, as with a batched
     # routing.
     own_scales = params["options"].has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
         # With spmd_axis_name, an unbatched result would have a type that varies over that mesh
-        # axis. So either the sources of all results are batched, or none.
+        # axis. Therefore either the sources of all results are batched, or none.
         together = layouts.sources
         if axis_data.spmd_name is not None:
             together = [tuple({i for sources in layouts.sources for i in sources})]

@@ -2,8 +2,8 @@
 
 Each half is linear, and a half of a weighted exchange is bilinear. A start transposes to a done of
 the transposed exchange, and a done transposes to a start. So the backward pass is split as well,
-and the work between the halves stays between them. Both halves must move the same arrays. So all
-arrays that can have tangents take part in a derivative, even if a tangent is zero.
+and the work between the halves stays between them. Both halves must move the same arrays. Therefore
+all arrays that can have tangents take part in a derivative, even if a tangent is zero.
 """
 
 from __future__ import annotations

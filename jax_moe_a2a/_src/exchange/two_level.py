@@ -72,7 +72,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return the distinct hosts of tokens, [T, H, min(K, H)], from those of choices [T, H, K]."""
+    """Return the distinct hosts of tokens, [T, H, min(K, H)], from the hosts of choices [T, H,
+    K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count

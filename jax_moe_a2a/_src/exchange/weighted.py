@@ -139,7 +139,7 @@ def combine_jvp(
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Compute the jvp of a weighted combine or of one of its halves. In a done, the array in flight
-    comes before the pairs and has its own tangent."""
+    is before the pairs, and has a separate tangent."""
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
     end = len(payload) - options.num_addends  # of the pairs
@@ -158,7 +158,7 @@ def combine_jvp(
 def _tangent_pairs(
     payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
 ) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows and weights whose weighted combine is the tangent."""
+    """Return the pairs of rows and weights. Their weighted combine is the tangent."""
     rows, weights = payload[:num_leaves], payload[num_leaves:]
     d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
     pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]

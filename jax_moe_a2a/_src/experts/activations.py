@@ -1,9 +1,9 @@
 """Define the activations that the kernels compute, and recognize them in a user's function.
 
-A function is recognized by its program: the jaxpr of its value, and of its tangent, which a
-function may define itself, is compared with those of the listed functions. A function that reads
-arrays of the enclosing function is never recognized. A function of [..., 2I] that divides its
-argument itself is recognized like one of ``gated``.
+A function is recognized by its program: the jaxprs of its value and of its tangent are compared
+with the jaxprs of the listed functions. (A function may define its tangent itself.) A function that
+reads arrays of the enclosing function is never recognized. A function of [..., 2I] that divides its
+argument itself is recognized like a result of ``gated``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FusedActivation:
         return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
     def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # At the limits themselves the derivative is that of the interior.
+        # Exactly at a limit, the derivative is the same as inside the limits.
         limit = jnp.asarray(self.limit, gate.dtype)
         gate = jnp.where(gate > limit, limit, gate)
         up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
@@ -108,13 +108,13 @@ KINDS: dict[str, Function] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-    CLAMPED_SWIGLU: lambda x: x,  # of two arrays: see FusedActivation
+    CLAMPED_SWIGLU: lambda x: x,  # has two arguments: see FusedActivation
 }
 
 _TANH = math.sqrt(2 / math.pi)
 
-# More spellings of the same functions. At 0, the derivative of maximum(x, 0) is 0.5 in JAX; fused,
-# it is 0, like that of ``jax.nn.relu``.
+# More spellings of the same functions. At 0, JAX's derivative of maximum(x, 0) is 0.5. The kernels
+# compute 0, the derivative of ``jax.nn.relu``.
 _SPELLINGS: tuple[tuple[str, Function], ...] = (
     *((kind, act) for kind, act in KINDS.items() if kind != CLAMPED_SWIGLU),
     ("gelu", functools.partial(jax.nn.gelu, approximate=False)),
@@ -200,8 +200,8 @@ def _has_x64() -> bool:
 
 
 def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
-    """Return a digest of value and tangent of a function, without names and the shape of its rows;
-    '' if it cannot equal a listed one."""
+    """Return a digest of the value and the tangent of a function, which depends neither on names
+    nor on the shape of rows. Return '' if the function cannot equal a listed one."""
 
     def value_and_tangent(x: jax.Array, dx: jax.Array) -> Any:
         return jax.jvp(fn, (x,), (dx,))
@@ -212,7 +212,7 @@ def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
             return ""
         digests = _Digests(tuple(rows.shape))
         outs = digests.of(closed, ["x", "dx"])
-    except Exception:  # the layer calls the function again, and the user sees the error
+    except Exception:  # the layer calls the function again, which raises this error for the user
         return ""
     return " ".join([_HALF] * digests.has_halves + outs)
 
@@ -260,7 +260,8 @@ class _Digests:
         return [f"{half} {digest} {i}".lstrip() for i in range(len(eqn.outvars))]
 
     def _named(self, value: Any) -> Any:
-        """Return a parameter, or the name of a shape that depends on that of the rows."""
+        """Return a parameter, or a name in place of a shape that depends on the shape of the
+        rows."""
         return self._shapes.get(value, value) if isinstance(value, tuple) else value
 
     def _halves(self, name: str, eqn: Any) -> Sequence[str]:

@@ -14,9 +14,9 @@ w_in and w_out (``grouped/totals.py``), which are then its last results, too.
   ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``.
   The transpose in w_out is then the outer product of h and ct_y, or its sum with a total.
 
-So a forward pass with its gradients makes no pass over rows of its own. It keeps rows and pre; y is
-not needed. Further derivatives are those of the compositions below, which consist of grouped
-products and jnp, so derivatives of any order exist.
+A forward pass with gradients therefore needs no separate pass over rows. It keeps rows and pre, but
+not y. Further derivatives are the derivatives of the compositions below. Derivatives of any order
+exist, because the compositions consist of grouped products and jnp.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
@@ -415,7 +415,8 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp: linear operands have the same primitive, the others the composition."""
+    """Compute the jvp. The tangents of linear operands use the same primitive, and all other
+    tangents use the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     num = len(jax.tree.leaves(o[:3]))
@@ -436,7 +437,8 @@ def _tangent_jvp(
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
-    """Compute the jvp: ct has the same primitive, the others the composition."""
+    """Compute the jvp. The tangent of ct uses the same primitive, and all other tangents use the
+    composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)
     d_outs: list[list[Any]] = [[] for _ in outs]

@@ -3,9 +3,9 @@
 docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
 every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
 inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
-backend may omit the rounding to a narrow float that is widened at once. Floats are only multiplied
-and compared. Their results are exact or rounded once, and are not subnormal where subnormals
-matter.
+backend may omit the rounding to a narrow float that is converted back at once. Floats are only
+multiplied and compared. Each result is exact or rounded once, and it is not subnormal where this
+matters.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 128 with float32 scales.
 
     The scale is the smallest power of two, at least 2**-117, with which no value of the group
-    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``. The group
-    size is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``.
+    DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128
@@ -406,7 +406,7 @@ class NvFp4(TokenFormat):
         global_scale, is_valid = self._global_scale_bits(magnitude.ndim)
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
-        # The maximum is taken on bits, so that XLA cannot join the two float multiplications.
+        # The maximum of integer bits keeps XLA from joining the two float multiplications.
         largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
         sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
         code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
@@ -436,7 +436,7 @@ WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: d
 
 
 def as_wire_dtype(wire_dtype: Any) -> WireDtype:
-    """Return how partial sums travel, or raise a TypeError if they cannot travel so."""
+    """Return how partial sums travel, or raise a TypeError if they cannot travel in this form."""
     if wire_dtype is None:
         return None
     if isinstance(wire_dtype, TokenFormat):
@@ -496,12 +496,12 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # Three bits after the leading one remain. Below 2**-6 fewer remain, because results are
+    # The leading bit and three more bits remain. Below 2**-6 fewer remain, because results are
     # multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
-    # The leading one adds 1 to the exponent field. A carry of the rounding adds 1 more.
+    # The leading bit adds 1 to the exponent field. A carry of the rounding adds 1 more.
     codes = (jnp.maximum(scaled, -6) + 6) * 8 + rounded.astype(jnp.int32)
     return jnp.where(is_normal, jnp.minimum(codes, E4M3_MAX), 0).astype(jnp.uint32)
 

@@ -72,7 +72,8 @@ def why_missing() -> str:
 
 @functools.cache
 def warn_of_missing_kernels() -> None:
-    """Warn once that a program for GPUs runs without kernels: it is right, but slow."""
+    """Warn once that a program for GPUs runs without kernels. Its results are right, but it is
+    slow."""
     warnings.warn(
         "jax_moe_a2a: this program for GPUs takes the portable path, which is several times slower "
         f"than the kernels, because {why_missing()}: {how_to_build()}, or ask for this path by "
@@ -94,7 +95,7 @@ def _find() -> ModuleSpec | None:
     folders = [str(FOLDER)]
     if is_clone():
         folders += [str(Path(entry, IMPORTED_AS)) for entry in sys.path]
-    # An editable installation has a finder of its own.
+    # An editable installation has a separate finder.
     found = (finder.find_spec(NAME, folders) for finder in sys.meta_path)
     return next(filter(None, found), None)
 
@@ -116,8 +117,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """Refuse another installation's extension, and warn about this package's own, if it was not
-    built from this clone's sources."""
+    """If an extension was not built from this clone's sources, raise an error if it belongs to
+    another installation, and warn if it belongs to this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

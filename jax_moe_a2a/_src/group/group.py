@@ -38,9 +38,10 @@ class Group(GroupValue):
     holds no experts, sizes or dtypes, so different layers can share a group. Making, comparing and
     printing a group contacts no other process and no device.
 
-    If a group has GPUs of several processes, each process announces itself to the others when it
-    first lowers a program with an exchange of the group, or first uses ``path`` or ``reserve``.
-    These may wait for the other processes, so use them in all of them (``docs/processes.md``).
+    If a group has GPUs of several processes, each process announces itself to the other processes
+    when it first lowers a program with an exchange of the group, or first uses ``path`` or
+    ``reserve``. These calls may wait for the other processes, so make them in all processes
+    (``docs/processes.md``).
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
@@ -180,7 +181,7 @@ class Group(GroupValue):
         return native.on_one_gpu(None if device is None else device.id, self.size)
 
     def placed_by(self, program_mesh: Mesh | None) -> Self:
-        """Return what ``placed_on`` returns, for a program that is being lowered.
+        """Return the result of ``placed_on`` for a program that is being lowered.
 
         Afterwards ``memory``, ``check`` and ``close`` include these devices, and this process has
         announced itself.
@@ -235,9 +236,9 @@ class Group(GroupValue):
         """Report what the workspace has mapped on each device of this process.
 
         Devices are in the order of domains and ranks. The workspace for split exchanges has
-        separate entries. So does the workspace for replicated tokens, which has no landing zones.
-        If programs of other processes grow the workspace, the reported size is updated with the
-        next program of this process.
+        separate entries. The workspace for replicated tokens, which has no landing zones, also has
+        separate entries. If programs of other processes grow the workspace, the reported size is
+        updated with the next program of this process.
 
         Returns:
           One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the
@@ -323,7 +324,7 @@ def announce(group: Group) -> None:
     """Publish the notice of this process, once in a job. Never wait for another process.
 
     Every function here that may wait for another process calls ``announce`` first, and so does the
-    lowering of every program (``placed_by``). So no two processes wait for each other's
+    lowering of every program (``placed_by``). Therefore no two processes wait for each other's
     announcement, in whatever order they lower their programs. A process without kernels announces
     itself too, because the other processes wait for it.
     """
@@ -367,7 +368,7 @@ def _topology_of(group: Group) -> native.Topology:
 
 
 def _places(group: Group) -> list[_Place]:
-    """Return the places where a workspace may be open, without those of other levels."""
+    """Return the places of this level where a workspace may be open."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []

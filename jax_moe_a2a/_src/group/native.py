@@ -85,26 +85,28 @@ def has_grouped_gemm() -> bool:
 
 
 def why_not_grouped_gemm(dtype: DTypeLike, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products does not support such a dtype or sizes, or ''."""
+    """Return why the kernel of grouped products does not support this dtype or these sizes, or
+    ''."""
     why, _ = _native.why_not_grouped_gemm(jnp.dtype(dtype).name, num_rows, num_groups, k, n)
     return why
 
 
 def why_not_fp8_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel of grouped products in FP8 does not support such sizes, or ''."""
+    """Return why the kernel of grouped products in FP8 does not support these sizes, or ''."""
     why, _ = _native.why_not_fp8_gemm(num_rows, num_groups, k, n)
     return why
 
 
 def library_version() -> tuple[int, ...]:
-    """Return the version of cuBLASLt in this process: major, minor and patch; zeros without a
-    library that has grouped products."""
+    """Return the major, minor and patch version of cuBLASLt in this process, or zeros if the
+    process has no library with grouped products."""
     version = _native.library_version()
     return version // 10_000, version // 100 % 100, version % 100
 
 
 def library_scratch(num_groups: int) -> int:
-    """Return the numbers, int32, that cuBLASLt needs for a product of so many groups."""
+    """Return how many int32 numbers of scratch memory cuBLASLt needs for a product of this many
+    groups."""
     return int(_native.library_scratch(num_groups))
 
 
@@ -128,8 +130,8 @@ def choose_kernel(
     composition: Callable[..., Any] | None = None,
     what: str = "not fused",
 ) -> Choice:
-    """Choose a function that calls a kernel, or ``composition`` if there is a reason ``why`` none
-    applies. ``what`` describes the composition in words."""
+    """Choose a function that calls a kernel, or ``composition`` if ``why`` gives a reason against
+    the kernel. ``what`` describes the composition in words."""
     if why:
         assert composition is not None
         lower = functools.partial(compat.lower_fun, ctx, composition, operands, params)
@@ -156,7 +158,8 @@ def call_product(
         raise malformed(target, why)
     kernel = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     found = kernel(*operands, **{name: attribute(value) for name, value in attributes.items()})
-    # So that XLA does not compute the product twice, as in ``custom_call`` of exchange/lowering.py.
+    # The barrier keeps XLA from computing the product twice, as in ``custom_call`` of
+    # exchange/lowering.py.
     return [lax.optimization_barrier(x) for x in found]
 
 
@@ -335,8 +338,8 @@ def reserve(topology: Topology, half_bytes: int, timeout: float, kind: int = WHO
 
 
 def wait(topology: Topology, timeout: float) -> None:
-    """Wait until the devices of this process have finished their work, if the workspace is open, or
-    raise a RuntimeError that says what they still run."""
+    """If the workspace is open, wait until the devices of this process have finished their work.
+    After the timeout, raise a RuntimeError that says what they still run."""
     if has_kernels():
         for kind in WORKSPACE_KINDS:
             _raise(_native.wait(*topology, kind, int(timeout * 1e9)))
@@ -344,7 +347,7 @@ def wait(topology: Topology, timeout: float) -> None:
 
 def close(topology: Topology, timeout: float) -> None:
     """Wait for the devices like ``wait``, then free their workspaces. If the wait fails, nothing
-    changes. No signal such as Ctrl-C comes in between."""
+    changes. A signal such as Ctrl-C does not interrupt this."""
     if has_kernels():
         _raise(_native.close(*topology, list(WORKSPACE_KINDS), int(timeout * 1e9)))
 

@@ -1,9 +1,9 @@
-"""Let processes that map each other's workspaces find each other.
+"""Exchange the information that processes need to map each other's workspaces.
 
 Each process publishes a notice through JAX's coordination service. The notice has the socket at
 which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
-``group.py`` says when a process publishes its notice. Every function here publishes it before it
-waits for another process.
+``group.py`` says when a process publishes its notice. Every function of this module publishes the
+notice before it waits for another process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def why_not_together(domains: Sequence[Sequence[jax.Device]], timeout: float) ->
     """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
     the same result. ``domains`` has the devices of each exchange domain. Raise a RuntimeError if a
     process has not announced itself within ``timeout`` seconds."""
-    # All processes of the mesh run one program, also those that exchange nothing with each other.
+    # All processes of the mesh run one program, even if they exchange nothing with each other.
     members = sorted({device.process_index for domain in domains for device in domain})
     everyone = {index: _notice_of(index, timeout) for index in members}
     for index, notice in everyone.items():

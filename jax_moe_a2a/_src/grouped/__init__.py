@@ -1,1 +1,1 @@
-"""Multiply each group of rows by a matrix of its own, as a primitive."""
+"""Multiply each group of rows by the matrix of the group, as a primitive."""

@@ -1,11 +1,12 @@
 """Quantize rows to ``BlockwiseFp8`` for a product, perhaps after an activation, as a primitive.
 
 ``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
-[*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, a last operand is the weights
-[*B, C] float32 of rows, and ``h = weights * act(rows)`` is quantized, rounded to the dtype of the
-rows. Without one, I = P, and the rows themselves are quantized. As in ``primitives.py``, a leading
-axis of sizes is 1 if the batch shares the array. A row of weight 0 has exact zeros whatever it
-holds, and rows after the last group are unspecified. The other parameter is ``num_sms``.
+[*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
+of rows, float32 [*B, C]; ``h = weights * act(rows)`` is rounded to the dtype of the rows and then
+quantized. Without an activation, I = P, and the rows themselves are quantized. As in
+``primitives.py``, a leading axis of sizes is 1 if the batch shares the array. The results of a row
+with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
+The other parameter is ``num_sms``.
 
 The primitive has no derivatives, because a float8 array cannot hold a gradient.
 """
@@ -90,7 +91,7 @@ def _kernel(
     num_sms: int | None,
 ) -> list[jax.Array]:
     lead, (num_rows, width) = lead_of(rows), rows.shape[-2:]
-    # The table is that of the product before or after, so XLA computes it once.
+    # The product before or after has the same table, so XLA computes it once.
     groups = lowered.table(
         sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
     )

@@ -1,13 +1,13 @@
 """Multiply rows by frozen weights, which exist only in FP8, with derivatives in the rows.
 
-Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. The product of rows r
-is ``Q(r) W``, by ``grouped_dot_fp8_p``. Its derivative is defined as that of ``r W``, as in
-``straight_through.py``. ``frozen_dot_p``, which is linear in the rows, computes tangents and
-cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W``.
+Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
+computes the product of rows r, ``Q(r) W``. The derivative is defined to be the derivative of
+``r W``, as in ``straight_through.py``. ``frozen_dot_p``, which is linear in the rows, computes
+tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W``.
 
 - jvp: ``dr W``, with ``quantizes=False``.
-- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is again that of
-  the product without Q. So derivatives of any order exist.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is again the
+  derivative without Q. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``: the home weights, and the spare weights if the last groups have them. The
@@ -36,7 +36,7 @@ frozen_dot_p = compat.Primitive("moe_a2a_frozen_dot")
 
 
 class RowsInFp8(NamedTuple):
-    """Rows that products in FP8 read, and the floats that have their derivatives.
+    """Rows that products in FP8 read, and floats for the derivatives of these rows.
 
     Only the derivatives of the floats are used, so a compiled program does not compute the floats.
     """
@@ -53,7 +53,7 @@ def dot_of_frozen(
     *,
     tail: Tail,
 ) -> jax.Array:
-    """Multiply rows [C, K] by frozen weights [L, K, N] in the dtype of the floats.
+    """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
     The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
     values, or transposes the values.

@@ -33,8 +33,9 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # The first version of cuBLAS whose grouped products are used on GPUs of a major compute capability,
-# and the first one that is not. Release notes of cuBLAS and its users report wrong results for the
-# others: before 13.3, gradients of groups without rows; from 13.7 on, products on Blackwell.
+# and the first version that is not used. Release notes of cuBLAS and its users report wrong results
+# of other versions: before 13.3, gradients of groups without rows; from 13.7 on, products on
+# Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -43,8 +44,8 @@ MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products of these sizes on the GPUs of this process;
-    '' if it does. Weights of a group are [k, n]."""
+    """Return why the kernel does not compute products of these sizes on the GPUs of this process,
+    or ''. Weights of a group are [k, n]."""
     # The rows after the last group of each batch element may be one more group.
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_grouped_gemm(
         dtype, num_rows, 2 * num_groups, k, n
@@ -52,8 +53,8 @@ def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: i
 
 
 def why_no_fp8_kernel(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why no kernel computes products in FP8 of these sizes on the GPUs of this process; ''
-    if it does. Weights of a group are [n, k]."""
+    """Return why the GPUs of this process have no kernel for products in FP8 of these sizes, or ''.
+    Weights of a group are [n, k]."""
     return why_no_call(num_rows, num_groups, k, n) or native.why_not_fp8_gemm(
         num_rows, 2 * num_groups, k, n
     )
@@ -90,8 +91,7 @@ def library_versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def why_no_library(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why cuBLASLt does not compute products of these sizes, on GPUs that use it; '' if it
-    does."""
+    """Return why cuBLASLt does not compute products of these sizes, on GPUs that use it, or ''."""
     assert (versions := library_versions())
     oldest, wrong = versions
     if not oldest <= (version := native.library_version()) < wrong:
@@ -245,7 +245,7 @@ def kernel_outer(
     by_library: bool = False,
     **_: object,
 ) -> list[jax.Array]:
-    """Compute each part of ``grouped_outer_p`` in a launch of its own, whose table has only the
+    """Compute each part of ``grouped_outer_p`` in a separate launch, whose table has only the
     groups of the part."""
     batch, nums = lead_of(x), [num for *_, num in parts]
     leads = [(*batch, num) for num in nums]
@@ -268,7 +268,7 @@ def kernel_outer(
 def add_outer(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
 ) -> jax.Array:
-    """Add the products where the total is."""
+    """Add the products to the total in its memory."""
     batch = lead_of(x)
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
@@ -286,11 +286,11 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
     """Return the leading axes and the number of matrices of weights, as ``table`` needs them, and
-    the flat weights and ``other``: a group has one index for both.
+    the flat weights and ``other``. A group has the same index in both.
 
     Args:
       w: weights [..., L, K, N].
-      other: what belongs to the matrices, with its last ``axes`` axes from L on.
+      other: an array that belongs to the matrices. Its last ``axes`` axes begin with L.
     """
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (

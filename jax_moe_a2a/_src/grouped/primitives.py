@@ -2,14 +2,14 @@
 
 ``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights.
 ``grouped_outer_p`` computes the gradient with respect to the weights. Each primitive is bilinear,
-and its transposes are these two primitives again. So derivatives of any order exist.
+and its transposes are these two primitives again. Therefore derivatives of any order exist.
 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
 operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
-the last S groups may be a last operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
-program joins two arrays of weights; ``w`` then has those of the first L - S groups. Batching adds
-the leading axes ``B``. All operands have the same number of them. A leading axis of ``w``,
-``sizes`` or ``spare`` is 1 if the batch shares the array.
+the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
+program joins two arrays of weights; ``w`` then has the weights of the first L - S groups. Batching
+adds the leading axes ``B``. All operands have the same number of leading axes. A leading axis of
+``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
@@ -90,11 +90,11 @@ def register(
     Args:
       abstract: returns the types of the results. The operands are checked before.
       composition: what the primitive computes, with jnp and other primitives.
-      is_full: has True for operands that have all leading axes in full; or a function of the
-        parameters that returns it. The batch may share the other operands.
-      passed: a function of the parameters that returns the places of the operands that the
-        primitive returns, which are its last results.
-      batch: a rule in place of that of ``is_full`` and ``passed``.
+      is_full: a bool for each operand, True if the operand has all leading axes in full; or a
+        function of the parameters that returns these bools. The batch may share the other operands.
+      passed: a function of the parameters. It returns the places of the operands that the primitive
+        returns as its last results.
+      batch: a batching rule to use in place of ``is_full`` and ``passed``.
       cuda: chooses its path on NVIDIA GPUs. None is the composition.
     """
 
@@ -196,8 +196,9 @@ def _dot_jvp(primals: Any, tangents: compat.Tangents, **params: object) -> Any:
 
 
 def all_or_none(d: Any) -> Any:
-    """Return the tangents of a tuple of arrays without symbolic zeros, or a symbolic zero if all of
-    them are. Other tangents are returned unchanged."""
+    """Return the tangents of a tuple of arrays with arrays in place of symbolic zeros, or one
+    symbolic zero if all tangents are symbolic zeros. Return the tangent of a single array
+    unchanged."""
     if not isinstance(d, tuple):
         return d
     return d[0] if all(map(is_zero, d)) else tuple(map(ad.instantiate_zeros, d))
@@ -226,7 +227,7 @@ def _dot_transpose(
 def outers_like(
     ws: Sequence[Any], x: jax.Array, y: Any, sizes: jax.Array, ct: Any, **params: object
 ) -> list[Any]:
-    """Return the cotangents of arrays of weights, and None for those that are known.
+    """Return the cotangents of arrays of weights, and None for known arrays.
 
     Args:
       ct: the one of ``x`` and ``y`` that is a cotangent.
@@ -264,7 +265,7 @@ def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
     """Return operands with the batch as a leading axis, so that it runs in one launch, and its
-    size. Operands after those of ``is_full`` may be shared."""
+    size. Operands for which ``is_full`` has no bool may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -172,7 +172,8 @@ def _array(x: Any) -> Any:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Return an array. Its derivative is a TypeError, where encoding alone would have zeros."""
+    """Return an array. Its derivative raises a TypeError, because the derivative of encoding alone
+    would silently be zero."""
     return x
 
 
@@ -261,7 +262,8 @@ def _kernel(
 ) -> jax.Array:
     num_rows, columns = values.shape[-2], w_values.shape[-2]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
-    # The batch may share the values or the scales of weights, but a group has one index for both.
+    # The batch may share only the values or only the scales of weights, but a kernel reads both
+    # with the same index of a group.
     pairs = _pairs(w_values, w_scales, *spare)
     leads, flat_values, flat_scales = zip(*(lowered.aligned(*pair, 3) for pair in pairs))
     groups = lowered.table(sizes, lead_of(values), num_rows, *leads, has_tail=tail == "zero")

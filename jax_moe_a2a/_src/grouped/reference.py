@@ -30,8 +30,8 @@ class Groups(NamedTuple):
 def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
     """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
 
-    A negative size counts as 0. For any values, all groups lie within the rows, because kernels
-    rely on it.
+    A negative size counts as 0. All groups lie within the rows, whatever the sizes are, because
+    kernels rely on it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
@@ -95,7 +95,7 @@ def dot(
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
     weights, [*B, C, K]. Rows after the last group are zero.
 
-    Spare weights have a product of their own, because joined weights would need memory for a copy.
+    Spare weights have a separate product, because joined weights would need memory for a copy.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)
@@ -131,8 +131,8 @@ def outer(
     **_: object,
 ) -> list[jax.Array]:
     """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
-    are its leading axes and its number of groups, the result is [*part, K, N]. It is also summed
-    over leading axes that are 1 in the part."""
+    are its leading axes and its number of groups, the result is [*part, K, N]. The part is also
+    summed over its leading axes of size 1."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])
@@ -175,7 +175,7 @@ def _for_each(
     of_one: Callable[..., jax.Array], lead: tuple[int, ...], *operands: tuple[jax.Array, int]
 ) -> jax.Array:
     """Call ``of_one`` for each element of the leading axes, in sequence to save memory. Each
-    operand is a pair of an array and the number of its own axes, without the leading axes."""
+    operand is a pair: an array, and the number of its axes after the leading axes."""
     if not math.prod(lead) > 1:
         out = of_one(*(x.reshape(x.shape[x.ndim - axes :]) for x, axes in operands))
         return out.reshape(*lead, *out.shape)
@@ -191,8 +191,9 @@ def scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
     """Return rows times their weights, in the dtype of sums.
 
     Args:
-      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative by a
-        weight of 0 would then be 0, too, so derivatives are those of the plain product.
+      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative with
+        respect to a weight of 0 would then also be 0, so derivatives are computed without this
+        selection.
     """
     weights = weights[..., None]
     scaled = x.astype(weights.dtype) * weights

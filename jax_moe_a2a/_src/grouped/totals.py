@@ -4,8 +4,8 @@ order.
 A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
 of the weights. A product takes the total and returns it, for the next product with these weights.
 The transpose of such a chain starts at the last product: each product adds the gradient of its
-weights to the total that it receives, and passes the total on. So one array in float32 holds the
-sum at all times, and no gradient of a single use outlives its addition.
+weights to the total that it receives, and passes the total on. One array in float32 therefore holds
+the sum at all times, and no gradient of a single use outlives its addition.
 
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
 - ``add_outer_p``, its transpose: ``total + outer(r, ct)``.
@@ -72,7 +72,7 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
-    """Return weights unchanged, whose tangent is that of their total."""
+    """Return weights unchanged. Their tangent is the tangent of their total."""
     w, total = compat.align_varying([w, total], ())
     w = _batched_with(w, total)
     return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)
@@ -81,9 +81,9 @@ def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
 def summing_dot(
     rows: jax.Array, w: jax.Array | QuantizedExperts, total: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the products of rows, unspecified after the last group, and the total. The tangent of
-    the product is that of ``r w`` in r, and ``passing_dot_p`` in the total, because the tangent of
-    w is that of the total.
+    """Return the products of rows, unspecified after the last group, and the total. The product has
+    the tangent of ``r w`` with respect to r. ``passing_dot_p`` is the tangent with respect to the
+    total, because w has the tangent of the total.
 
     Args:
       w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.

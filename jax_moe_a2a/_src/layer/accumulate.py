@@ -25,10 +25,10 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
     totals as the carry. All transformations inside and around the call work.
 
     Kernels add the gradients of expert weights in the memory of their totals, without rounding, if
-    the auxiliary result of the loss has the totals that the layer returned: ``MoEStatistics``, or
-    the second result of ``moe_mlp`` with ``return_totals``. A second use of the same experts gets
-    them by ``experts.replace(totals=...)``. Everywhere else, gradients are computed before they are
-    added.
+    the auxiliary result of the loss holds the totals that the layer returned: in ``MoEStatistics``,
+    or in the second result of ``moe_mlp`` with ``return_totals``. Pass these totals to a second use
+    of the same experts with ``experts.replace(totals=...)``. All other gradients are computed
+    before they are added.
 
     Args:
       loss: maps parameters, a pytree of float arrays, and other arguments to a scalar; or to a pair
@@ -69,13 +69,14 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
             value, aux = out if has_aux else (out, None)
             found = [x for x in jax.tree.leaves(aux, is_leaf=_is_totals) if _is_totals(x)]
             aux = jax.tree.map(lambda x: None if _is_totals(x) else x, aux, is_leaf=_is_totals)
-            # Others are those of a part of the experts, of a batch, or of weights that were cast.
+            # Other totals belong to a part of the experts, to a batch, or to weights that were
+            # cast.
             whole = (x for x in found if _types(x) == _types(x.of(given[int(x.name)])))
             return (value, {x.name: x for x in whole}), aux
 
         zeros = jax.tree.map(jnp.zeros_like, given)
         (value, returned), transpose, aux = jax.vjp(of, zeros, has_aux=True)
-        # The products that were last in the loss add to these, and the gradient is the sum.
+        # The last products of the loss add to these totals, and the gradient is the sum.
         ends = {name: x.of(given[int(name)]) for name, x in returned.items()}
         (found,) = transpose((jnp.ones_like(value), ends))
         sums = jax.tree.map(jnp.add, given, found)
@@ -87,7 +88,8 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
 
 
 def _tied(weights: Any, zeros: Any, name: str) -> Any:
-    """Return parameters whose gradients are those of zeros. Experts get totals of this name."""
+    """Return the parameters in a form whose gradients flow to ``zeros``. Experts get totals of this
+    name."""
     totals = jax.tree.map(total_of, weights, zeros)
     tied = jax.tree.map(lambda w, total: with_total(lax.stop_gradient(w), total), weights, totals)
     if not isinstance(tied, Experts) or isinstance(tied.w_in, QuantizedExperts):

@@ -38,9 +38,9 @@ def load_balancing_loss(
     (arXiv:2412.19437, section 2.1.2), which counts the choices of a router without ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
-    token, and over the tokens of all layers together. So it returns ``top_k`` times this loss for
-    scores and ids with an axis of layers. Switch in transformers returns the mean of
-    this loss over sequences.
+    token, and over the tokens of all layers together. For scores and ids with an axis of layers, it
+    therefore returns ``top_k`` times this loss. Switch in transformers returns the mean of this
+    loss over sequences.
 
     A token takes part if at least one of its ids is valid. If all of its scores are 0, they count
     as equal. Choices count before any capacity drops them. Three variants:
@@ -60,8 +60,8 @@ def load_balancing_loss(
         choices of all ranks chose each expert in earlier micro-batches, 0 at first. Add
         ``statistics.load.wanted_per_expert`` of each. They have no gradient.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
-        shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
-        in scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
+        shares then count all tokens, and the loss is equal on these ranks. The axes must be in
+        scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
         ``lax.psum``, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
         ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
 
@@ -234,8 +234,8 @@ def update_select_bias(
       recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
         mean drifts, because more experts are below the mean load than above it, or fewer.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
-        if counts are those of the whole batch already. Counts may already be the sums over some of
-        these axes, because only the sign of their differences matters.
+        if counts already cover the whole batch. Counts may already be the sums over some of these
+        axes, because only the sign of their differences matters.
 
     Returns:
       The new bias, with the shape and dtype of ``bias``.

@@ -1,8 +1,8 @@
-"""Run a layer for chunks of tokens, one after the other, to save memory.
+"""Run a layer for one chunk of tokens at a time, to save memory.
 
-The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. So the
-loop of the backward pass carries the sums of the gradients of weights in float32, and products add
-to them.
+The totals of the weights (``grouped/totals.py``) are the carry of the loop over chunks. The loop of
+the backward pass therefore carries the gradients of weights as float32 sums, and products add to
+these sums.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def in_chunks(
     first = _map_floats(total_of, weights)
     if not jax.tree.leaves(totals) and not weights.experts.has_lora:
         totals = totals.of(first.experts.map_weights(_floats))
-    # Gradients take the way of the totals.
+    # Gradients are added through the totals.
     fixed = _map_floats(lax.stop_gradient, weights)
 
     def step(totals: Totals, chunk: dict[str, jax.Array]) -> tuple[Totals, Result]:
@@ -110,7 +110,7 @@ def in_chunks(
     # After a chunk, totals also vary over the mesh axes of the tokens.
     axes = frozenset().union(*map(compat.varying_axes, divided.values()))
     totals = jax.tree.map(lambda total: compat.align_varying([total], axes)[0], totals)
-    # The loop already keeps XLA from merging both computations of a chunk.
+    # The loop already keeps XLA from merging the forward computation of a chunk and its repetition.
     return lax.scan(jax.checkpoint(step, prevent_cse=False), totals, divided)
 
 

@@ -28,8 +28,8 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer.
 
     Args:
-      arguments: of a dispatch of one array [T, H] with ``tail="unspecified"``. A dispatch with
-        a format decodes the rows.
+      arguments: the arguments of a dispatch of one array [T, H] with ``tail="unspecified"``. A
+        dispatch with a format decodes the rows.
 
     Returns:
       The ``Recv``, whose rows and weights have the checkpoint name. After the last group, rows,
@@ -41,7 +41,7 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 
 
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
-    """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products that read the rows in it.
+    """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products in FP8.
 
     Returns:
       The ``Recv`` of ``dispatch_rows``. Its rows are ``RowsInFp8``. They and the weights have the

@@ -29,8 +29,8 @@ FETCHED_CHECKPOINT_NAME = "moe_a2a_fetched"
 
 If a policy of ``jax.checkpoint`` does not save this name, the backward pass fetches them again."""
 
-# Elements of a piece of the largest array. Many pieces keep all SMs busy, but each piece has an
-# entry for each rank and replica in the arrays of the routing.
+# The most elements of a piece. More pieces keep more SMs busy, but the arrays of the routing have
+# an entry for each piece, rank and replica.
 PIECE_ELEMENTS = 2**15
 
 
@@ -135,11 +135,11 @@ def _routing_of_experts(
     placement: Placement, rank: jax.Array, num_ranks: int, first: int
 ) -> RoutingArrays:
     """Return the routing of a rank whose tokens are its experts, and whose rows are its spare
-    slots, of which an empty one is padding, to which a dispatch writes zeros."""
+    slots. An empty slot is padding, to which a dispatch writes zeros."""
     num_experts, num_slots = placement.num_experts, placement.num_slots
     per_rank, slots_of_rank = num_experts // num_ranks, num_slots // num_ranks
     spare = slots_of_rank - per_rank
-    # The first slot of an expert is the one at home. [R, L, K]: each choice is a spare slot.
+    # The first slot of an expert is its home slot. [R, L, K]: each choice is a spare slot.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
     slots = jnp.pad(slots, ((0, 0), (first, 0), (0, 0)), constant_values=-1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)

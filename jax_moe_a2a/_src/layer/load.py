@@ -157,16 +157,17 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 @scopes.load
 def counts_of(routing: AnyRouting) -> jax.Array:
-    """Return what this rank adds to the counts of all ranks, 0 for what other ranks count.
+    """Return this rank's part of the counts of all ranks, with 0 for everything that other ranks
+    count.
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
-    be dropped or experts are shared, it goes on with the rows of each rank's experts, all its rows
-    and its dropped rows [R, L + 2]. Otherwise exactly the choices have rows.
+    be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
+    rows, and its dropped rows. Otherwise exactly the choices have rows.
     """
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size
     is_valid = (ids >= 0) & (ids < num_experts)
-    # What a choice counts for: an expert, or the invalid ids of a rank.
+    # Each choice counts for an expert, or for the invalid ids of a rank.
     counts_for = jnp.where(is_valid, ids, jnp.where(ids == -1, -1, num_experts + rank))
     if routing.replicated:  # the ranks hold the same ids
         is_own = jnp.where(is_valid, ids // (num_experts // num_ranks) == rank, rank == 0)
@@ -279,7 +280,7 @@ def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
 
 
 def _range_of(samples: np.ndarray) -> dict[str, Any]:
-    """Return the arguments of ``bar`` for error bars from the least to the largest sample. One
+    """Return the arguments of ``bar`` for error bars from the smallest to the largest sample. One
     sample has no error bars."""
     if len(samples) < 2:
         return {}

@@ -1,7 +1,7 @@
 """Define the expert layer: dispatch, two grouped products around an activation, and combine.
 
 Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
-The combine then sums rows without weights. So the backward pass does not need the result of the
+The combine then sums rows without weights. The backward pass then does not need the result of the
 second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
 output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
 is (w a)^T D.
@@ -55,7 +55,7 @@ from .weights import (
 
 
 class LayerOptions(NamedTuple):
-    """The options of a layer, besides those of its exchange."""
+    """The options of a layer, except the options of its exchange."""
 
     activation: Activation
     placement: Placement | None
@@ -119,11 +119,11 @@ def moe_mlp(
         this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not be
         quantized yet (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
         ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
-      return_totals: True to also return what ``accumulate_grads`` reads.
+      return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing. With ``return_totals``, a pair of
-      it and of ``experts.totals`` for the next use of the experts, or None without totals.
+      this array and ``experts.totals`` for the next use of the experts, or None without totals.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -190,8 +190,8 @@ def moe_mlp(
 def with_fetched(
     weights: LayerWeights, route_arguments: RouteArguments, placement: Placement | None
 ) -> LayerWeights:
-    """Return the weights of a layer in chunks, with those of spare slots if the layer would
-    otherwise fetch them for each chunk."""
+    """Return the weights of a layer in chunks. Include the weights of spare slots if the layer
+    would otherwise fetch them for each chunk."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
         return weights  # whose checks raise errors
     group, shared = check_scope(route_arguments.group), bool(route_arguments.exchange.shared_expert)
@@ -209,8 +209,8 @@ def quantized_once(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[Totals, Any]:
-    """Return what ``in_chunks`` returns. Weights to train in FP8 are quantized once for both passes
-    of all chunks."""
+    """Return the result of ``in_chunks``. Weights to train in FP8 are quantized once for both
+    passes of all chunks."""
     experts = weights.experts
     is_done = not experts.is_trained_in_fp8 or experts.w_in.values is not None
     if is_done or weights.fetched is not None:
@@ -234,12 +234,12 @@ def mlp_and_routing(
     weights: LayerWeights,
     totals: Totals,
 ) -> tuple[jax.Array, AnyRouting, Totals]:
-    """Return what ``moe_mlp`` returns, the routing of its tokens, and totals.
+    """Return the result of ``moe_mlp``, the routing of its tokens, and totals.
 
     With a placement, the routing is one of slots.
 
     Args:
-      totals: of the weights that the call has in common with other calls.
+      totals: the totals of the weights that the call shares with other calls.
     """
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights, shared_weights = tokens
@@ -303,7 +303,7 @@ def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool) -> TokenFormat:
 
 
 def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -> None:
-    """Raise an error if weights are not those of this number of experts."""
+    """Raise an error unless the weights belong to this number of experts."""
     num = experts.w_in.shape[0]
     if num == expected:
         return
@@ -340,8 +340,8 @@ def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -
 
 
 def _rows_of(recv: Recv) -> Rows:
-    """Return the rows of a rank with their router weights, which are any values for rows without a
-    token."""
+    """Return the rows of a rank with their router weights. The weight of a row without a token may
+    be any value."""
     is_row = recv.routing.row_rank >= 0
     ones = jnp.ones(is_row.shape, jnp.float32)
     return Rows(recv.rows, ones if recv.weights is None else recv.weights, is_row)

@@ -55,7 +55,7 @@ TOKENS_PER_SUM = 64
 
 
 class MoEStatistics(NamedTuple):
-    """Result of ``moe`` next to its output: losses and load over the tokens of the whole batch."""
+    """The second result of ``moe``: losses and load over the tokens of the whole batch."""
 
     balance_loss: jax.Array
     """[] float32: the ``load_balancing_loss``, without a coefficient; 0 for choices without
@@ -123,22 +123,22 @@ def moe(
 ) -> tuple[jax.Array, MoEStatistics]:
     """Apply a whole mixture-of-experts layer to the arrays of all ranks, outside ``shard_map``.
 
-    The router computes logits with the precision of float32, and chooses experts, which the call
-    applies with ``moe_mlp``. The result does not depend on the mesh, except for rounding, and for
-    drops if a capacity is given. Call it inside ``jax.jit``, because outside JAX compiles each
+    The router computes logits with the precision of float32, and chooses experts, which ``moe_mlp``
+    then applies. The result does not depend on the mesh, except for rounding, and for drops if the
+    rows have a capacity. Call ``moe`` inside ``jax.jit``, because JAX otherwise compiles each
     operation alone.
 
     The call makes the group, enters ``jax.shard_map``, and places its arrays as follows. Axes may
     be Auto or Explicit; over Explicit axes, arrays are resharded, and the result has the placement
-    of ``x``. ``moe_partition_specs`` returns the placements of the weights, which are best stored
-    so.
+    of ``x``. ``moe_partition_specs`` returns the placements in which the weights are best stored.
 
     - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
       first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
       padded; padding chooses no expert and counts in no statistics. If all axes are Explicit and
       ``x`` is already divided over exactly these axes, its placement is kept.
-    - With fewer tokens than ranks, the ranks of a group hold the same tokens (``replicated`` as in
-      ``route``), and with fewer tokens than the axes of data have indices, all devices do.
+    - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
+      (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of
+      data, all devices hold the same tokens.
     - Experts are divided over their axes. Over the tensor axis, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
       repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
@@ -155,16 +155,16 @@ def moe(
         ``Group``. If one axis of experts is on 2 to 32 hosts, and all axes of the mesh are Auto,
         tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
       shared: a shared expert, which all tokens have in addition: ``Experts`` without the axis E,
-        with an own width and the dtype of ``x``. None means that there is none.
+        with any width and the dtype of ``x``. None means no shared expert.
       shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
       router_input: floats [..., H'] that the router reads in place of ``x``, or None. For example,
         the router reads the token, and the experts read a projection of it.
       exchange: how tokens travel, an ``Exchange``.
-      placement: as in ``moe_mlp``: replicas of experts, or None. ``experts`` are then those of the
-        router, or, if they are already placed, those in the P slots of all ranks. The router and
-        the statistics have E experts.
+      placement: as in ``moe_mlp``: replicas of experts, or None. Pass the router's E ``experts``,
+        or, if they are already placed, the experts in the P slots of all ranks. The router and the
+        statistics have E experts.
       outputs: names of arrays to return in the statistics: ``"logits"``, ``"choices"``, both, or
         none. Results of a jitted function stay in memory, so return only what you need.
 
@@ -320,8 +320,8 @@ def _losses(
     axes: tuple[str, ...],
     wanted: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the balance loss and the z-loss of a rank's tokens and all others over mesh axes, or
-    0 for a loss that does not exist. ``wanted`` [E] are the choices of all these tokens."""
+    """Return the balance loss and the z-loss of the tokens of all ranks over mesh axes, or 0 for a
+    loss that does not exist. ``wanted`` [E] are the choices of all these tokens."""
     none = jnp.zeros((), jnp.float32)
     if choices.scores is None and logits is None:
         return none, none
@@ -476,7 +476,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """The placement in which padding is added and removed: padded axes are not divided."""
+        """The placement while padding is added and removed. Padded axes are not divided."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -511,7 +511,8 @@ def _divide_tokens(scope: _Scope, x: jax.Array, replicated: bool | None) -> _Tok
 
 @scopes.padding
 def _with_padding(scope: _Scope, tokens: _Tokens, array: jax.Array) -> jax.Array:
-    """Return an array with the leading axes of the tokens where ranks need it, padded with 0."""
+    """Return an array with the leading axes of the tokens, padded with 0 and moved to the ranks
+    that need it."""
     if any(tokens.padding):
         widths = [(0, more) for more in tokens.padding]
         widths += [(0, 0)] * (array.ndim - len(widths))
@@ -534,7 +535,7 @@ def _without_padding(
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """The mesh of a call, and what its axes are for."""
+    """The mesh of a call, and the roles of its axes."""
 
     mesh: Mesh | AbstractMesh
     group: Group
@@ -633,7 +634,7 @@ def _check_scope(axes: Axes) -> _Scope:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
         # JAX may use the traced program again with other devices, so the group must not have any.
-        # Only the choice of two levels reads them.
+        # Only the choice of two levels reads the devices.
         two_level = Group(compat.mesh_in_context(), group).two_level
         group = Group(here, group, two_level=two_level)
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()

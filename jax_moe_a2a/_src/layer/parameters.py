@@ -23,7 +23,7 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 
 def shortest(spec: P) -> P:
-    """Return a placement without its last entries that are None, as XLA returns those of results
+    """Return a placement without trailing entries of None, as XLA returns the placements of results
     over Auto axes. JAX counts each form as a signature of a jitted function."""
     entries = list(spec)
     while entries and entries[-1] is None:
@@ -36,7 +36,7 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
 
     Args:
       params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of them.
-        Only their shapes matter, so the result of ``jax.eval_shape`` serves, too.
+        Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
       axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
@@ -44,8 +44,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
       entry, as in the placements that XLA returns over Auto axes.
 
     Raises:
-      TypeError: if ``axes`` is none of the types that ``moe`` accepts, or a parameter is no
-        ``Router`` or ``Experts``.
+      TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
+        or ``Experts``.
       ValueError: if a name is unknown, or an array does not have the axes of one layer.
 
     Example:

@@ -1,9 +1,10 @@
-"""Apply experts with replicas: the home experts of a rank, and its spare slots, whose weights are
-fetched.
+"""Apply experts with replicas: a rank's home experts, and the experts in its spare slots, whose
+weights are fetched.
 
-No array holds the weights of both. Products read them as two arrays. Products that quantize the
-weights on the way have only one array, so the experts are applied twice to the same rows: once by
-the home weights, and once by the spare weights to rows that begin with those of the spare slots.
+No array holds the weights of both: products read home weights and spare weights as two arrays.
+Products that quantize the weights themselves read only one array. The experts are then applied
+twice: once to all rows with the home weights, and once, with the spare weights, to the rows from
+the first row of the spare slots on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .weights import Experts, paired
 
 
 class Rows(NamedTuple):
-    """The rows of a rank, and what the experts read for each row."""
+    """The rows of a rank, with their weights and a mask."""
 
     rows: Any
     """[C, H]: an array or a ``Quantized``."""
@@ -47,8 +48,8 @@ class Rows(NamedTuple):
 def to_slots(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments, placement: Placement
 ) -> tuple[Any, RouteArguments]:
-    """Return the ids of slots for those of experts, or a routing, which is already one of slots;
-    and the arguments of their route."""
+    """Return the ids of slots in place of the ids of experts, and the arguments of their route. A
+    routing is returned unchanged, because its experts are already slots."""
     if isinstance(topk_ids, AnyRouting):
         check_placement(placement, topk_ids.group.size, or_none=True)
         if topk_ids.num_experts != placement.num_slots:
@@ -75,7 +76,8 @@ def to_slots(
 
 
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape, if it fits."""
+    """Return how many slots of a rank have no weights in an array of this shape. If its first axis
+    is not the home experts, return 0."""
     home = placement.num_experts // options.group.size + options.shared_expert
     return options.num_local_experts - home if shape and shape[0] == home else 0
 
@@ -89,7 +91,7 @@ def apply_to_both(
     fetched: Experts | None,
 ) -> jax.Array:
     """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
-    rows, whose groups in ``recv`` are the home experts and then the spare slots."""
+    rows. The groups of ``recv`` are the home experts and then the spare slots."""
     sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
@@ -115,8 +117,9 @@ def apply_to_both(
 
 
 def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> Experts:
-    """Return the weights of spare slots from those of home experts, of which ``first`` are shared.
-    Transposed values do not travel, because the backward pass can transpose the values."""
+    """Return the weights of spare slots, from the weights of home experts. The ``first`` of these
+    experts are shared. Transposed values do not travel, because the backward pass can transpose the
+    values."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
@@ -125,7 +128,7 @@ def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> 
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 
-# What is computed from an array of weights without arithmetic would keep the weights.
+# A saved result of these operations would keep the fetched weights in memory.
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 
 
@@ -134,7 +137,7 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
-    """Return rows of which only some are used: the gradients of the others are zero."""
+    """Return rows, of which only some are used. Rows that are not used have zero gradients."""
     return Rows(
         _with_gradients_of(rows.rows, is_kept),
         jnp.where(is_kept, rows.weights, 0),

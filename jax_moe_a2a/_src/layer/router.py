@@ -31,9 +31,9 @@ class Router:
     those in ``per_token`` have the axis T in place of the leading axes, and those in ``whole`` are
     as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None. Ids
     outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked tokens
-    choose nothing, whatever it returns. It reads traced arrays from ``per_token`` and ``whole``:
-    over Explicit axes, JAX refuses those of the enclosing function. Define the function once, at
-    the top of a module: JAX traces a program again for another function.
+    choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
+    ``whole``: over Explicit axes, JAX refuses arrays of the enclosing function. Define the function
+    once, at the top of a module: JAX traces a program again for another function.
 
     Example:
       A hash layer chooses the expert from a token's id. Its weight is the sigmoid of the logit:
@@ -84,9 +84,9 @@ class Router:
         return dataclasses.replace(self, **fields)
 
     def replay(self, ids: ArrayLike) -> Replay:
-        """Return what ``moe`` accepts in place of the router to use given experts.
+        """Return a router for ``moe`` whose experts are already chosen.
 
-        Weights and scores are those of the router for these experts, so that gradients reach the
+        The router computes weights and scores for these experts, so that gradients reach the
         kernel. This serves reinforcement learning, where the trainer uses the experts that the
         sampler has chosen: ``statistics.choices.ids``.
 
@@ -111,8 +111,8 @@ RouterLike: TypeAlias = Router | Replay | RouterChoices
 
 
 def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Any:
-    """Return a ``RouterLike`` of the results of ``per_token`` for the arrays with leading axes of
-    tokens, and of ``whole`` for all others."""
+    """Return a ``RouterLike`` whose arrays with leading axes of tokens are results of
+    ``per_token``, and whose other arrays are results of ``whole``."""
     if isinstance(router, RouterChoices):
         return jax.tree.map(per_token, router)
     if isinstance(router, Replay):
@@ -122,8 +122,8 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of experts that a ``RouterLike`` demands, or None. Raise an error if it is
-    something else, or cannot read the tokens [..., H]."""
+    """Return the number of experts that a ``RouterLike`` demands, or None. Raise an error if
+    ``router`` is something else, or if it does not fit the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
         return None
@@ -143,7 +143,7 @@ def num_outputs(router: Any, tokens: Any) -> int | None:
 
 
 def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLike:
-    """Check what chooses experts, which ``num_outputs`` accepts, and return it with JAX arrays."""
+    """Check a ``RouterLike`` that ``num_outputs`` accepts, and return it with JAX arrays."""
     leading = tokens.shape[:-1]
     if isinstance(router, RouterChoices):
         return check_choices("router", router, leading, num_experts)
@@ -187,7 +187,8 @@ def check_router(router: RouterLike, tokens: Any, num_experts: int) -> RouterLik
 def check_choices(
     name: str, choices: object, leading: tuple[int, ...], num_experts: int
 ) -> RouterChoices:
-    """Return choices of tokens with these leading axes as JAX arrays, or raise an error."""
+    """Return choices as JAX arrays, or raise an error unless they belong to tokens with these
+    leading axes."""
     if not isinstance(choices, RouterChoices):
         raise TypeError(f"{name} must be RouterChoices; got {choices!r}")
     ids = check_ids(f"ids of {name}", choices.ids, leading, num_experts)
@@ -216,8 +217,8 @@ def check_choices(
 def choose_experts(
     router: RouterLike, tokens: jax.Array, num_experts: int, mask: jax.Array | None
 ) -> tuple[RouterChoices, jax.Array | None]:
-    """Return the choices of a rank's tokens [T, H], and their logits [T, E], or None for logits if
-    the choices were given. ``router`` is checked, and has arrays of this rank's tokens."""
+    """Return the choices of a rank's tokens [T, H] and their logits [T, E], or None for the logits
+    if ``router`` holds choices. ``router`` is checked, and has arrays of this rank's tokens."""
     if isinstance(router, RouterChoices):
         return _without_masked(router, mask), None
     own = router.router if isinstance(router, Replay) else router
@@ -228,7 +229,7 @@ def choose_experts(
         return own.choose(logits, select_bias=own.select_bias, mask=mask), logits
 
     def kept(array: jax.Array) -> jax.Array:
-        """Return an array without what masked tokens hold, which must not reach a gradient."""
+        """Return an array with zeros in masked tokens, whose content must not reach a gradient."""
         if mask is None or not jnp.issubdtype(array.dtype, jnp.floating):
             return array
         return jnp.where(_like(mask, array), array, 0)

@@ -20,9 +20,9 @@ def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 def sum_counts(axes: tuple[str, ...], counts: jax.Array, most: int) -> jax.Array:
     """Return the sums of counts [N] over mesh axes, int32 [N].
 
-    Counts travel as float32, because XLA makes one all-reduce of all sums of one dtype, those of
-    losses and of gradients included. They are exact: a count that may be large travels in pieces of
-    a few bits.
+    Counts travel as float32, because XLA makes one all-reduce of all sums of one dtype, and losses
+    and gradients are float32. The sums are exact: a count that may be large travels in pieces of a
+    few bits.
 
     Args:
       counts: int32, or float32 below 2**24; not negative.

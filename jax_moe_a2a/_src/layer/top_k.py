@@ -119,7 +119,7 @@ class TopK:
         if self.renormalize is not None:
             check_bool("renormalize", self.renormalize)
         own["scale"] = check_factor("scale", self.scale)
-        for name, value in own.items():  # such as an int for an integer of numpy
+        for name, value in own.items():  # for example an int in place of a numpy integer
             object.__setattr__(self, name, value)
 
     @scopes.router
@@ -183,7 +183,7 @@ class TopK:
 
         Returns:
           A ``RouterChoices`` with the ids, weights [..., K'], and scores as in a call. For the ids
-          that a call chose, the weights are equal to those of the call.
+          that a call chose, the weights are the call's weights.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -303,7 +303,7 @@ class TopK:
         ids: jax.Array,
         counts: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the weights of choices, of which only those that count have a share of a sum."""
+        """Return the weights of choices. Only choices that count have a share of a sum."""
         if not (self.k > 1 if self.renormalize is None else self.renormalize):
             return _at(scores, ids) * self.scale
         chosen = _at(log_scores, ids)
@@ -313,8 +313,8 @@ class TopK:
 
 
 def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys and their indices, from high to low. Of equal keys, the one with the
-    lower index comes first."""
+    """Return the highest keys and their indices, from high to low. If keys are equal, the lower
+    index is first."""
     # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
     keys = jnp.where(keys == 0, 0.0, keys)
     num = keys.shape[-1]
@@ -327,7 +327,7 @@ def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _best_by_rank(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return what ``_best`` returns, by comparing each key with all keys of its token.
+    """Return the result of ``_best``, by comparing each key with all keys of its token.
 
     ``lax.top_k`` sorts all keys on GPUs, which takes longer if there are few tokens.
     """

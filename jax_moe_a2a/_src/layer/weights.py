@@ -40,18 +40,18 @@ class Totals:
     """Names the parameters whose gradients the totals add."""
 
     def of(self, experts: Experts) -> Totals:
-        """Return the fields of experts in place of the totals."""
+        """Return the totals with the weights of experts in place of the sums."""
         return dataclasses.replace(self, w_in=experts.w_in, w_out=experts.w_out)
 
     def like(self, others: Totals) -> Totals:
-        """Return the totals in the shapes of others."""
+        """Return the totals, reshaped to the shapes of ``others``."""
         return jax.tree.map(lambda x, other: jnp.reshape(x, other.shape), self, others)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experts:
-    """The weights of experts, of which each is a network of two products.
+    """The weights of experts. Each expert is a network of two products.
 
     Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The arrays
     are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
@@ -93,7 +93,7 @@ class Experts:
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
-    """Set by ``accumulate_grads`` for weights that nothing has changed since."""
+    """Set by ``accumulate_grads``, and valid only while the weights stay unchanged."""
 
     def replace(self, **fields: Any) -> Experts:
         """Return the experts with other fields. Other weights have no totals."""
@@ -161,7 +161,7 @@ def quantize_experts(
 
     Quantized numbers have no gradient. To train, call ``quantize_experts(w, trainable=True)``
     inside the function that is differentiated, where ``w`` is a parameter. Layers then multiply in
-    FP8, and the gradients of their weights are those of ``w``.
+    FP8, and the gradients of their weights are gradients with respect to ``w``.
 
     Args:
       w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
@@ -215,8 +215,8 @@ def flat(experts: Experts) -> Experts:
 
 
 def totals_of(experts: Experts) -> Totals:
-    """Return the totals to which products of ``flat(experts)`` add. It has none if they were cast
-    like their weights."""
+    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast with
+    their weights, return a value without arrays."""
     given = experts.totals
     if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()
@@ -224,13 +224,15 @@ def totals_of(experts: Experts) -> Totals:
 
 
 def returned_totals(experts: Experts, totals: Totals) -> Totals | None:
-    """Return the totals that the products of experts returned, in the shapes of those given."""
+    """Return the totals that the products of experts returned, in the shapes of the totals that
+    were passed."""
     given = experts.totals
     return given if given is None or not totals.name else totals.like(given)
 
 
 def paired(home: Experts, spare: Experts) -> Experts:
-    """Return experts whose fields are tuples of those of home and spare experts."""
+    """Return experts whose fields are pairs: the field of the home experts and the field of the
+    spare experts."""
     pair = lambda name: (getattr(home, name), getattr(spare, name))
     biases = (None if getattr(home, name) is None else pair(name) for name in BIASES)
     lora: Any = (jax.tree.map(lambda *arrays: arrays, *pair(name)) for name in ADAPTERS)
@@ -376,13 +378,15 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
     if isinstance(w, QuantizedExperts) and w.values is None and w.source is not None:
         return QuantizedExperts(source=as_array(w.source))
     found = check_experts(name, w, may_be_pairs=may_be_pairs)
-    # Only the source has a gradient: an optimizer that updates it would leave its numbers in FP8.
+    # Only the source has a gradient, so an optimizer would update the source and leave the numbers
+    # in FP8 unchanged.
     numbers = jax.tree.map(without_gradient, dataclasses.replace(found, source=None))
     return dataclasses.replace(numbers, source=found.source)
 
 
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
-    """Raise an error if weights do not fit to products in FP8, and to those of their gradients."""
+    """Raise an error if products in FP8, or the products of their gradients, do not support the
+    weights."""
     if x.dtype not in RESULT_DTYPES:
         raise TypeError(
             f"x must be bfloat16 or float32 with products in FP8; got {short(x)}. Cast it"

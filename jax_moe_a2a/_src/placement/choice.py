@@ -35,8 +35,9 @@ def choose_slots(
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
     should receive from all ranks. Its other rows fill what the other slots should still receive.
 
-    With ``counts``, the rows of each slot differ from its share only by rounding. Otherwise, each
-    rank assumes that all ranks have as many rows of the expert, and spreads its other rows evenly.
+    With ``counts``, the rows of each slot differ from its share only by rounding. Without it, each
+    rank assumes that every rank has as many rows of the expert as it has itself, and spreads its
+    other rows evenly.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
     which may be in different slots.
@@ -80,11 +81,12 @@ def _replicas(
     num_ranks: int,
     counts: jax.Array | None,
 ) -> jax.Array:
-    """Return the index of the slot of each choice among those of its expert, int32 like ``expert``.
+    """Return, for each choice, the index of its slot among the slots of its expert, int32 like
+    ``expert``.
 
-    For each expert, the rows of all ranks lie on a line, rank after rank, and what its slots should
-    receive lies on a line of the same length, slot after slot. Rows for a rank's own slot are taken
-    out of both lines first. Then a row goes to the slot at the same place.
+    For each expert, the rows of all ranks lie on a line, rank after rank. The places in its slots
+    lie on a second line of the same length, slot after slot. Rows for a rank's own slot are taken
+    out of both lines first. Each other row goes to the slot at the same place of the second line.
     """
     num_experts, most = placement.expert_slots.shape
     if most == 1:

@@ -1,8 +1,8 @@
-"""Fill the spare slots of ranks with replicas of popular experts: a loop in NumPy and JAX, and on
-NVIDIA GPUs a kernel with equal results.
+"""Fill the spare slots of ranks with replicas of popular experts, by a loop in NumPy or JAX or, on
+NVIDIA GPUs, by a kernel with equal results.
 
-``fill_slots_p`` has the operands and results of ``fill_loop`` with leading axes, which batching
-adds. There is no derivative, because all arrays hold integers.
+``fill_slots_p`` has the operands and results of ``fill_loop``. Batching adds leading axes to them.
+There is no derivative, because all arrays hold integers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # An expert with ``most`` slots of equal shares may load each rank more than the mean.
+    # Even over ``most`` slots, an expert may have more rows per slot than the mean load of a rank.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]

@@ -1,6 +1,6 @@
-"""Plan where experts are, from how many rows each of them had.
+"""Plan the ranks of experts from the number of rows that each expert had.
 
-The code is the same for NumPy and JAX. It computes in int32, so all ranks plan the same.
+The code is the same for NumPy and JAX. It computes in int32, so that all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def plan_placement(
     Returns:
       The placement, with the shapes of ``Placement.identity(E, R, spare=spare)`` after the leading
       axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
-      call can be part of a program, and its plan is equal to NumPy's, bit for bit. Its static field
-      ``home`` is the argument, also if a plan with ``home=False`` moves nothing.
+      call can be part of a program, and its plan is equal to NumPy's, bit for bit. The static field
+      ``home`` of the placement is the argument ``home``, even if a plan with ``home=False`` moves
+      nothing.
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):

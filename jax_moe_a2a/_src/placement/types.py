@@ -27,7 +27,7 @@ class Placement:
     """The expert slots of all ranks, and the expert whose weights each slot holds.
 
     Each of R ranks has P / R expert slots; slot ``s`` is on rank ``s // (P / R)``. An expert in
-    several slots has *replicas*. The ranks exchange rows as if each slot were an expert of its own:
+    several slots has *replicas*. The ranks exchange rows as if each slot were a separate expert:
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
     A placement is a pytree of int32 arrays, so another placement of the same shapes does not
@@ -47,8 +47,8 @@ class Placement:
     num_replicas: Any
     """[..., E]: number of slots of each expert, from 1 to M."""
     share_ends: Any
-    """[..., E, M]: how much of an expert's rows its slots up to this one should receive together,
-    in units of 2**-15. It is 2**15 from the last slot on."""
+    """[..., E, M]: the share of an expert's rows that this slot and the slots before it should
+    receive together, in units of 2**-15. It is 2**15 for the last slot and after it."""
     num_ranks: int = dataclasses.field(metadata=dict(static=True))
     """R, the number of ranks."""
     home: bool = dataclasses.field(metadata=dict(static=True))
@@ -143,8 +143,8 @@ class Placement:
 def check_placement(
     placement: object, num_ranks: int, *, num_experts: int | None = None, or_none: bool = False
 ) -> Placement:
-    """Return the argument ``placement`` if it is one without leading axes for these ranks and
-    experts (None: any number). Its values are not checked."""
+    """Return the argument ``placement`` if it is a ``Placement`` without leading axes for these
+    ranks and experts (None: any number of experts). Its values are not checked."""
     if not isinstance(placement, Placement):
         kinds = "a Placement or None" if or_none else "a Placement"
         raise TypeError(f"placement must be {kinds}; got {type(placement).__name__}")
@@ -210,8 +210,8 @@ def placement_of(
 
 
 def _shares(xp: ModuleType, ends: Any) -> Any:
-    """Return nondecreasing int32 ``ends`` as shares of the last one of each line, rounded down: a
-    long division, because products would not fit in 32 bits."""
+    """Return nondecreasing int32 ``ends`` as shares of the last end of each line, rounded down.
+    This is a long division, because products would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
     rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
     for _ in range(SHARE_BITS):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..checks import check_int
 
-MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+MAX_TOP_K = 32  # the lanes of a warp hold the choices of one token
 
 
 class Sizes(NamedTuple):
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
         )
         num_rows = (1 if self.replicated else group_size) * num_tokens * top_k
         if factor is not None:
-            # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
+            # Use decimal arithmetic, so that 1.1 times 10 rows is 11 rows and not 12.
             share = Fraction(str(factor)) / group_size
             num_rows = min(num_rows, math.ceil(share * num_rows))
         shared = 0

@@ -16,7 +16,7 @@ from .plan import plan_shapes
 
 RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
 HEADER_BYTES = 6 << 20  # flags, credits and counters, before the ring
-WEIGHT_BYTES = 4  # of a router weight
+WEIGHT_BYTES = 4  # bytes of a router weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class MemoryEstimate:
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
     tokens, and the estimate of the exchange within a host. ``routing_bytes`` and ``wire_bytes`` are
-    then sums of both. The ``workspace_bytes`` between hosts count only if the kernels run there.
+    then sums over both levels. The ``workspace_bytes`` of the level between hosts are needed only
+    if the kernels run on this level.
     """
 
     @property
@@ -181,8 +182,9 @@ def memory_estimate(
         weights: int = num_choices,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level, with the sizes of each rank. A token goes to a given
-        rank with this ``chance``, with this number of weights. The routing keeps ``num_ids``."""
+        """Return the estimate of one level, from the sizes of each rank. A token goes to a given
+        rank with probability ``chance``, together with this number of weights. The routing keeps
+        ``num_ids`` ids."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
         # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
         # land.
@@ -230,7 +232,7 @@ def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[i
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
     if isinstance(fmt, NvFp4):
-        fmt = NvFp4()  # any global scale
+        fmt = NvFp4()  # the size does not depend on the global scale
     parts = jax.eval_shape(fmt.travelling.encode, token)
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 

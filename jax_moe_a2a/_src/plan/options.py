@@ -24,46 +24,47 @@ class Exchange:
     ``route`` reads only the first five options. With a ``Routing`` in place of ids, omit these
     five, or pass equal values. ``dataclasses.replace`` changes options.
 
-    An ``Exchange`` is a pytree: the array of an ``NvFp4`` as ``token_format`` is its only leaf, and
-    all other options are static. So it may be an argument of a function under ``jax.jit``. Without
-    that leaf it is hashable.
+    An ``Exchange`` is a pytree, so it may be an argument of a function under ``jax.jit``. Its only
+    leaf is the array of an ``NvFp4`` as ``token_format``; all other options are static. Without
+    this leaf, an ``Exchange`` is hashable.
 
     Attributes:
       capacity: number of rows of each rank, or None for the worst case, which drops nothing. Rows
         that do not fit are dropped and counted. The last choices of all tokens are dropped first.
       capacity_factor: capacity as a multiple of the balanced load, in place of ``capacity``. The
-        load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
-        replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` and the
-        rows of a shared expert are added to the multiple, and never more than the worst case is
-        reserved. In GShard (arXiv:2006.16668), Switch and MaxText, the factor is for each expert,
-        whose load varies more than that of a rank, so a smaller factor drops as few rows here.
+        load is balanced if every rank receives the same number of rows: ``num_tokens * top_k``, or
+        with replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` and
+        the rows of a shared expert are added to the multiple, and at most the worst case is
+        reserved. In GShard (arXiv:2006.16668), Switch and MaxText, each expert has this capacity.
+        The load of an expert varies more than the load of a rank, so this package drops as few rows
+        with a smaller factor.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
       shared_expert: True if each rank has one more expert, which receives all tokens of its own
         rank. The shared expert is the first local expert. Its rows come first, in token order, and
         use part of the capacity. It counts as choice K of each token, so K must be at most 31. For
-        ``moe``, omit it, and pass the weights of the shared expert.
+        ``moe``, omit this option, and pass the weights of the shared expert.
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` or ``moe_mlp`` completes the sum. A shared expert receives
-        ceil(T / group.size) consecutive tokens on each rank. None means False, but lets ``moe``,
-        which adds the sums itself, decide by the number of tokens. True suits decoding with few
-        tokens: no token travels.
-      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``: those
-        of a layer's result, and those of the gradient of the tokens. None means the dtype of each
+        ceil(T / group.size) consecutive tokens on each rank. None means False, except in ``moe``,
+        which adds the sums itself, and decides by the number of tokens. Use True for decoding with
+        few tokens, because no token travels.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``, for
+        the sums of a layer's result and of the gradient of the tokens. None means the dtype of each
         array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
         multiple of the format's group size. A layer decodes rows when they arrive, unless its
         weights are quantized, and computes the gradient as without a format.
-      num_chunks: for layers only: number of parts of each rank's tokens, which run one after the
-        other, each under ``jax.checkpoint``. None means 1. Memory for rows is then that of one
-        chunk, so a worst-case capacity needs about ``1/num_chunks`` of the memory. The number must
-        divide the tokens in ``moe_mlp``, but not in ``moe``. Each chunk is routed on its own:
-        ``capacity`` and ``capacity_factor`` apply to a chunk, drops are decided for each chunk, and
-        a ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk
-        makes two exchanges forward and three backward. Gradients of weights and biases are summed
-        over chunks in float32, and rounded once.
+      num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
+        chunks run one after the other, each under ``jax.checkpoint``. None means 1. The rows of
+        only one chunk need memory at a time, so a worst-case capacity needs about ``1/num_chunks``
+        of the memory. The number must divide the tokens in ``moe_mlp``, but not in ``moe``. Each
+        chunk is routed separately: ``capacity`` and ``capacity_factor`` apply to a chunk, drops are
+        decided for each chunk, and a ``Routing`` is not accepted. The backward pass dispatches each
+        chunk again, so a chunk makes two exchanges forward and three backward. Gradients of weights
+        and biases are summed over chunks in float32, and rounded once.
 
     Example:
       Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without

@@ -12,7 +12,7 @@ from jax import lax
 
 from .capacity import Sizes, shared_tokens
 
-# Arguments of indexing without negative indices. By default, JAX adds three operations for them.
+# Arguments that exclude negative indices. Otherwise JAX adds three operations to each indexing.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
@@ -80,8 +80,8 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 
 
 def renumbered_ids(ids: jax.Array, rank: jax.Array, sizes: Sizes) -> jax.Array:
-    """Return ids of an ordinary routing that has the effect of shared experts or replicated tokens:
-    int32 [T, K], or [T, K + 1] with a shared expert, where -1 sends nothing.
+    """Return the ids of an ordinary routing with the effect of shared experts or replicated tokens:
+    int32 [T, K], or [T, K + 1] with a shared expert. An id of -1 sends nothing.
 
     Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
     its rank, and is the last choice of each token of this rank. With replicated tokens, only the
@@ -196,15 +196,16 @@ class Slots(NamedTuple):
 
 
 def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
-    """Return the slots of tokens, given the rank of each choice, int32 [R, T, K], or -1. A token
+    """Return the slots of tokens, from the rank of each choice, int32 [R, T, K], or -1. A token
     uses one slot on each rank of its choices, in token order."""
     num_ranks, num_tokens, _ = choice_rank.shape
     own = lax.dynamic_index_in_dim(choice_rank, rank)
     ranks = lax.broadcasted_iota(jnp.int32, (num_ranks, 1, 1), 0)
-    # Tokens that go from this rank to each rank, then those that come here from each rank.
+    # The tokens that this rank sends to each rank, and then the tokens that it receives from each
+    # rank.
     goes = jnp.concatenate([own == ranks, choice_rank == rank]).any(axis=2)  # [2R, T]
-    # The tokens that go, in order, and then the others. XLA:CPU compiles a sort in less time than a
-    # prefix sum or a scatter.
+    # The tokens that go, in order, and then all other tokens. XLA:CPU compiles a sort in less time
+    # than a prefix sum or a scatter.
     token = lax.broadcasted_iota(jnp.int32, goes.shape, 1)
     token_of = lax.sort(jnp.where(goes, token, token + num_tokens), dimension=1)
     is_used = token_of < num_tokens
@@ -220,8 +221,8 @@ def number_slots(choice_rank: jax.Array, rank: jax.Array) -> Slots:
 
 
 def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array:
-    """Return ``slot_rows``, given which choices are of this rank, bool [R, T, K], and the row of
-    each choice of this rank, int32 [R, T, K], or a negative mark."""
+    """Return ``slot_rows`` from two arrays: bool [R, T, K] says which choices are for this rank,
+    and int32 [R, T, K] is the row of each such choice, or a negative mark."""
     if row.size == 0:
         return row
     r, k = (lax.broadcasted_iota(jnp.int32, row.shape, axis) for axis in (0, 2))
@@ -231,15 +232,16 @@ def rows_of_slots(slots: Slots, is_here: jax.Array, row: jax.Array) -> jax.Array
 
 
 def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array:
-    """Return the value of the choice of each row, int32 [num_rows]; -1 for other rows. ``row``,
-    int32 [R, T, K], is the row of each choice; ``num_rows`` for none."""
+    """Return the value of each row's choice, int32 [num_rows], or -1 for a row without a choice.
+    ``row``, int32 [R, T, K], is the row of each choice, or ``num_rows`` for a choice without a
+    row."""
     values = jnp.broadcast_to(values, row.shape).ravel()
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
 def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.Array:
     """Return which choices of this rank fit, bool [R, T, K], if choices ask for room in order: by
-    choice, then token, then source rank (docs/protocol.md, section 19). The first choice of a block
+    choice, then token, then source rank (docs/protocol.md, section 17). The first choice of a block
     of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
     choice, or the number of groups if it is not for this rank.
     """
@@ -264,10 +266,10 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first position of each group, and of elements without one, int32 [num_groups + 1],
-    and the position of each element, int32 [N], if elements are sorted by group and then in their
-    order. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
-    # A mark before the elements of each group is sorted with them, and shows where they begin.
+    """Sort elements by group and then in their order. Return the first position of each group and
+    of the elements without a group, int32 [num_groups + 1], and the position of each element, int32
+    [N]. ``group``, int32 [N], is ``num_groups`` for an element without a group."""
+    # A mark for each group is sorted before the elements of the group, and shows where they begin.
     marks = jnp.arange(num_groups + 1, dtype=jnp.int32)
     keys = jnp.concatenate([marks, group])
     order = lax.sort((keys, lax.iota(jnp.int32, keys.size)), num_keys=1)[1]
@@ -314,8 +316,9 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
-    """Merge B routings (leading axis B on every array) into one over B*T tokens and B*C rows. Each
-    keeps its own capacity and drops. There may be empty slots between used slots."""
+    """Merge B routings (leading axis B on every array) into one routing over B*T tokens and B*C
+    rows. Each of the B routings keeps its capacity and drops. Empty slots may lie between used
+    slots."""
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]
 

@@ -122,7 +122,8 @@ def check_ids(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument was passed with a routing and differs from its option."""
+    """Raise an error if an argument that was passed with a routing differs from the option of the
+    routing."""
     arguments = {**vars(given.exchange), "group": given.group, "num_experts": given.num_experts}
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, arguments[field.name], getattr(routing, field.name)
@@ -162,8 +163,8 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group, or that of names of axes, if its axes and its mesh match those in scope,
-    and the CUDA kernels can run if it needs them; otherwise raise an error."""
+    """Return the group, or the group that names of axes stand for. Raise an error if its axes or
+    its mesh do not match those in scope, or if it requires the CUDA kernels and they cannot run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

@@ -17,5 +17,5 @@ class RouterChoices(NamedTuple):
     weights: Any
     """[..., K] floats: the router weight of each choice, or None for an unweighted sum."""
     scores: Any = None
-    """[..., E] floats: the scores of all experts, for ``load_balancing_loss``; or None. Those of
-    ``TopK`` are divided by their sum, and 0 in masked tokens."""
+    """[..., E] floats: the scores of all experts, for ``load_balancing_loss``; or None. ``TopK``
+    divides its scores by their sum, and its scores of masked tokens are 0."""

@@ -14,8 +14,7 @@ from .types import RoutedRows, Routing, check_arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
-    """The routing of a group of two levels. Its rows are those of a ``Routing``, in the same
-    order.
+    """The routing of a group of two levels. It has the rows of a ``Routing``, in the same order.
 
     In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more
     with a shared expert), H the number of hosts, C the capacity, and L the number of experts per

@@ -121,8 +121,8 @@ class Routing(RoutedRows):
     token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
     it has one *row* for each of its choices.
 
-    Pass a routing on unchanged: ``dispatch`` and ``combine`` check the dtypes and shapes of its
-    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``.
+    Do not change the arrays of a routing: ``dispatch`` and ``combine`` check their dtypes and
+    shapes, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
     A shared expert is the first local expert and the last choice of each token: L counts it, and K
     is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
@@ -130,10 +130,10 @@ class Routing(RoutedRows):
     """
 
     token_slot: jax.Array
-    """[T, R]: slot of a token of this rank on each rank; -1 if that rank has none of its
+    """[T, R]: slot of each token of this rank on each rank; -1 if the rank has none of the token's
     experts."""
     slot_token: jax.Array
-    """[R, T]: the token of this rank that uses a slot of each rank's zone; -1 for an empty slot."""
+    """[R, T]: the token of this rank in each slot of each rank's zone; -1 for an empty slot."""
     choice_rank: jax.Array
     """[T, K]: rank of a choice; -1 if its id sends nothing."""
     slot_rows: jax.Array
@@ -170,7 +170,8 @@ def check_arrays(
 ) -> None:
     """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
 
-    The check protects memory: kernels read all arrays with the sizes of some.
+    The check protects memory, because kernels read all arrays with sizes that they take from some
+    arrays.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
