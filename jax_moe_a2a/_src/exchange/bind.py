@@ -43,6 +43,7 @@ def route_and_dispatch(
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
+    plan = compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME)
     return _routing_of(plan, *checked), moved
 
 
