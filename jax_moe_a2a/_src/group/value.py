@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ..plan.capacity import MAX_TOP_K
 
@@ -167,7 +167,15 @@ class GroupValue:
         ranks_of_host = int((hosts[0] == hosts[0, 0]).sum())
         if self.size % ranks_of_host:
             return None
-        divided, axes = over_hosts(mesh, self.axes[0], ranks_of_host)
+        (axis,), names, host = self.axes, list(mesh.axis_names), "host"
+        while host in names:
+            host = f"{axis}_{host}"
+        at, axes = names.index(axis), (host, axis)
+        sizes, types = list(mesh.devices.shape), list(mesh.axis_types)
+        sizes[at : at + 1] = self.size // ranks_of_host, ranks_of_host
+        names[at : at + 1] = axes
+        types[at : at + 1] = types[at], types[at]
+        divided = Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=tuple(types))
         if not are_hosts_and_ranks(hosts_of(divided, axes)):
             return None
         return divided, self._with(mesh=divided.abstract_mesh, axis_name=axes, two_level=True)
@@ -309,42 +317,6 @@ def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
     is_one_host = (hosts == hosts[:, :, :1]).all()
     first = np.sort(hosts[:, :, 0], axis=1)
     return bool(is_one_host and (first[:, 1:] != first[:, :-1]).all())
-
-
-def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[str, str]]:
-    """Return the mesh with one axis divided into hosts and ranks of a host, and their names."""
-    names, at = list(mesh.axis_names), mesh.axis_names.index(axis)
-    host = "host"
-    while host in names:
-        host = f"{axis}_{host}"
-    sizes, types = list(mesh.devices.shape), list(mesh.axis_types)
-    sizes[at : at + 1] = sizes[at] // ranks_of_host, ranks_of_host
-    names[at : at + 1] = host, axis
-    types[at : at + 1] = types[at], types[at]
-    divided = Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=tuple(types))
-    return divided, (host, axis)
-
-
-def how_to_divide(group: GroupValue, ranks_of_host: int) -> str:
-    """Return what makes a group of two levels from a group with devices, of which this many
-    consecutive ranks are on each host; '' if no such group exists."""
-    mesh = group.mesh
-    assert isinstance(mesh, Mesh)
-    hosts = group.size // ranks_of_host
-    if not (2 <= hosts <= MAX_TOP_K and ranks_of_host >= 2):
-        return ""
-    if len(group.axes) > 1:
-        sizes = tuple(mesh.shape[axis] for axis in group.axes)
-        return "pass two_level=True to the group" * (sizes == (hosts, ranks_of_host))
-    divided, axes = over_hosts(mesh, group.axes[0], ranks_of_host)
-    types = "" if AxisType.Auto in mesh.axis_types else f", axis_types={divided.axis_types}"
-    is_known = are_hosts_and_ranks(hosts_of(divided, axes))
-    return (
-        "make the mesh and the group with two axes:\n"
-        f"    mesh = jax.sharding.Mesh(mesh.devices.reshape{divided.devices.shape}, "
-        f"{divided.axis_names}{types})\n"
-        f"    group = ma.Group(mesh, {axes}{'' if is_known else ', two_level=True'})"
-    )
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:
