@@ -200,7 +200,7 @@ class Group(GroupValue):
 
         Args:
           split: True for split exchanges (``dispatch_start`` and so on), which use a second
-            workspace.
+            workspace, except with two levels.
           **sizes: arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
             ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype`` and ``exchange``.
 
@@ -221,8 +221,7 @@ class Group(GroupValue):
         for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
             if level._why_portable:
                 continue
-            # In a split exchange, the level within the host is whole.
-            kind = native.SPLIT if split and level is levels[0] else native.WHOLE
+            kind = native.SPLIT if split and not estimate.levels else native.WHOLE
             native.reserve(level.topology, of_level.half_bytes, self.timeout, kind)
             if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
                 collective_bytes = 0
