@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import compat
 from ..ad import register_constant, zero_tangent
+from ..checks import check_unsharded
 from ..group import native
 from ..group.group import Group
 from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
@@ -102,7 +103,7 @@ def _route_abstract(
     ids: compat.Aval, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[Any]:
     del emulated
-    rules.check_unsharded("topk_ids", ids, ids.ndim)
+    check_unsharded("topk_ids", ids)
     *lead, num_tokens, top_k = ids.shape
     num_groups = plan_options.num_local_experts // plan_options.parts
     shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, plan_options.capacity)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
@@ -76,8 +77,8 @@ class GroupValue:
             raise ValueError(
                 f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"
             )
-        if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
+        if cuda_graphs is not None:
+            check_bool("cuda_graphs", cuda_graphs)
 
         self._set(
             mesh=mesh,
@@ -236,24 +237,16 @@ def check_seconds(name: str, seconds: object) -> None:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the budget in a form that can be hashed."""
-    if isinstance(num_sms, tuple):  # from the field of another group
-        num_sms = dict(num_sms)
-    budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
-    for operation, number in budgets.items():
-        if operation not in OPERATIONS:
-            raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
-        if num_sms is not None and (not _is_int(number) or number < 1):
-            raise ValueError(
-                "num_sms must be a positive int, a mapping of operations to positive ints, or "
-                f"None; got {num_sms!r}"
-            )
-    return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
+    if num_sms is None:
+        return None
+    if not isinstance(num_sms, Mapping | tuple):  # a tuple is from the field of another group
+        return check_int("num_sms", num_sms, least=1)
+    budgets = dict(num_sms)
+    if unknown := budgets.keys() - OPERATIONS:
+        raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {min(unknown)!r}")
+    return tuple(sorted((n, check_int(f"num_sms[{n!r}]", budgets[n], least=1)) for n in budgets))
 
 
 def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str, ...]:
@@ -269,8 +262,8 @@ def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str
 def _check_two_level(
     mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], two_level: object
 ) -> bool:
-    if two_level is not None and not isinstance(two_level, bool):
-        raise TypeError(f"two_level must be True, False or None; got {two_level!r}")
+    if two_level is not None:
+        check_bool("two_level", two_level)
     if two_level:
         if len(axes) != 2:
             raise ValueError(
@@ -320,8 +313,8 @@ def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:
-    if size is not None and (not _is_int(size) or size < 1):
-        raise ValueError(f"size must be a positive int, the number of ranks; got {size!r}")
+    if size is not None:
+        size = check_int("size", size, least=1)
     if mesh is None:
         if size is None:
             raise ValueError("size must be given without a mesh; got None. Pass size or a mesh")
