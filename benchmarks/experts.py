@@ -8,6 +8,9 @@ their results are not read.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -75,16 +78,36 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
 
 def mosaic_product() -> Product:
     """Make the Mosaic GPU kernels that come with JAX (Hopper) differentiable."""
-    lowering.mosaic_kernels()  # raises an error if JAX has no such kernels
+    ragged_dot = _mosaic("ragged_dot").ragged_dot
+    ragged_outer = _mosaic("transposed_ragged_dot").transposed_ragged_dot
+
+    def tiles(rows: jax.Array) -> dict[str, int]:
+        """Return the tiles of all records. No record compares them with other tiles."""
+        block_m = 128 if rows.shape[0] >= 4096 else 64
+        return dict(
+            block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
+        )
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-        out = lowering.mosaic_dot(rows, w, sizes, transposed=transposed, dtype=rows.dtype)
+        out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
         # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
-    return _differentiable(
-        multiply, lambda x, y, sizes: lowering.mosaic_outer(x, y, sizes, dtype=x.dtype)
-    )
+    def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        return ragged_outer(x, y, group_sizes=sizes, **(tiles(x) | dict(block_m=128)))
+
+    return _differentiable(multiply, outer)
+
+
+def _mosaic(name: str) -> Any:
+    """Import a module of JAX's kernels, or raise an error if JAX has no such kernels."""
+    name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
+    try:
+        return importlib.import_module(name)
+    except ImportError:  # the module imports JAX's test utilities, which need more packages
+        utilities = "jax._src.test_util"
+        sys.modules.setdefault(utilities, types.ModuleType(utilities))
+        return importlib.import_module(name)
 
 
 def library_product() -> Product:

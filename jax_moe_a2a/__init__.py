@@ -68,7 +68,6 @@ from ._src.plan.memory import MemoryEstimate as MemoryEstimate
 from ._src.plan.memory import memory_estimate as memory_estimate
 from ._src.plan.options import Exchange as Exchange
 from ._src.routing.choices import RouterChoices as RouterChoices
-from ._src.routing.from_map import choices_from_map as choices_from_map
 from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.routing.types import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing.types import Routing as Routing

@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +38,6 @@ TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
 MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
-TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
 
 
@@ -203,14 +201,16 @@ def _num_gpus() -> int:
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
     """Return what to install so that JAX sees the GPUs of this machine."""
-    newest = max(12, int(driver.cuda_version().split(".")[0])) if driver else NEWEST_CUDA
-    if extension.version_of(f"jax-cuda{NEWEST_CUDA}-plugin") and newest < NEWEST_CUDA:
-        return (
-            f"the driver is too old for jax[cuda{NEWEST_CUDA}]: it supports CUDA {newest}. Update "
-            f"the driver, or pip uninstall jax-cuda{NEWEST_CUDA}-plugin "
-            f"jax-cuda{NEWEST_CUDA}-pjrt, then pip install 'jax[cuda{newest}]'"
-        )
-    return f"pip install 'jax[cuda{min(newest, NEWEST_CUDA)}]', or set JAX_PLATFORMS=cpu"
+    cuda = min(NEWEST_CUDA, max(12, _supported_cuda(driver)))
+    return (
+        f"pip install 'jax[cuda{cuda}]', without plugins of JAX for another CUDA, or set "
+        "JAX_PLATFORMS=cpu"
+    )
+
+
+def _supported_cuda(driver: _Driver | None) -> int:
+    """Return the newest major version of CUDA that the driver supports."""
+    return int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
 
 
 def _can_run_kernels(device: Any) -> bool:
@@ -231,27 +231,15 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 def _how_to_build(driver: _Driver | None) -> str:
     """Return how to build the kernels here: the driver decides which nvcc can be used, and pip
     downloads that of ``NEWEST_CUDA`` if the machine has none."""
-    command = extension.how_to_build()
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         steps.append("install a C++ compiler (g++)")
-    supported = int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
-    if supported < NEWEST_CUDA:
-        if nvcc := _nvcc_for(supported):
-            command = f"CUDACXX={nvcc} {command}"
-        else:
-            steps.append(
-                f"update the driver to one for CUDA {NEWEST_CUDA}, or install the toolkit of "
-                f"CUDA {supported} and name its nvcc in CUDACXX"
-            )
-    return ", then ".join((*steps, command))
-
-
-def _nvcc_for(supported: int) -> str | None:
-    """Return an nvcc of this machine whose code a driver for CUDA ``supported`` runs, or None."""
-    found = [shutil.which("nvcc"), *map(str, TOOLKITS.glob(f"cuda-{supported}*/bin/nvcc"))]
-    of_release = rf"release {supported}\."
-    return next((nvcc for nvcc in found if nvcc and re.search(of_release, _run(nvcc, "-V"))), None)
+    if (supported := _supported_cuda(driver)) < NEWEST_CUDA:
+        steps.append(
+            f"update the driver to one for CUDA {NEWEST_CUDA}, or name an nvcc of CUDA {supported} "
+            f"in CUDACXX (CUDACXX=/usr/local/cuda-{supported}/bin/nvcc)"
+        )
+    return ", then ".join((*steps, extension.how_to_build()))
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
@@ -265,7 +253,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     release = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")
     said = f"supports CUDA {driver.cuda_version()}" + (f", release {release[0]}" * bool(release[0]))
     built = re.match(r"CUDA (\d+)", native.cuda_build())
-    if wanted and built and int(built[1]) > int(driver.cuda_version().split(".")[0]):
+    if wanted and built and int(built[1]) > _supported_cuda(driver):
         return _failed(
             "driver",
             f"{said}; the kernels were built with {native.cuda_build()}",

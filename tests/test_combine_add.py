@@ -247,24 +247,6 @@ def test_only_what_has_a_tangent_is_exchanged(weighted):
     assert counts("addend") == ({}, [])
 
 
-@pytest.mark.exchanges(0)
-def test_unused_arrays_of_a_pytree_drop_out():
-    group = harness.emulated_group(2)
-
-    def fn(ids, y, weights, addend):
-        del weights
-        routing = ma.route(ids, **cases.CUT.route_args(group))
-        return ma.combine((y, 2 * y), routing, add=(addend, jnp.sin(addend)))[0]
-
-    args = arrays(4)
-    assert traced(fn, *args) == ({"route": 1, "combine": 1}, [1])
-    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), args)
-    jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked).jaxpr
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    assert "sin" not in {eqn.primitive.name for eqn in harness.equations(jaxpr)}
-    assert traced(lambda *args: 0 * fn(*args).shape[0], *args) == ({}, [])
-
-
 # Batches
 
 

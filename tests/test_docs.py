@@ -319,7 +319,7 @@ def test_public_functions_have_a_worked_example():
 
 EXAMPLES = (
     *("route", "dispatch", "combine", "overlap"),
-    *("Group", "memory_estimate", "choices_from_map", "Exchange", "expert_load"),
+    *("Group", "memory_estimate", "Exchange", "expert_load"),
     *("Router", "TopK", "load_balancing_loss", "router_z_loss", "update_select_bias"),
     "quantile_select_bias",
     *("moe", "moe_partition_specs", "init_moe"),

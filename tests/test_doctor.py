@@ -204,17 +204,9 @@ def test_gpus_that_jax_does_not_see_are_a_failure_unless_the_cpu_is_meant(monkey
     assert "lists 2 GPUs" in found.said and "jax[cuda13]" in found.advice
 
 
-@pytest.mark.parametrize(
-    ("plugin", "cuda", "advice"),
-    [
-        ("0.12.0", "12.8", "the driver is too old for jax[cuda13]: it supports CUDA 12."),
-        (None, "12.8", "pip install 'jax[cuda12]'"),
-        (None, "14.1", "pip install 'jax[cuda13]'"),
-    ],
-)
-def test_the_advice_for_unseen_gpus_fits_the_driver(monkeypatch, plugin, cuda, advice):
-    monkeypatch.setattr(extension, "version_of", lambda name: plugin)
-    assert doctor._how_jax_sees_gpus(Driver(cuda=cuda)).startswith(advice)
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("14.1", "cuda13")])
+def test_the_advice_for_unseen_gpus_fits_the_driver(cuda, extra):
+    assert f"'jax[{extra}]'" in doctor._how_jax_sees_gpus(Driver(cuda=cuda))
 
 
 def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
@@ -232,20 +224,13 @@ def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
     [
         ({"g++"}, "13.0", "{build}"),
         (set(), "13.0", "install a C++ compiler (g++), then {build}"),
-        (
-            {"g++"},
-            "12.8",
-            "update the driver to one for CUDA 13, or install the toolkit of CUDA 12",
-        ),
-        ({"g++", "nvcc"}, "12.8", "CUDACXX=/bin/nvcc {build}"),
+        ({"g++"}, "12.8", "update the driver to one for CUDA 13, or name an nvcc of CUDA 12"),
     ],
 )
-def test_the_advice_to_build_fits_the_machine(monkeypatch, tmp_path, programs, cuda, steps):
+def test_the_advice_to_build_fits_the_machine(monkeypatch, programs, cuda, steps):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(doctor, "TOOLKITS", tmp_path)
     which = lambda name: f"/bin/{name}" if name in programs else None
     monkeypatch.setattr(doctor.shutil, "which", which)
-    monkeypatch.setattr(doctor, "_run", lambda *command: "release 12.4, V12.4.1")
     advice = doctor._how_to_build(Driver(cuda=cuda))
     assert advice.startswith(steps.format(build=extension.how_to_build()))
     assert advice.endswith(extension.how_to_build())

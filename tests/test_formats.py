@@ -20,11 +20,9 @@ import small_layer
 from format_oracle import E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, decode, encode
 from fuzz.draw import FORMATS
 from jax import lax
-from jax.interpreters import partial_eval
 from small_layer import routing_of
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import api
 from jax_moe_a2a._src.formats import formats
 
 pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
@@ -617,42 +615,6 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     mapped = (small_layer.on_all_ranks(f, group.mesh, check_vma=check_vma) for f in programs)
     actual, expected = (small_layer.compiled(fn)(ids, x, direction) for fn in mapped)
     assert_same_trees(actual, expected)
-
-
-@pytest.mark.parametrize("tokens", (SMALL.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
-def test_unused_results_of_a_format_are_not_made(tokens):
-    """Values and scales are removed together. Without them the format and its scale are removed
-    too, and so are scales of tokens."""
-    group, layout = harness.group_of(RANKS), dataclasses.replace(SMALL, tokens=tokens)
-    ids = cases.Case(layout, "masked").ids(RANKS)
-    x = np.ones((RANKS, tokens, SMALL.hidden), np.float32)
-    weights, scales = np.ones(ids.shape, np.float32), np.ones((RANKS, tokens), np.float32)
-
-    def payload_of(pick):
-        def of(ids, x, weights, scales):
-            fmt = ma.NvFp4(global_scale=scales)
-            recv = ma.dispatch(
-                (x, x[:, :64]),
-                ids,
-                weights,
-                **harness.exchanging(layout.route_args(group), token_format=fmt),
-            )
-            return pick(recv)
-
-        closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, weights, scales)
-        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-        name = "routed_dispatch" if tokens == SMALL.tokens else "dispatch"
-        (eqn,) = small_layer.equations(jaxpr, name)
-        shapes = small_layer.shapes_of_one_rank(eqn)
-        payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
-        return payload, eqn.params["options"].token_format is not None
-
-    a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
-    assert payload_of(lambda recv: recv) == ([a, b, choices, choices, scale], True)
-    assert payload_of(lambda recv: recv.rows[1].scales) == ([b, scale], True)
-    assert payload_of(lambda recv: recv.rows[0].values) == ([a, scale], True)
-    assert payload_of(lambda recv: recv.weights) == ([choices], False)
-    assert payload_of(lambda recv: recv.global_scales) == ([choices], False)
 
 
 def two_by_two(axes, axis_type):

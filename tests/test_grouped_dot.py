@@ -1,8 +1,8 @@
 """Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
 On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
-kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
-MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
+kernel ("table"); and products in place of `lax.ragged_dot` that mask less ("careless"). With
+MOE_A2A_TEST_GPU=1: the kernel and `lax.ragged_dot`.
 
 Rows after the last group are NaN and infinite in every operand of every test.
 """
@@ -97,21 +97,18 @@ def careless_outer(x, y, sizes, *, dtype):
 def only(path):
     """Lower every product for one path."""
     jax.clear_caches()
-    as_on_gpu = path in ("table", "careless")
+    as_on_gpu = path == "table"
     with pytest.MonkeyPatch.context() as patch:
         if path == "table":
             empty = lambda dtype, *sizes: "the product is empty" if 0 in sizes else ""
             patch.setattr(lowered, "why_no_kernel", empty)
             patch.setattr(native, "register_targets", lambda: None)
             patch.setattr(lowered, "call", read_table)
-        if path in ("mosaic", "careless", "lax"):
+        if path == "lax":
             patch.setattr(native, "has_grouped_gemm", lambda: False)
         if path == "careless":
-            patch.setattr(lowered, "_why_no_mosaic", lambda *args: "")
-            patch.setattr(lowered, "mosaic_dot", careless_dot)
-            patch.setattr(lowered, "mosaic_outer", careless_outer)
-        if path == "lax":
-            patch.setattr(lowered, "_why_no_mosaic", lambda *args: "the test hides it")
+            patch.setattr(reference, "ragged_dot", careless_dot)
+            patch.setattr(reference, "ragged_outer", careless_outer)
         for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():
             mlir.register_lowering(primitive, paths.lowering(primitive, rule), platform="cpu")
         yield
@@ -120,16 +117,13 @@ def only(path):
     jax.clear_caches()
 
 
-PATHS = ("kernel", "mosaic", "lax") if harness.ON_GPU else ("table", "careless", "lax")
+PATHS = ("kernel", "lax") if harness.ON_GPU else ("table", "careless", "lax")
 
 
 @pytest.fixture(scope="module", params=PATHS)
 def path(request):
     with only(request.param):
         yield request.param
-
-
-BY_OTHERS = ("mosaic", "careless")
 
 
 # The oracle, in float64. Rows that no group has are zero in its results.
@@ -157,7 +151,7 @@ CASES = dict(
     tail=(200, 64, 136, [50, 0, 70, 1, 40]),
     empty_ends=(90, 128, 128, [0, 0, 60, 20, 0]),
     all_empty=(40, 64, 64, [0, 0, 0]),
-    mosaic=(700, 256, 128, [130, 0, 257, 1, 200]),
+    tiles=(700, 256, 128, [130, 0, 257, 1, 200]),
     no_rows=(0, 64, 64, [0, 0]),
     no_groups=(16, 64, 64, []),
     no_columns=(16, 0, 64, [5, 6]),
@@ -230,9 +224,9 @@ if harness.ON_GPU:
 @pytest.mark.parametrize("case", CASES)
 def test_products_and_first_derivatives(path, case, dtype, tail):
     num_rows, k, n, sizes = CASES[case]
-    if path in BY_OTHERS and (case not in ("mosaic", "empty_ends") or dtype == "float32"):
-        pytest.skip("JAX's kernels do not run such products")
-    if dtype == "float16" and case not in ("tail", "large", "mosaic"):
+    if path == "careless" and (case not in ("tiles", "empty_ends") or dtype == "float32"):
+        pytest.skip("as with other cases")
+    if dtype == "float16" and case not in ("tail", "large", "tiles"):
         pytest.skip("as with bfloat16")
     rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
 
@@ -266,8 +260,8 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
 def test_gradients_of_weights_are_added_to_totals(path, case, dtype):
     """The kernel rounds no gradient, and the totals of groups without rows keep all bits."""
     num_rows, k, n, sizes = CASES[case]
-    if path in BY_OTHERS and case not in ("mosaic", "empty_ends"):
-        pytest.skip("JAX's kernels do not run such products")
+    if path == "careless" and case not in ("tiles", "empty_ends"):
+        pytest.skip("as with other cases")
     rows, _, ct, *_ = arrays(num_rows, k, n, sizes, dtype)
     total = 100 * normal(7, (len(sizes), k, n), "float32")
     is_empty = np.array(sizes, int) == 0
@@ -364,7 +358,7 @@ def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
 )
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32")[: 1 + harness.ON_GPU])
 def test_vmap_of_any_operand(path, has, dtype):
-    if path in BY_OTHERS and (dtype == "float32" or has.count(True) == 2):
+    if path == "careless" and (dtype == "float32" or has.count(True) == 2):
         pytest.skip("enough with the others")
     rows, w, sizes, cts = batch(*has, dtype)
     operands = [
@@ -402,8 +396,8 @@ def test_vmap_of_any_operand(path, has, dtype):
 
 
 def test_nan_in_a_group_stays_in_the_group(path):
-    if path in BY_OTHERS:
-        pytest.skip("JAX's kernel for the gradient masks by a product, and lets it into neighbours")
+    if path == "careless":
+        pytest.skip("its gradient masks by a product, and lets it into neighbours")
     sizes = [30, 20, 40]
     rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
     rows[35] = np.nan

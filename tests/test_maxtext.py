@@ -240,13 +240,10 @@ def test_enable_can_be_repeated_and_undone(install):
 
 def test_versions_and_signatures_that_are_not_supported_are_refused(install):
     install("0.1.9")
-    with pytest.raises(ImportError, match=r"supports MaxText 0\.2\.4 and 0\.2\.5; found 0\.1\.9"):
+    with pytest.raises(ImportError, match=r"needs MaxText 0\.2\.5; found 0\.1\.9"):
         maxtext.enable()
     layer = install("0.2.5", get_topk=lambda self, gate_logits: None)
-    with pytest.raises(ImportError, match=r"RoutedMoE\.get_topk of 0\.2\.5 .* \(gate_logits\)"):
-        maxtext.enable()
-    install("0.2.4")
-    with pytest.raises(ImportError, match=r"RoutedMoE\.sparse_matmul of 0\.2\.4"):
+    with pytest.raises(ImportError, match=r"RoutedMoE\.get_topk has .* \(gate_logits\)"):
         maxtext.enable()
     assert layer.sparse_matmul is RoutedMoE.sparse_matmul
 

@@ -201,7 +201,7 @@ def test_replicas_compute_in_fp8(kind):
 def test_chunks_fetch_once():
     # A fetch and its transpose, and the exchanges of a chunk: two, and three in the backward pass.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
-    assert found == dict(combine=1 + 2, dispatch=1 + 1, routed_dispatch=2)
+    assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
 
 def exchanges_of(fn, *args):
@@ -240,7 +240,7 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     # The exchanges of the gradients of outputs and tokens, the second fetch, and the exchange of
     # the gradient of the fetch.
     found = exchanges_of(both, *args)
-    assert found == dict(combine=1 + 2, dispatch=1 + 2, routed_dispatch=1)
+    assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
     kept = [x.shape for x in jax.tree.leaves(transpose)]
     assert (RANKS, 1, WIDTH, HIDDEN) not in kept and (RANKS, LOCAL, WIDTH, HIDDEN) in kept

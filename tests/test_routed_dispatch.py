@@ -1,7 +1,6 @@
 """A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
-Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py. Dead code:
-in test_dce.py.
+Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py.
 """
 
 import functools
@@ -84,8 +83,8 @@ def layer_by(dispatch, group=None):
 
 
 @pytest.mark.exchanges(0)
-def test_tangents_and_cotangents_use_the_existing_routing():
-    """Nothing is routed again, and integers of the result have no tangents."""
+def test_derivatives_have_a_route_and_dispatches_of_their_own():
+    """Tangents route nothing again, and integers of the result have none."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(layer_by(at_once))
 
@@ -93,7 +92,7 @@ def test_tangents_and_cotangents_use_the_existing_routing():
         return jax.jvp(lambda *floats: layer(*floats, ids), floats, directions)
 
     counted = small_layer.counts(tangents, floats, small_layer.directions(RANKS))
-    assert counted == {"routed_dispatch": 1, "dispatch": 1, "weighted_combine": 2}
+    assert counted == {"route": 1, "dispatch": 2, "weighted_combine": 2}
 
     def recv_tangents(x, dx):
         def recv(x):

@@ -4,7 +4,6 @@ direction.
 Comparisons are exact: on small integers in float32, or with the sums of the oracle.
 """
 
-import dataclasses
 import functools
 
 import cases
@@ -32,7 +31,7 @@ def maps():
     ids = small_layer.arguments(RANKS).ids
 
     def dispatch_of_one(x, topk_weights, ids):
-        recv = ma.dispatch(x, ids, topk_weights, **route_args(group))
+        recv = ma.dispatch(x, ma.route(ids, **route_args(group)), topk_weights)
         return recv.rows, recv.weights
 
     def combine_of_one(y, ids):
@@ -107,52 +106,6 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
     out, ct_y, ct_weights = small_layer.compiled(of_all_ranks)(y, weights, g, ids)
     assert np.vdot(out, g) == np.vdot(y, ct_y) == np.vdot(weights, ct_weights) != 0
-
-
-def linear_layer(num_tokens, **options):
-    """Return (layer, x, topk_weights): a weighted layer whose experts are linear, on all ranks."""
-    group = harness.group_of(RANKS)
-    layout = dataclasses.replace(LAYOUT, tokens=num_tokens) if num_tokens else LAYOUT
-    rng = np.random.default_rng(0)
-    shape = (RANKS, layout.tokens, layout.top_k)
-    ids = rng.integers(-1, layout.num_experts(RANKS), shape).astype(np.int32)
-    x = integers(layout.tokens, layout.hidden)
-    topk_weights = integers(layout.tokens, layout.top_k, seed=3)
-
-    def of_one_rank(x, topk_weights, ids):
-        recv = ma.dispatch(
-            x, ids, topk_weights, **harness.exchanging(route_args(group, layout), options)
-        )
-        return ma.combine(3 * recv.rows, recv)
-
-    def layer(x, topk_weights):
-        return small_layer.on_all_ranks(of_one_rank)(x, topk_weights, ids)
-
-    return layer, x, topk_weights
-
-
-@pytest.mark.exchanges(lambda options: 7 if options else 10)
-@pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
-@pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
-def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
-    """Known weights travel in an exchange of their own, so that the product is linear."""
-    layer, x, topk_weights = linear_layer(num_tokens, **options)
-    g = np.ones_like(x)
-
-    @small_layer.compiled
-    def program(x, topk_weights, g):
-        out, vjp = jax.vjp(layer, x, topk_weights)
-        in_x = lambda x: layer(x, topk_weights)
-        in_weights = lambda topk_weights: layer(x, topk_weights)
-        transposed = [jax.linear_transpose(jax.jit(in_x), x)(g)[0]]
-        if not options:  # otherwise it is affine: the shared expert's weight is 1
-            transposed.append(jax.linear_transpose(in_weights, topk_weights)(g)[0])
-        return vjp(g), transposed
-
-    expected, transposed = program(x, topk_weights, g)
-    for actual, ct in zip(transposed, expected):
-        assert np.abs(ct).sum() > 0
-        small_layer.assert_close(actual, ct)
 
 
 @pytest.mark.exchanges(0)
@@ -232,7 +185,9 @@ def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
         harness.assert_same_bytes(ct_topk, back, routing)
 
 
-WHOLE = {"routed_dispatch": 1, "weighted_combine": 1, "weighted_dispatch": 1, "combine": 1}
+WHOLE = {
+    name: 1 for name in ("route", "dispatch", "weighted_combine", "weighted_dispatch", "combine")
+}
 
 
 @pytest.mark.exchanges(0)
@@ -242,7 +197,7 @@ def test_the_gradient_of_a_layer_moves_rows_once_each_way():
     jaxpr = jax.make_jaxpr(jax.grad(loss, OF_FLOATS))(*floats)
     assert harness.count_primitives(jaxpr) == WHOLE
     # Forward: rows and weights together. Backward: the gradient of the result, once, for both.
-    (dispatch,) = small_layer.equations(jaxpr, "routed_dispatch")
+    (dispatch,) = small_layer.equations(jaxpr, "dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES])
     (back,) = small_layer.equations(jaxpr, "weighted_dispatch")
     assert small_layer.shapes_of_one_rank(back)[0] == TOKENS
@@ -269,5 +224,5 @@ def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_sha
     gradient = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layers), ids), OF_FLOATS)
     expected = {name: 3 * count for name, count in WHOLE.items()}
     if shared:
-        expected |= {"route": 1, "dispatch": expected.pop("routed_dispatch")}
+        expected["route"] = 1
     assert small_layer.counts(gradient, *floats) == expected

@@ -50,7 +50,8 @@ def test_the_emulation_keeps_the_primitives_and_their_gradient():
     floats, ids, _ = arguments()
     gradient = jax.grad(small_layer.loss_of(emulated_layer(), ids), OF_FLOATS)
     assert small_layer.counts(gradient, *floats) == {
-        "routed_dispatch": 1,
+        "route": 1,
+        "dispatch": 1,
         "weighted_combine": 1,
         "weighted_dispatch": 1,
         "combine": 1,

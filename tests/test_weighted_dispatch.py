@@ -151,41 +151,6 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each():
         assert counted == {"route": 1, "dispatch": num_moved}
 
 
-@pytest.mark.exchanges(5)
-def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
-    (g, rows, weights), ids = arguments()
-    (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
-    cotangents = [ct_dotted], [ct_scaled]  # like scaled and dotted: a row each, a number each
-
-    def weigh(g):
-        return of_all_ranks(fused)(g, rows, weights, ids)
-
-    def transposed(cotangents):
-        return jax.linear_transpose(weigh, g)(cotangents)[0]
-
-    def twice(g):
-        return jax.linear_transpose(transposed, cotangents)(g)[0]
-
-    assert small_layer.counts(transposed, cotangents) == {"route": 1, "weighted_combine": 1}
-    assert small_layer.counts(twice, g) == {"route": 1, "weighted_dispatch": 1}
-
-    @small_layer.compiled
-    def program(g, cotangents):
-        return weigh(g), transposed(cotangents), twice(g)
-
-    out, ct_g, again = program(g, cotangents)
-    small_layer.assert_same(again, out)
-    forward = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(cotangents)))
-    assert forward == np.vdot(ct_g, g) != 0
-
-    @small_layer.compiled
-    def expected(cotangents):
-        in_two_steps = lambda g: of_all_ranks(separate)(g, rows, weights, ids)
-        return jax.linear_transpose(in_two_steps, g)(cotangents)[0]
-
-    small_layer.assert_same(ct_g, expected(cotangents))
-
-
 @pytest.mark.exchanges(0)
 def test_cotangents_that_are_zero_move_nothing():
     (g, rows, weights), ids = arguments()

@@ -59,6 +59,15 @@ def check_floats(name: str, array: Any, remedy: str = "Cast it first") -> None:
         raise TypeError(f"{name} must hold floats of 16 bits or more; got {short(array)}. {remedy}")
 
 
+def check_unsharded(name: str, aval: Any, num_axes: int | None = None) -> None:
+    """Raise a TypeError if an Explicit mesh axis shards one of the first axes of an array."""
+    if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
+        raise TypeError(
+            f"{name} must not be sharded along tokens or rows by an Explicit mesh axis: make that "
+            f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
+        )
+
+
 def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
     """Return ``value`` as an int of at least ``least``; otherwise raise an error with its name."""
     try:

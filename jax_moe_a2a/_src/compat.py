@@ -13,7 +13,7 @@ from jax import lax
 from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.mlir import lower_per_platform
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.lib.mlir import ir
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.source_info_util import Scope, current_name_stack
@@ -178,57 +178,21 @@ def register_dce_rule(
     pe.dce_rules[primitive] = of_any
 
 
-def register_partial_eval_rule(
-    primitive: Primitive, choose: Callable[..., Callable[..., list[Any]] | None]
-) -> None:
-    """Register a rule that replaces a primitive if some of its operands are known:
-    ``choose(known, **params)`` returns a function of the operands and parameters that binds other
-    primitives, of which some may be known, or None to keep the primitive."""
-
-    def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        bind_others = choose([tracer.is_known() for tracer in tracers], **params)
-        if bind_others is None:
-            return trace.default_process_primitive(primitive, tracers, params)
-        with core.set_current_trace(trace):
-            return bind_others(*tracers, **params)
-
-    pe.custom_partial_eval_rules[primitive] = rule
-
-
-def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> None:
-    """Register ``rule(saves, unknown, instantiated, eqn)`` for ``jax.checkpoint``, where
-    ``saves(primitive, *avals, **params)`` tells if the policy saves the results of a primitive.
-
-    The rule returns the equations of the forward and of the backward pass, which outputs are
-    unknown, which outputs the backward pass computes, and the variables that it needs.
-    """
-
-    def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
-        def saves(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
-            verdict = policy(primitive, *avals, **params)
-            return verdict if isinstance(verdict, bool) else not isinstance(verdict, RecomputeType)
-
-        return rule(saves, *args)
-
-    pe.partial_eval_jaxpr_custom_rules[primitive] = with_policy
-
-
 # JAX applies checkpoint names to linear values, too, but has no transpose rule for names.
 ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
-def never_saved(
-    saves: Callable[..., bool], unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Equation
-) -> tuple:
-    """Apply the remat rule of a primitive whose results no policy saves."""
-    del saves
-    needs = [
-        x
-        for x, inst in zip(eqn.invars, instantiated, strict=True)
-        if not inst and isinstance(x, core.Var)
-    ]
-    is_unknown, every = any(unknown), [True] * len(eqn.outvars)
-    return None if is_unknown else eqn, eqn, [is_unknown for _ in every], every, needs
+def never_save(primitive: Primitive) -> None:
+    """Make the backward pass of ``jax.checkpoint`` compute the results of a primitive again, with
+    any policy."""
+
+    def rule(_: Any, unknown: Any, instantiated: Sequence[bool], eqn: Equation) -> tuple:
+        pairs = zip(eqn.invars, instantiated, strict=True)
+        needs = [x for x, inst in pairs if not inst and isinstance(x, core.Var)]
+        is_unknown, every = any(unknown), [True] * len(eqn.outvars)
+        return None if is_unknown else eqn, eqn, [is_unknown for _ in every], every, needs
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
 def traced_function() -> object | None:
@@ -240,12 +204,6 @@ def traced_function() -> object | None:
         if trace is None:
             return None
     return trace
-
-
-def with_variables(eqn: Equation) -> Any:
-    """Return the equation with a variable for each of its results, unused results included."""
-    outvars = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    return eqn.replace(outvars=outvars)
 
 
 def process_id() -> int:

@@ -12,9 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 import jax_moe_a2a as ma
 
-from .._src.checks import fitting_experts
 from .._src.layer.axes import AxesLike as AxesLike
-from .._src.layer.axes import as_axes
 
 Fp8: TypeAlias = Literal["train", "frozen"]
 
@@ -31,20 +29,8 @@ class Layer:
     fp8: Fp8 | None
 
     def __post_init__(self) -> None:
-        """Raise an error if options do not fit together."""
-        if not isinstance(self.config, ma.MoEConfig):
-            raise TypeError(
-                f"config must be a MoEConfig; got {self.config!r}. Pass ma.MoEConfig(hidden, "
-                "expert_hidden, num_experts, choose)"
-            )
         if self.fp8 not in (None, *get_args(Fp8)):
             raise ValueError(f'fp8 must be "train", "frozen" or None; got {self.fp8!r}')
-        group, num_experts = as_axes(self.axes).experts, self.config.num_experts
-        if isinstance(group, ma.Group) and num_experts % group.size:
-            raise ValueError(
-                f"num_experts must be a multiple of the group's size {group.size}; got "
-                f"{num_experts}. {fitting_experts(num_experts, group.size)}"
-            )
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Draw the parameters, where they belong if a mesh is in scope."""
@@ -68,10 +54,10 @@ class Layer:
         x: jax.Array,
         *,
         select_bias: jax.Array | None,
-        replay: ArrayLike | None,
-        per_token: object,
-        whole: object,
-        experts: ma.Experts | None,
+        replay: ArrayLike | None = None,
+        per_token: object = None,
+        whole: object = None,
+        experts: ma.Experts | None = None,
         **options: Any,
     ) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer, with more options of ``moe``. The router computes in the larger one of

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
@@ -44,19 +44,7 @@ class MoE(linen.Module):
         return _layer_of(self).experts({name: _unboxed(param) for name, param in params.items()})
 
     @linen.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: ArrayLike | None = None,
-        router_input: ArrayLike | None = None,
-        replay: ArrayLike | None = None,
-        per_token: object = None,
-        whole: object = None,
-        shared_weights: ArrayLike | None = None,
-        experts: ma.Experts | None = None,
-        placement: ma.Placement | None = None,
-    ) -> tuple[jax.Array, ma.MoEStatistics]:
+    def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks: as a call of ``nnx.MoE``, except that
         ``module.experts(params)`` is the argument of ``quantize_experts``."""
         layer = _layer_of(self)
@@ -77,19 +65,7 @@ class MoE(linen.Module):
             box: Any = linen.Partitioned(zeros, names=tuple(P()))
             variable: Any = self.variable("router_state", "select_bias", lambda: box, unbox=False)
             select_bias = _unboxed(variable.value)
-        return layer(
-            arrays,
-            x,
-            select_bias=select_bias,
-            mask=mask,
-            router_input=router_input,
-            replay=replay,
-            per_token=per_token,
-            whole=whole,
-            shared_weights=shared_weights,
-            experts=experts,
-            placement=placement,
-        )
+        return layer(arrays, x, select_bias=select_bias, **options)
 
 
 def _layer_of(module: MoE) -> Layer:

@@ -24,19 +24,8 @@ from .._src.layer.parameters import names_of
 from .._src.plan.options import check_exchange
 
 
-class _Version(NamedTuple):
-    """The parts of the routed layer of one version of MaxText that ``enable`` relies on."""
-
-    signatures: Mapping[str, str]
-    """Parameters of each method that is replaced or called."""
-    is_loss_before_bias: bool
-    """True if the balance loss reads router scores without the bias of loss-free balancing."""
-    counts_with_accumulation: bool
-    """True if the trainer takes counts of tokens, not updates, when it accumulates gradients."""
-
-
 class _RoutedMoE(Protocol):
-    """MaxText's layer. ``_VERSIONS`` has the parameters of its methods."""
+    """MaxText's layer. ``_SIGNATURES`` has the parameters of its methods."""
 
     mesh: Mesh
     config: Any
@@ -50,6 +39,7 @@ class _RoutedMoE(Protocol):
     _logical_to_mesh_axes: Callable[..., P | None]
     _maybe_shard_with_pspec: Callable[..., jax.Array]
     apply_ffn_activation: Callable[..., jax.Array]
+    get_ragged_buffer_factor: Callable[[], float]
     get_topk: Callable[..., tuple[jax.Array, jax.Array]]
     load_balance_loss: Callable[..., Any]
     megatron_seq_aux_loss: Callable[..., jax.Array]
@@ -57,36 +47,20 @@ class _RoutedMoE(Protocol):
 
 
 _KERNELS = "w0_kernel w1_kernel wo_kernel w0_bias w1_bias wo_bias"
-_COMMON = {
+# The version of MaxText that ``enable`` supports, and the parameters of methods that it replaces or
+# calls.
+_VERSION = "0.2.5"
+_SIGNATURES = {
     "_logical_to_mesh_axes": "logical_name",
     "_maybe_shard_with_pspec": "inputs pspec logical_axes",
     "apply_ffn_activation": "layer_w0 layer_w1",
     "should_update_load_balance": "",
-}
-_VERSIONS = {
-    "0.2.4": _Version(
-        _COMMON
-        | {
-            "sparse_matmul": f"inputs gate_logits pre_bias_logits {_KERNELS} input_ids",
-            "get_topk": "gate_logits pre_bias_logits rngs input_ids",
-            "load_balance_loss": "top_k_indices logits",
-        },
-        is_loss_before_bias=False,
-        counts_with_accumulation=False,
-    ),
-    "0.2.5": _Version(
-        _COMMON
-        | {
-            "sparse_matmul": f"inputs gate_logits pre_bias_logits {_KERNELS} input_ids "
-            "forced_routed_experts",
-            "get_topk": "gate_logits pre_bias_logits rngs input_ids forced_routed_experts",
-            "load_balance_loss": "top_k_indices logits density_prob",
-            "megatron_seq_aux_loss": "scores",
-            "get_ragged_buffer_factor": "",
-        },
-        is_loss_before_bias=True,
-        counts_with_accumulation=True,
-    ),
+    "sparse_matmul": f"inputs gate_logits pre_bias_logits {_KERNELS} input_ids "
+    "forced_routed_experts",
+    "get_topk": "gate_logits pre_bias_logits rngs input_ids forced_routed_experts",
+    "load_balance_loss": "top_k_indices logits density_prob",
+    "megatron_seq_aux_loss": "scores",
+    "get_ragged_buffer_factor": "",
 }
 
 _ENABLED = "while jax_moe_a2a computes the experts"
@@ -122,9 +96,8 @@ _DECIDED = "capacity", "capacity_factor", "shared_expert", "replicated", "num_ch
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The arguments of ``enable``, and the version of MaxText."""
+    """The arguments of ``enable``."""
 
-    version: _Version
     fp8: bool
     exchange: ma.Exchange
     group: Mapping[str, Any]
@@ -155,7 +128,7 @@ def enable(
       **group_options: arguments of ``Group``, for example ``num_sms`` or ``timeout``.
 
     Raises:
-      ImportError: if MaxText is not installed, or its version is not supported.
+      ImportError: if MaxText is not installed, or its version is not 0.2.5.
       TypeError: if an option of the group is unknown, or another argument has the wrong type.
       ValueError: if ``exchange`` has an option that MaxText's config decides.
     """
@@ -167,10 +140,9 @@ def enable(
                 f"{name} must be omitted in the exchange of enable, because MaxText's config "
                 f"decides it; got {value!r}. Set it in the config"
             )
-    module, version = _supported_maxtext()
+    routed_moe = _supported_layer()
     disable()
-    options = _Options(version, check_bool("fp8", fp8), exchange, group_options)
-    routed_moe = module.RoutedMoE
+    options = _Options(check_bool("fp8", fp8), exchange, group_options)
     init, call = routed_moe.__init__, routed_moe.__call__
 
     @functools.wraps(init)
@@ -204,28 +176,28 @@ def disable() -> None:
         setattr(importlib.import_module("maxtext.layers.moe").RoutedMoE, name, method)
 
 
-def _supported_maxtext() -> tuple[Any, _Version]:
-    """Return MaxText's module of the layer and its version, or raise an error."""
-    supported = f"enable supports MaxText {' and '.join(_VERSIONS)}"
+def _supported_layer() -> Any:
+    """Return MaxText's class of the layer, or raise an error."""
+    needed = f"enable needs MaxText {_VERSION}"
     try:
         found = importlib.import_module("maxtext.version").__version__
     except ImportError as error:
-        remedy = f"pip install maxtext=={list(_VERSIONS)[-1]}"
-        raise ImportError(f"{supported}; found none that Python can import: {remedy}") from error
-    if found not in _VERSIONS:
-        raise ImportError(f"{supported}; found {found}. Install a supported version")
-    module, version = importlib.import_module("maxtext.layers.moe"), _VERSIONS[found]
-    for name, expected in version.signatures.items():
-        method = _replaced.get(name) or getattr(module.RoutedMoE, name, None)
+        remedy = f"pip install maxtext=={_VERSION}"
+        raise ImportError(f"{needed}; found none that Python can import: {remedy}") from error
+    if found != _VERSION:
+        raise ImportError(f"{needed}; found {found}. Install that version")
+    layer = importlib.import_module("maxtext.layers.moe").RoutedMoE
+    for name, expected in _SIGNATURES.items():
+        method = _replaced.get(name) or getattr(layer, name, None)
         names = "none" if method is None else " ".join(inspect.signature(method).parameters)
         names = names.removeprefix("self").strip()
         if names != expected:
             raise ImportError(
-                f"{supported}, where RoutedMoE.{name} of {found} has the parameters "
+                f"{needed}, where RoutedMoE.{name} has the parameters "
                 f"({expected.replace(' ', ', ')}); found a MaxText that says it is {found} with "
-                f"({names.replace(' ', ', ')}). Install a supported version"
+                f"({names.replace(' ', ', ')}). Install that version"
             )
-    return module, version
+    return layer
 
 
 def _check_config(layer: _RoutedMoE) -> None:
@@ -343,18 +315,16 @@ def _moe_body(
     config, get = layer.config, arrays.get
     x, gate_logits = arrays["inputs"], arrays["gate_logits"]
     pre_bias_logits = get("pre_bias_logits")
-    forced = {n: array for n, array in arrays.items() if n == "forced_routed_experts"}
-    weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, get("input_ids"), **forced)
-    if forced:  # MaxText accepts any id outside of the range for no expert
+    choice = get("input_ids"), get("forced_routed_experts")
+    weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, *choice)
+    if choice[1] is not None:  # MaxText accepts any id outside of the range for no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
     # MaxText divides tokens in no other mode.
     num_chunks = config.num_moe_token_chunks if config.use_ring_of_experts else 1
-    scores = gate_logits
-    if options.version.is_loss_before_bias and pre_bias_logits is not None:
-        scores = pre_bias_logits
+    scores = gate_logits if pre_bias_logits is None else pre_bias_logits
     loss = _balance_loss(layer, scores, ids, num_chunks, axes.divided)
-    updates = _bias_updates(options.version, layer, ids, axes.divided)
+    updates = _bias_updates(layer, ids, axes.divided)
 
     batch_size, length, _ = x.shape
     top_k = ids.shape[-1]
@@ -421,8 +391,7 @@ def _capacity_factor(layer: _RoutedMoE) -> float | None:
     """Return the capacity as a multiple of the balanced load, or None to drop nothing."""
     if getattr(layer, "force_dropless", False):
         return None
-    own = getattr(layer, "get_ragged_buffer_factor", None)
-    factor = own() if own else layer.config.ragged_buffer_factor
+    factor = layer.get_ragged_buffer_factor()
     return factor if factor > 0 else None
 
 
@@ -449,16 +418,14 @@ def _balance_loss(
     return lax.pmean(loss, axes) if axes else loss
 
 
-def _bias_updates(
-    version: _Version, layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]
-) -> jax.Array | None:
+def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
     """Return what loss-free balancing adds to the router's bias, or None without such a bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config
     counts = jnp.sum(jax.nn.one_hot(ids.reshape(-1), layer.num_experts, dtype=jnp.int32), axis=0)
     counts = lax.psum(counts, axes) if axes else counts
-    if version.counts_with_accumulation and config.gradient_accumulation_steps > 1:
+    if config.gradient_accumulation_steps > 1:
         return counts
     load = counts.astype(jnp.float32)
     return jnp.sign(jnp.mean(load) - load) * config.routed_bias_update_rate

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
@@ -51,8 +53,7 @@ class MoE(nnx.Module):
 
     Raises:
       TypeError: if ``config`` is not a ``MoEConfig``.
-      ValueError: if ``fp8`` is something else, or the number of experts is not a multiple of the
-        size of a ``Group``. A call raises the errors of ``moe``.
+      ValueError: if ``fp8`` is something else. A call raises the errors of ``moe``.
     """
 
     def __init__(
@@ -84,50 +85,24 @@ class MoE(nnx.Module):
         """Return the module's experts in ``dtype``."""
         return self.layer.experts(self._arrays())
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: ArrayLike | None = None,
-        router_input: ArrayLike | None = None,
-        replay: ArrayLike | None = None,
-        per_token: object = None,
-        whole: object = None,
-        shared_weights: ArrayLike | None = None,
-        experts: ma.Experts | None = None,
-        placement: ma.Placement | None = None,
-    ) -> tuple[jax.Array, ma.MoEStatistics]:
+    def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
         """Apply the layer to the tokens of all ranks.
 
         Args:
           x: floats [..., H].
-          mask: as in ``moe``.
-          router_input: as in ``moe``.
-          replay: ids of the experts to use, as in ``Router.replay``; or None.
-          per_token: arrays for a function ``choose``, as in ``Router``.
-          whole: arrays for a function ``choose``, as in ``Router``.
-          shared_weights: as in ``moe``.
-          experts: what to use in place of the module's experts, in ``dtype``; or None. To quantize
-            once for several calls, pass ``ma.quantize_experts(model.experts, trainable=True)``.
-          placement: as in ``moe``, in the home form, because parameters have E experts.
+          **options: arguments of ``moe``: ``mask``, ``router_input``, ``shared_weights`` or
+            ``placement``, in the home form, because parameters have E experts. Further arguments:
+            ``replay``, ids of the experts to use, as in ``Router.replay``. ``per_token`` and
+            ``whole``, arrays for a function ``choose``, as in ``Router``. ``experts``, in
+            ``dtype``, to use in place of the module's: to quantize once for several calls, pass
+            ``ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
           the load, which counts drops, and ``outputs``.
         """
-        return self.layer(
-            self._arrays(),
-            x,
-            select_bias=None if self.select_bias is None else self.select_bias[...],
-            mask=mask,
-            router_input=router_input,
-            replay=replay,
-            per_token=per_token,
-            whole=whole,
-            shared_weights=shared_weights,
-            experts=experts,
-            placement=placement,
-        )
+        bias = None if self.select_bias is None else self.select_bias[...]
+        return self.layer(self._arrays(), x, select_bias=bias, **options)
 
     def _arrays(self) -> dict[str, jax.Array]:
         """Return the parameters by name."""

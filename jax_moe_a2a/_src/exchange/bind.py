@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -43,6 +42,7 @@ def route_and_dispatch(
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
+    plan = compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME)
     return _routing_of(plan, *checked), moved
 
 
@@ -62,13 +62,16 @@ def bind(
 @scopes.exchange
 def bind_start(
     exchange: Record, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+) -> tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
     """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
-    that binds the done, and maps the arrays in flight to the results of the exchange."""
+    that binds the done, and maps the arrays in flight to the results of the exchange.
+
+    With two levels, a dispatch is whole at its start, and a combine at its done, because XLA's
+    collectives between hosts would not overlap with other work.
+    """
     if isinstance(routing, TwoLevelRouting):
-        done_of_levels = partial(two_level.bind, exchange, routing=routing, phase="done", **params)
-        in_flight = two_level.bind(exchange, payload, routing, phase="start", **params)
-        return in_flight, scopes.exchange(done_of_levels)
+        whole = lambda arrays: bind(exchange, arrays, routing, **params)
+        return (whole(payload), list) if exchange.is_outward else (payload, whole)
     all_params = dict(params, group=routing.domain)
     kept_payload: Sequence[jax.Array] = ()
     if exchange.keeps_payload:

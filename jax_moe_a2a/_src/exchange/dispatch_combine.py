@@ -11,7 +11,7 @@ to these rows, because the function that computed the rows may read their cotang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -289,80 +289,7 @@ def _transpose(
     return cotangents_of(payload, keep, moved) + of_addends + [None] * len(routing)
 
 
-# Dead code and partial evaluation
-
-
-def used_payload(
-    used_results: Sequence[bool], params: dict[str, Any]
-) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands are used, and which results are kept: all results of a used
-    operand."""
-    layouts = _dispatch_layouts(**params)
-    used = [False] * len(layouts.operands)
-    for (source,), is_used in zip(layouts.sources, used_results, strict=True):
-        used[source] = used[source] or is_used
-    kept_results = [used[source] for (source,) in layouts.sources]
-    num_arrays = params["num_leaves"] + params["num_choice_arrays"]
-    for scales in range(num_arrays, len(used)):  # of tokens
-        used[scales] = any(used[: params["num_leaves"]])
-    return used + used[: params["options"].num_addends], kept_results
-
-
-def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves and choice arrays."""
-    if all(used_results):
-        return [True] * len(eqn.invars), eqn
-    payload, routing = split_routing(eqn.invars)
-    used, kept_results = used_payload(used_results, eqn.params)
-    eqn = eqn.replace(
-        invars=[*select(used, payload), *routing],
-        outvars=select(kept_results, eqn.outvars),
-        params=keep_arrays(used, eqn.params),
-    )
-    return [*used, *(True for _ in routing)], eqn
-
-
-def _divide_known(
-    exchange: Record,
-    known: Sequence[bool],
-    *,
-    num_leaves: int,
-    num_choice_arrays: int,
-    options: Options,
-    **_: object,
-) -> Callable[..., list[Any]] | None:
-    """Return a function that binds one exchange of the known leaves and choice arrays and one of
-    the unknown ones, or None if that is not possible.
-
-    Without the division, all rows would be unknown, and a product of two rows would not be linear
-    in the unknown arrays.
-    """
-    num_moved = num_leaves + num_choice_arrays
-    payload_known, routing_known = split_routing(known)
-    # The scales of tokens do not count, because they are operands of both exchanges.
-    is_known = payload_known[:num_moved]
-    if not all(routing_known) or all(is_known) or not any(is_known) or options.num_addends:
-        return None
-
-    def bind_two(*operands: jax.Array, **params: object) -> list[Any]:
-        payload, routing = split_routing(operands)
-        sources = exchange.layouts(**params).sources
-        results: dict[int, Any] = {}
-        for keep in (is_known, [not k for k in is_known]):
-            kept_payload = select(keep, payload[:num_moved])
-            if any(keep[:num_leaves]):
-                kept_payload += payload[num_moved:]  # the scales of tokens
-            moved = exchange.bind(kept_payload, routing, **keep_arrays(keep, params))
-            places = [i for i, (source,) in enumerate(sources) if keep[source]]
-            results.update(zip(places, moved, strict=True))
-        return [results[i] for i in range(len(sources))]
-
-    return bind_two
-
-
 for _exchange in (DISPATCH, COMBINE):
     rules.register_exchange(_exchange)
     ad.primitive_jvps[_exchange.primitive] = partial(_jvp, _exchange)
     ad.primitive_transposes[_exchange.primitive] = partial(_transpose, _exchange)
-    compat.register_dce_rule(_exchange.primitive, _dce)
-    compat.register_partial_eval_rule(_exchange.primitive, partial(_divide_known, _exchange))

@@ -70,7 +70,7 @@ def check_start(operation: str, routing: RouteOptions) -> None:
         )
     if compat.traced_function() is not None:
         return
-    if any(level.path == "cuda" for level in routing.group.levels):
+    if routing.group.path == "cuda":
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
             "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "

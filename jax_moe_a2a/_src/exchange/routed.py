@@ -1,7 +1,7 @@
 """Define the route, and the routed dispatch: a route and a dispatch in one primitive.
 
-The kernels run a routed dispatch of few tokens in one launch. If a transform needs only the route
-or only the dispatch, it rewrites a routed dispatch as two primitives.
+The kernels run a routed dispatch of few tokens in one launch. With derivatives, it is two
+primitives, because a policy of ``jax.checkpoint`` may save the results of only one of them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from .. import compat
-from ..ad import register_constant, select, zero_tangent
+from ..ad import register_constant, zero_tangent
+from ..checks import check_unsharded
 from ..group import native
 from ..group.group import Group
 from ..plan.plan import NUM_RESULTS, PlanOptions, RoutePlan, RoutingArrays, plan_shapes
 from ..routing.types import ROUTING_CHECKPOINT_NAME
 from . import reference, rules
-from .dispatch_combine import (
-    DISPATCH,
-    dispatch_attributes,
-    keep_arrays,
-    moved_tangents,
-    used_payload,
-)
+from .dispatch_combine import DISPATCH, dispatch_attributes, moved_tangents
 from .lowering import CallPlacement, custom_call, half_bytes_of, num_sms_of, register
 from .record import crossed_axes
 from .rules import is_own_axis, move_or_broadcast
@@ -70,8 +65,7 @@ def bind_routed_dispatch(
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
-    The routing varies over the mesh axes of the ids only. ``_routed_remat`` handles its checkpoint
-    name.
+    The routing varies over the mesh axes of the ids only.
     """
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
@@ -109,7 +103,7 @@ def _route_abstract(
     ids: compat.Aval, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> list[Any]:
     del emulated
-    rules.check_unsharded("topk_ids", ids, ids.ndim)
+    check_unsharded("topk_ids", ids)
     *lead, num_tokens, top_k = ids.shape
     num_groups = plan_options.num_local_experts // plan_options.parts
     shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, plan_options.capacity)
@@ -123,8 +117,7 @@ def _routed_abstract(ids: Any, *payload: compat.Aval, **params: object) -> list[
     return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
 
 
-# Derivatives. A routing holds integers and has no derivative. The tangents of a routed dispatch
-# reuse the routing of the primals.
+# Derivatives. A routing holds integers and has no derivative.
 
 
 def _route_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:
@@ -135,16 +128,10 @@ def _route_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any
 
 def _routed_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> tuple:
     ids, *payload = primals
-    plan, moved = bind_routed_dispatch(ids, payload, **params)
+    plan, moved = _split_plan(_route_and_dispatch(ids, *payload, **params))
     _, dispatch_params = _split_params(params)
     d_moved = moved_tangents(DISPATCH, payload, tangents[1:], moved, plan.arrays, **dispatch_params)
     return [*plan.results, *moved], [*map(zero_tangent, plan.results), *d_moved]
-
-
-def _with_known_ids(known: Sequence[bool], **_: object) -> Callable[..., list[Any]] | None:
-    """Return what binds a routed dispatch with known ids and unknown payload: a route, and a
-    dispatch, which can be transposed."""
-    return _route_and_dispatch if known[0] and not all(known) else None
 
 
 # Batching
@@ -197,81 +184,6 @@ def _routed_batch(
         **dispatch_params,
     )
     return [*results, *moved], [*results_dims, *moved_dims]
-
-
-# Dead code
-
-
-def _routed_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Remove unused leaves. If no leaf or choice array is used, only the route is left."""
-    used, kept_results = used_payload(used_results[NUM_RESULTS:], eqn.params)
-    used_inputs = [True, *used]
-    if not any(used):
-        return used_inputs, _route_of(eqn)
-    plan, moved = _split_plan(eqn.outvars)
-    return used_inputs, eqn.replace(
-        invars=select(used_inputs, eqn.invars),
-        outvars=[*plan.results, *select(kept_results, moved)],
-        params=keep_arrays(used, eqn.params),
-    )
-
-
-# Rematerialization. A policy may save the routing, the rows, both or neither.
-
-
-def _route_of(eqn: compat.Equation) -> Any:
-    """Return the equation of the route within the equation of a routed dispatch."""
-    plan, _ = _split_plan(eqn.outvars)
-    params, _ = _split_params(eqn.params)
-    return eqn.replace(
-        primitive=route_p, invars=eqn.invars[:1], outvars=plan.results, params=params
-    )
-
-
-def _dispatch_of(eqn: Any) -> Any:
-    """Return the equation of the dispatch within the equation of a routed dispatch."""
-    plan, moved = _split_plan(eqn.outvars)
-    _, params = _split_params(eqn.params)
-    invars = [*eqn.invars[1:], *plan.arrays]
-    return eqn.replace(primitive=DISPATCH.primitive, invars=invars, outvars=moved, params=params)
-
-
-def _routed_remat(
-    saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> tuple:
-    """Apply the remat rule: ask the policy about the route, whose results have their checkpoint
-    name, and about the dispatch. With a saved routing, the backward pass only dispatches."""
-    eqn = compat.with_variables(eqn)
-    route, dispatch = _route_of(eqn), _dispatch_of(eqn)
-    plan, moved = _split_plan(eqn.outvars)
-    is_routed, is_moved = not unknown[0], not any(unknown)
-
-    def saves_results(eqn: compat.Equation) -> bool:
-        return saves(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
-
-    has_plan = is_routed and (
-        saves_results(eqn)
-        or saves_results(route)
-        or all(saves(compat.name_p, x.aval, name=ROUTING_CHECKPOINT_NAME) for x in plan.results)
-    )
-    has_moved = is_moved and (saves_results(eqn) or saves_results(dispatch))
-
-    forward = eqn if is_moved else route if is_routed else None
-    if has_plan:
-        backward = None if has_moved else dispatch
-    else:
-        backward = route if has_moved else eqn
-    read_by_backward = [] if backward is None else backward.invars
-    needs = [
-        x
-        for x, inst in zip(eqn.invars, instantiated, strict=True)
-        if not inst and any(x is each for each in read_by_backward)
-    ]
-    if backward is dispatch:
-        needs += plan.arrays
-    unknown_out = [not is_routed] * NUM_RESULTS + [not is_moved] * len(moved)
-    of_backward = [not has_plan] * NUM_RESULTS + [not has_moved] * len(moved)
-    return forward, backward, unknown_out, of_backward, needs
 
 
 # Kernel calls
@@ -392,9 +304,6 @@ register(
 routed_dispatch_p.def_abstract_eval(_routed_abstract)
 ad.primitive_jvps[routed_dispatch_p] = _routed_jvp
 batching.fancy_primitive_batchers[routed_dispatch_p] = _routed_batch
-compat.register_dce_rule(routed_dispatch_p, _routed_dce)
-compat.register_remat_rule(routed_dispatch_p, _routed_remat)
-compat.register_partial_eval_rule(routed_dispatch_p, _with_known_ids)
 
 register_constant(on_own_devices_p)
 compat.lower_for_devices(on_own_devices_p)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from .. import compat
+from ..checks import check_unsharded
 from ..group.group import Group
 from ..plan.plan import RoutingArrays, fold_batch
 from . import lowering
@@ -33,15 +34,6 @@ def register_shapes(exchange: Record) -> None:
 # Abstract values
 
 
-def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
-    """Raise a TypeError if a mesh axis shards one of the first axes of an operand."""
-    if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
-        raise TypeError(
-            f"{name} must not be sharded along tokens or rows by an Explicit mesh axis: make that "
-            f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
-        )
-
-
 def abstract(
     exchange: Record, *avals: Any, group: Group, emulated: bool, **params: object
 ) -> list[Any]:
@@ -51,7 +43,8 @@ def abstract(
     sizes = {"T": num_tokens, "K": top_k, "C": routing.row_rank.shape[-1]}
     layouts = exchange.layouts(**params)
     for aval, layout in zip(payload, layouts.operands, strict=True):
-        check_unsharded(f"operands of {exchange.primitive}", aval, len(lead) + len(layout))
+        num_axes = len(lead) + len(layout)
+        check_unsharded(f"operands of {exchange.primitive}", aval, num_axes)
 
     def result(layout: Layout, source: int) -> Any:
         aval, num_core = payload[source], len(lead) + len(layouts.operands[source])

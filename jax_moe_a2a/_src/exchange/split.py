@@ -191,11 +191,11 @@ batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
 # If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
 # tie returns arrays in flight, too.
-compat.register_remat_rule(tie_p, compat.never_saved)
+compat.never_save(tie_p)
 
 for _whole in (DISPATCH, COMBINE, WEIGHTED_COMBINE):
     add_halves(_whole)
-    compat.register_remat_rule(_whole.start.primitive, compat.never_saved)
+    compat.never_save(_whole.start.primitive)
 
 for _whole in (DISPATCH, COMBINE):
     _twin = _whole.transpose

@@ -13,7 +13,7 @@ which drops rows in the order of choices, relayed tokens and ranks, drops those 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,29 +120,17 @@ def bind(
     routing: TwoLevelRouting,
     *,
     num_leaves: int,
-    phase: Literal["", "start", "done"] = "",
     **params: Any,
 ) -> list[Any]:
-    """Bind an exchange, or a phase of a split one, over both levels.
-
-    A split exchange splits only the level between hosts. The level within the host is whole: in a
-    dispatch it is part of the done, in a combine it is part of the start. The level between hosts
-    adds the addends.
-    """
+    """Bind an exchange over both levels. The level between hosts adds the addends."""
     between, within = _levels(routing, params)
-    at_hosts = exchange if exchange.is_outward else COMBINE
-    at_hosts = getattr(at_hosts, phase) if phase else at_hosts
     if exchange.is_outward:
-        if phase != "done":
-            payload = _for_hosts(payload, num_leaves, routing)
-        relayed = between(at_hosts, payload, num_leaves)
-        return relayed if phase == "start" else within(exchange, relayed, num_leaves)
-    if phase == "done":
-        return between(at_hosts, payload, len(payload) // 2)
+        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
+        return within(exchange, relayed, num_leaves)
     options = params["options"]
     first = len(payload) - options.num_addends
     sums = within(exchange, payload[:first], num_leaves, options=options._replace(num_addends=0))
-    return between(at_hosts, [*sums, *payload[first:]], len(sums))
+    return between(COMBINE, [*sums, *payload[first:]], len(sums))
 
 
 def _levels(

@@ -26,7 +26,6 @@ from ..ad import (
     zero_tangent,
 )
 from ..group.group import Group
-from ..plan.plan import RoutingArrays
 from . import reference, rules
 from .dispatch_combine import added_tangents, bind_dispatch, combine_call, cotangents_of_addends
 from .lowering import WEIGHTED_NUM_SMS, CallPlacement, KernelCall, Refused
@@ -172,38 +171,23 @@ def _combine_transpose(
     payload, addends = payload[: 2 * num_leaves], payload[2 * num_leaves :]
     (cotangent,) = cotangents
     wanted = [ad.is_undefined_primal(x) and not is_zero(cotangent) for x in payload]
-    moved: list[Any] = []
+    found: list[Any] = []
     if any(wanted):
         rows, weights = payload[:num_leaves], payload[num_leaves:]
+        scale_by, dot_with = select(wanted[:num_leaves], weights), select(wanted[num_leaves:], rows)
         num_axes = aval_of(weights[0]).ndim - 1 - int(params["emulated"])
         params.update(num_weight_axes=num_axes, options=options._replace(num_addends=0))
-        moved = _weigh(cotangent, rows, weights, wanted, payload, routing, params)
+        params.update(num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
+        found = WEIGHTED_DISPATCH.bind([cotangent, *dot_with, *scale_by], routing, **params)
+        linear = select(wanted, payload)
+        found = [ct.astype(x.aval.dtype) for ct, x in zip(found, linear, strict=True)]
     of_addends = cotangents_of_addends(addends, cotangents)
-    return cotangents_of(payload, wanted, moved) + of_addends + [None] * len(routing)
-
-
-def _weigh(
-    g: Any,
-    rows: Sequence[Any],
-    weights: Sequence[Any],
-    wanted: Sequence[bool],
-    payload: Sequence[jax.Array],
-    routing: RoutingArrays,
-    params: dict[str, Any],
-) -> list[Any]:
-    """Bind a weighted dispatch for the wanted cotangents, in the dtypes of the payload."""
-    scale_by = select(wanted[: len(weights)], weights)
-    dot_with = select(wanted[len(weights) :], rows)
-    params = dict(params, num_leaves=len(dot_with), num_choice_arrays=len(scale_by))
-    found = WEIGHTED_DISPATCH.bind([g, *dot_with, *scale_by], routing, **params)
-    linear = select(wanted, payload)
-    return [ct.astype(x.aval.dtype) for ct, x in zip(found, linear, strict=True)]
+    return cotangents_of(payload, wanted, found) + of_addends + [None] * len(routing)
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each.
-#   transpose in g, a weighted combine: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i).
-#   transpose in w and r, a weighted dispatch: ct(w_j) = <ct(s_j), G>, ct(r_i) = ct(d_i) G.
+#   jvp: the jvp of the unfused form, in which G and dG move once each. So no tangent has the fused
+#   form, which needs no transpose.
 
 
 def _dispatch_jvp(
@@ -223,40 +207,7 @@ def _dispatch_jvp(
     ]
 
 
-def _dispatch_transpose(
-    cotangents: compat.Tangents,
-    *operands: Any,
-    num_leaves: int,
-    num_choice_arrays: int,
-    num_weight_axes: int,
-    **params: Any,
-) -> list[Any]:
-    (g, *payload), routing = split_routing(operands)
-    rows, weights = payload[:num_leaves], payload[num_leaves:]
-    ct_scaled, ct_dotted = cotangents[:num_choice_arrays], cotangents[num_choice_arrays:]
-    if ad.is_undefined_primal(g):
-        pairs = [(ct, w) for ct, w in zip(ct_scaled, weights, strict=True) if not is_zero(ct)]
-        pairs += [(r, ct) for r, ct in zip(rows, ct_dotted, strict=True) if not is_zero(ct)]
-        ct_g = ad.Zero(g.aval)
-        if pairs:
-            paired = [r for r, _ in pairs] + [w for _, w in pairs]
-            (ct_g,) = WEIGHTED_COMBINE.bind(
-                paired, routing, num_leaves=len(pairs), num_choice_arrays=0, **params
-            )
-        return [ct_g] + [None] * (len(payload) + len(routing))
-
-    keep = [
-        ad.is_undefined_primal(x) and not is_zero(ct)
-        for x, ct in zip(payload, [*ct_dotted, *ct_scaled], strict=True)
-    ]
-    moved: list[Any] = []
-    if any(keep):
-        params.update(num_weight_axes=num_weight_axes)
-        moved = _weigh(g, ct_scaled, ct_dotted, keep, payload, routing, params)
-    return [None, *cotangents_of(payload, keep, moved)] + [None] * len(routing)
-
-
-# Batching and dead code
+# Batching
 
 
 def _dispatch_batch(
@@ -280,19 +231,6 @@ def _dispatch_batch(
     return out, [0] * len(out)
 
 
-def _dispatch_dce(used_results: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Remove rows and weights of unused results."""
-    num_choice_arrays = eqn.params["num_choice_arrays"]
-    of_choice_arrays, of_leaves = used_results[:num_choice_arrays], used_results[num_choice_arrays:]
-    _, routing = split_routing(eqn.invars)
-    used_inputs = [True, *of_leaves, *of_choice_arrays, *(True for _ in routing)]
-    return used_inputs, eqn.replace(
-        invars=select(used_inputs, eqn.invars),
-        outvars=select(used_results, eqn.outvars),
-        params=dict(eqn.params, num_leaves=sum(of_leaves), num_choice_arrays=sum(of_choice_arrays)),
-    )
-
-
 rules.register_exchange(WEIGHTED_COMBINE)
 ad.primitive_jvps[WEIGHTED_COMBINE.primitive] = partial(combine_jvp, WEIGHTED_COMBINE)
 ad.primitive_transposes[WEIGHTED_COMBINE.primitive] = _combine_transpose
@@ -300,5 +238,3 @@ ad.primitive_transposes[WEIGHTED_COMBINE.primitive] = _combine_transpose
 rules.register_exchange(WEIGHTED_DISPATCH)
 batching.fancy_primitive_batchers[WEIGHTED_DISPATCH.primitive] = _dispatch_batch
 ad.primitive_jvps[WEIGHTED_DISPATCH.primitive] = _dispatch_jvp
-ad.primitive_transposes[WEIGHTED_DISPATCH.primitive] = _dispatch_transpose
-compat.register_dce_rule(WEIGHTED_DISPATCH.primitive, _dispatch_dce)

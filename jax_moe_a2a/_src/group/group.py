@@ -24,7 +24,6 @@ from .value import (
     device_ids,
     devices_of,
     domains_of,
-    how_to_divide,
     spans_processes,
 )
 
@@ -130,8 +129,7 @@ class Group(GroupValue):
         With two levels, each reason begins with its level. If the devices belong to several
         processes, the property waits until all of them have announced themselves, except for
         ``explain``, to which it raises ``Unknown``. If a group over two mesh axes could run the
-        kernels within each host, the reason ends with the lines that make this group, and is also
-        a Python warning.
+        kernels within each host, the reason says so, and is also a Python warning.
         """
         if self.two_level:
             between, within = (level._why_portable for level in self.levels)
@@ -156,9 +154,11 @@ class Group(GroupValue):
                 )
             domains = domains_of(group)
             if why := processes.why_not_together(domains, group.patience):
-                ranks_of_host = processes.ranks_of_a_host(domains, group.patience)
-                if ranks_of_host and (how := how_to_divide(group, ranks_of_host)):
-                    why += f". To run the kernels within each host, {how}"
+                if 1 < processes.ranks_of_a_host(domains, group.patience) < group.size:
+                    why += (
+                        ". To run the kernels within each host, make the mesh and the group with "
+                        "two axes, hosts and ranks of a host, as docs/multi_host.md shows"
+                    )
                     if group.implementation is None:
                         message = f"jax_moe_a2a: {group} takes the portable path: {why}"
                         warnings.warn(message, stacklevel=2)
@@ -201,7 +201,7 @@ class Group(GroupValue):
 
         Args:
           split: True for split exchanges (``dispatch_start`` and so on), which use a second
-            workspace.
+            workspace, except with two levels.
           **sizes: arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
             ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype`` and ``exchange``.
 
@@ -222,8 +222,7 @@ class Group(GroupValue):
         for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
             if level._why_portable:
                 continue
-            # In a split exchange, the level within the host is whole.
-            kind = native.SPLIT if split and level is levels[0] else native.WHOLE
+            kind = native.SPLIT if split and not estimate.levels else native.WHOLE
             native.reserve(level.topology, of_level.half_bytes, self.timeout, kind)
             if estimate.levels and level is levels[0]:  # the kernels run between hosts, too
                 collective_bytes = 0

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from ..checks import check_bool, check_int
 from ..plan.capacity import MAX_TOP_K
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
@@ -76,8 +77,8 @@ class GroupValue:
             raise ValueError(
                 f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"
             )
-        if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
+        if cuda_graphs is not None:
+            check_bool("cuda_graphs", cuda_graphs)
 
         self._set(
             mesh=mesh,
@@ -167,7 +168,15 @@ class GroupValue:
         ranks_of_host = int((hosts[0] == hosts[0, 0]).sum())
         if self.size % ranks_of_host:
             return None
-        divided, axes = over_hosts(mesh, self.axes[0], ranks_of_host)
+        (axis,), names, host = self.axes, list(mesh.axis_names), "host"
+        while host in names:
+            host = f"{axis}_{host}"
+        at, axes = names.index(axis), (host, axis)
+        sizes, types = list(mesh.devices.shape), list(mesh.axis_types)
+        sizes[at : at + 1] = self.size // ranks_of_host, ranks_of_host
+        names[at : at + 1] = axes
+        types[at : at + 1] = types[at], types[at]
+        divided = Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=tuple(types))
         if not are_hosts_and_ranks(hosts_of(divided, axes)):
             return None
         return divided, self._with(mesh=divided.abstract_mesh, axis_name=axes, two_level=True)
@@ -228,24 +237,16 @@ def check_seconds(name: str, seconds: object) -> None:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the budget in a form that can be hashed."""
-    if isinstance(num_sms, tuple):  # from the field of another group
-        num_sms = dict(num_sms)
-    budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
-    for operation, number in budgets.items():
-        if operation not in OPERATIONS:
-            raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
-        if num_sms is not None and (not _is_int(number) or number < 1):
-            raise ValueError(
-                "num_sms must be a positive int, a mapping of operations to positive ints, or "
-                f"None; got {num_sms!r}"
-            )
-    return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
+    if num_sms is None:
+        return None
+    if not isinstance(num_sms, Mapping | tuple):  # a tuple is from the field of another group
+        return check_int("num_sms", num_sms, least=1)
+    budgets = dict(num_sms)
+    if unknown := budgets.keys() - OPERATIONS:
+        raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {min(unknown)!r}")
+    return tuple(sorted((n, check_int(f"num_sms[{n!r}]", budgets[n], least=1)) for n in budgets))
 
 
 def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str, ...]:
@@ -261,8 +262,8 @@ def check_axis_name(axis_name: object, argument: str = "axis_name") -> tuple[str
 def _check_two_level(
     mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], two_level: object
 ) -> bool:
-    if two_level is not None and not isinstance(two_level, bool):
-        raise TypeError(f"two_level must be True, False or None; got {two_level!r}")
+    if two_level is not None:
+        check_bool("two_level", two_level)
     if two_level:
         if len(axes) != 2:
             raise ValueError(
@@ -311,45 +312,9 @@ def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
     return bool(is_one_host and (first[:, 1:] != first[:, :-1]).all())
 
 
-def over_hosts(mesh: Mesh, axis: str, ranks_of_host: int) -> tuple[Mesh, tuple[str, str]]:
-    """Return the mesh with one axis divided into hosts and ranks of a host, and their names."""
-    names, at = list(mesh.axis_names), mesh.axis_names.index(axis)
-    host = "host"
-    while host in names:
-        host = f"{axis}_{host}"
-    sizes, types = list(mesh.devices.shape), list(mesh.axis_types)
-    sizes[at : at + 1] = sizes[at] // ranks_of_host, ranks_of_host
-    names[at : at + 1] = host, axis
-    types[at : at + 1] = types[at], types[at]
-    divided = Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=tuple(types))
-    return divided, (host, axis)
-
-
-def how_to_divide(group: GroupValue, ranks_of_host: int) -> str:
-    """Return what makes a group of two levels from a group with devices, of which this many
-    consecutive ranks are on each host; '' if no such group exists."""
-    mesh = group.mesh
-    assert isinstance(mesh, Mesh)
-    hosts = group.size // ranks_of_host
-    if not (2 <= hosts <= MAX_TOP_K and ranks_of_host >= 2):
-        return ""
-    if len(group.axes) > 1:
-        sizes = tuple(mesh.shape[axis] for axis in group.axes)
-        return "pass two_level=True to the group" * (sizes == (hosts, ranks_of_host))
-    divided, axes = over_hosts(mesh, group.axes[0], ranks_of_host)
-    types = "" if AxisType.Auto in mesh.axis_types else f", axis_types={divided.axis_types}"
-    is_known = are_hosts_and_ranks(hosts_of(divided, axes))
-    return (
-        "make the mesh and the group with two axes:\n"
-        f"    mesh = jax.sharding.Mesh(mesh.devices.reshape{divided.devices.shape}, "
-        f"{divided.axis_names}{types})\n"
-        f"    group = ma.Group(mesh, {axes}{'' if is_known else ', two_level=True'})"
-    )
-
-
 def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:
-    if size is not None and (not _is_int(size) or size < 1):
-        raise ValueError(f"size must be a positive int, the number of ranks; got {size!r}")
+    if size is not None:
+        size = check_int("size", size, least=1)
     if mesh is None:
         if size is None:
             raise ValueError("size must be given without a mesh; got None. Pass size or a mesh")

@@ -1,4 +1,4 @@
-"""Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or the fastest product in JAX.
+"""Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
 ``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
 axes of a product in one launch. The rows of all leading axes are then one array, and a table has
@@ -8,10 +8,7 @@ the first row, the number of rows and the weights of each group.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,9 +35,6 @@ CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
-MOSAIC_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
-MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
 
 def why_no_kernel(dtype: jnp.dtype, num_rows: int, num_groups: int, k: int, n: int) -> str:
@@ -107,23 +101,6 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _why_no_mosaic(dtype: jnp.dtype, num_rows: int, k: int, n: int) -> str:
-    """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
-    if why := _why_other_gpu():
-        return why
-    if dtype not in MOSAIC_DTYPES:
-        return f"JAX's kernel needs bfloat16 or float16; got {dtype}"
-    if k % MOSAIC_COLUMNS or n % MOSAIC_COLUMNS:
-        return f"JAX's kernel needs multiples of {MOSAIC_COLUMNS} columns; got {k} and {n}"
-    if num_rows % MOSAIC_ROWS:
-        return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
-    try:
-        mosaic_kernels()
-    except Exception as error:  # an experimental module may raise anything when it is imported
-        return f"JAX's kernel cannot be imported: {error}"
-    return ""
-
-
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the rows and groups of all leading axes together, and the last two sizes of the
     weights: the sizes of ``why_no_kernel``."""
@@ -134,16 +111,15 @@ def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, i
 def dot_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_dot_p``."""
     rows, w, sizes, *_ = ctx.avals_in
-    paths = kernel_dot, reference.dot, mosaic_dot
-    return _choose(ctx, operands, params, sizes_of(rows, sizes, w.shape), *paths)
+    sizes = sizes_of(rows, sizes, w.shape)
+    return _choose(ctx, operands, params, sizes, kernel_dot, reference.dot)
 
 
 def outer_cuda(ctx: Any, *operands: compat.Value, **params: object) -> Choice:
     """Choose the path of ``grouped_outer_p``."""
     x, y, sizes = ctx.avals_in
-    paths = kernel_outer, reference.outer, mosaic_outer
-    weights = x.shape[-1], y.shape[-1]
-    return _choose(ctx, operands, params, sizes_of(x, sizes, weights), *paths)
+    sizes = sizes_of(x, sizes, (x.shape[-1], y.shape[-1]))
+    return _choose(ctx, operands, params, sizes, kernel_outer, reference.outer)
 
 
 def why_no_add_outer(total: Any, x: Any, _: object, sizes: Any, **__: object) -> str:
@@ -159,22 +135,16 @@ def _choose(
     sizes: tuple[int, int, int, int],
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
-    by_mosaic: Callable[..., jax.Array],
 ) -> Choice:
-    rows = ctx.avals_in[0]
-    why = why_no_kernel(rows.dtype, *sizes)
-    has_elements = 0 not in sizes
-    if why and has_elements and native.has_grouped_gemm() and library_versions():
-        if not (why_no := why_no_library(rows.dtype, *sizes)):
+    dtype = ctx.avals_in[0].dtype
+    why = why_no_kernel(dtype, *sizes)
+    if why and 0 not in sizes and native.has_grouped_gemm() and library_versions():
+        if not (why_no := why_no_library(dtype, *sizes)):
             by_library = functools.partial(kernel, by_library=True)
             chosen = native.choose_kernel(ctx, operands, params, by_library)
             path = f"cuBLASLt {_dotted(native.library_version())}"
             return chosen._replace(path=path, why=why)
         why = f"{why}; {why_no}"
-    if why and has_elements and not _why_no_mosaic(rows.dtype, rows.shape[-2], *sizes[2:]):
-        others = dict(params, by=by_mosaic)
-        lower = functools.partial(compat.lower_fun, ctx, reference, operands, others)
-        return Choice("JAX's Mosaic GPU kernel", why, lower)
     return native.choose_kernel(ctx, operands, params, kernel, why, reference, "lax.ragged_dot")
 
 
@@ -344,46 +314,3 @@ def call(
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]
-
-
-# JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.
-
-
-@functools.cache
-def mosaic_kernels() -> tuple[Any, Any]:
-    """Return JAX's kernels for the products of rows, and of groups of rows."""
-
-    def load(name: str) -> Any:
-        name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
-        try:
-            return importlib.import_module(name)
-        except ImportError:  # the module imports JAX's test utilities, which need more packages
-            utilities = "jax._src.test_util"
-            sys.modules.setdefault(utilities, types.ModuleType(utilities))
-            return importlib.import_module(name)
-
-    ragged_dot = load("ragged_dot").ragged_dot
-    return ragged_dot, load("transposed_ragged_dot").transposed_ragged_dot
-
-
-def _mosaic_tiles(num_rows: int) -> dict[str, int]:
-    """Return the tiles with which the record of ``benchmarks.products`` measures these kernels. No
-    record compares them with other tiles."""
-    block_m = 128 if num_rows >= 4096 else 64
-    return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
-
-
-def mosaic_dot(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
-) -> jax.Array:
-    """Return the products of rows [C, K] and their groups' weights, unspecified after the last
-    group."""
-    tiles = _mosaic_tiles(rows.shape[0])
-    out = mosaic_kernels()[0](rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles)
-    return out.astype(dtype)
-
-
-def mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return the products of each group's rows, ``x.T @ y``."""
-    tiles = dict(_mosaic_tiles(x.shape[0]), block_m=128)
-    return mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)

@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import compat, paths
 from ..ad import aval_of, is_zero, zero_tangent
-from ..checks import check_tail
+from ..checks import check_tail, check_unsharded
 from . import lowering as lowered
 from . import reference
 
@@ -99,7 +99,8 @@ def register(
     """
 
     def checked(*avals: Any, **params: Any) -> Any:
-        _check_unsharded(avals)
+        for aval in avals:
+            check_unsharded("arrays of grouped_dot", aval)
         return abstract(*avals, **params)
 
     primitive.def_impl(partial(compat.apply_primitive, primitive))
@@ -115,16 +116,6 @@ def register(
         paths.compositions[primitive] = composition
     else:
         mlir.register_lowering(primitive, paths.lowering(primitive, cuda), platform="cuda")
-
-
-def _check_unsharded(avals: Sequence[Any]) -> None:
-    """Raise a TypeError if an Explicit mesh axis shards an array."""
-    for aval in avals:
-        if any(axis is not None for axis in aval.sharding.spec):
-            raise TypeError(
-                "arrays of grouped_dot must not be sharded by an Explicit mesh axis: make that "
-                f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
-            )
 
 
 def rows_like(rows: Any, columns: int, dtype: Any = None) -> Any:

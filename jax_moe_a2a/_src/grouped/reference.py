@@ -49,20 +49,14 @@ def arrays_of(w: Any) -> tuple[Any, ...]:
     return w if isinstance(w, tuple) else (w,)
 
 
-Dot = Callable[..., jax.Array]
-"""(rows [C, K], w [L, K, N], sizes [L], transposed) -> [C, N]; transposed: rows [C, N] -> [C, K].
-Rows after the last group are zero in the operands, and any values in the result."""
-Outer = Callable[..., jax.Array]
-"""(x [C, K], y [C, N], sizes [L]) -> [L, K, N]: for each group the sum of the outer products of its
-rows. Rows after the last group are zero."""
-
-
 def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """Compute a ``Dot`` with ``lax.ragged_dot``, which may multiply zeros by the weights of groups
-    without rows. Zeros replace these weights, because they may hold NaN, as in an empty slot whose
-    weights were never written."""
+    """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
+    last group are zero, and their results are any values.
+
+    ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
+    weights, because they may hold NaN, as in an empty slot whose weights were never written."""
     w = jnp.where((sizes > 0)[:, None, None], w, jnp.zeros_like(w))
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
@@ -70,7 +64,8 @@ def ragged_dot(
 
 
 def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Compute an ``Outer`` with ``lax.ragged_dot_general``."""
+    """Return the sums [L, K, N] of the outer products of each group's rows, x [C, K] and y [C, N].
+    Rows after the last group are zero."""
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -89,7 +84,6 @@ def dot(
     *spare: jax.Array,
     transposed: bool,
     dtype: jnp.dtype,
-    by: Dot = ragged_dot,
     **_: object,
 ) -> jax.Array:
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
@@ -103,7 +97,8 @@ def dot(
         return jnp.zeros(shape, dtype)
 
     def product(rows: jax.Array, w: jax.Array, cut: jax.Array) -> jax.Array:
-        out = by(_without_tail(rows, cut), w, cut, transposed=transposed, dtype=dtype)
+        rows = _without_tail(rows, cut)
+        out = ragged_dot(rows, w, cut, transposed=transposed, dtype=dtype)
         return _without_tail(out, cut)
 
     def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array, *spare: jax.Array) -> jax.Array:
@@ -127,7 +122,6 @@ def outer(
     *,
     parts: tuple[tuple[int, ...], ...],
     dtype: jnp.dtype,
-    by: Outer = ragged_outer,
     **_: object,
 ) -> list[jax.Array]:
     """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
@@ -145,7 +139,7 @@ def outer(
             if first:
                 start = jnp.sum(cut[:first], dtype=jnp.int32)
                 x, y = (jnp.roll(rows, -start, axis=0) for rows in (x, y))
-            return by(_without_tail(x, own), _without_tail(y, own), own, dtype=dtype)
+            return ragged_outer(_without_tail(x, own), _without_tail(y, own), own, dtype=dtype)
 
         if 0 in (*shape, *x.shape):
             found.append(jnp.zeros((*lead, *shape[-3:]), dtype))

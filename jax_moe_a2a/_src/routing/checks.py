@@ -169,19 +169,13 @@ def check_scope(group: object) -> Group:
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))
     sizes = _sizes_in_scope(group.axes, str(group))
-    size = math.prod(sizes)
-    if size != group.size:
+    levels = [level.size for level in group.levels]
+    if levels != (sizes if group.two_level else [math.prod(sizes)]):
         raise ValueError(
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
-            f"got {group} with size {group.size}. Make the group from the mesh in scope"
+            f"got {group} with size {' x '.join(map(str, levels))}. Make the group from the mesh "
+            "in scope"
         )
-    for level, level_size in zip(group.levels if group.two_level else (), sizes):
-        if level.size != level_size:
-            raise ValueError(
-                f"group must have the hosts and ranks per host of the axes in scope, "
-                f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
-                f"{level.axis_name!r}. Make the group from the mesh in scope"
-            )
     mesh = jax.sharding.get_abstract_mesh()
     if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):
         here, own = list(mesh.shape.items()), list(group.mesh.shape.items())

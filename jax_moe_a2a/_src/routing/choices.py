@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 class RouterChoices(NamedTuple):
     """The choices of tokens with any leading axes, K for each token.
 
-    A ``TopK`` and ``choices_from_map`` return choices. ``moe`` accepts them in place of a router,
-    and ``moe_mlp`` accepts those of one rank.
+    A ``TopK`` returns choices. ``moe`` accepts them in place of a router, and ``moe_mlp`` accepts
+    those of one rank.
     """
 
     ids: Any

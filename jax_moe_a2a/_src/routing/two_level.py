@@ -8,7 +8,7 @@ import jax
 
 from ..checks import short
 from ..plan.plan import RoutingArrays
-from .types import RoutedRows, Routing, check_arrays
+from .types import RoutedRows, Routing, check_arrays, check_int32
 
 
 @jax.tree_util.register_dataclass
@@ -48,14 +48,12 @@ class TwoLevelRouting(RoutedRows):
         check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
         num_relayed, top_k = self.ranks.choice_rank.shape
         check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
-        expected = num_relayed // hosts.size, min(top_k, hosts.size)
-        if self.hosts.choice_rank.shape != expected:
-            raise TypeError(
-                f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
-                f"int32{list(expected)}, because ranks.choice_rank is "
-                f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
-                f"{short(self.hosts.choice_rank)}. Pass the routing of one rank unchanged"
-            )
+        check_int32(
+            f"{argument} must be a routing as route returned it",
+            {"hosts.choice_rank": self.hosts.choice_rank},
+            {"hosts.choice_rank": (num_relayed // hosts.size, min(top_k, hosts.size))},
+            f"ranks.choice_rank {short(self.ranks.choice_rank)} and {hosts.size} hosts",
+        )
         self.check_rows(argument, self.num_tokens, self.top_k)
 
 
