@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -19,6 +19,8 @@ import numpy as np
 import jax_moe_a2a as ma
 
 from .._src.checks import short
+from . import _quantized
+from ._quantized import decode_mxfp4 as decode_mxfp4
 
 Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the content of config.json
 
@@ -60,9 +62,14 @@ def from_state_dict(
     A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
     transformers 4 and in published files. Values and dtypes are unchanged, and copied.
 
+    Weights of FP8 files like those of DeepSeek-V3 stay in FP8: a tensor in float8_e4m3fn with
+    scales of its squares of 128 x 128, ``weight_scale_inv``. Weights of GPT-OSS in MXFP4
+    (``*_blocks`` and ``*_scales``) are decoded to bfloat16, as by ``decode_mxfp4``.
+
     Args:
-      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more. Names
-        without the prefix are ignored. Gradients by name are converted in the same way.
+      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or of
+        quantized weights. Names without the prefix are ignored. Gradients by name are converted in
+        the same way.
       config: the model's configuration: an object of transformers, or the content of its
         ``config.json`` as a dict.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
@@ -75,15 +82,17 @@ def from_state_dict(
       ``activation`` are those of ``moe_config``. DeepSeek-V3 also has the router's ``select_bias``
       [E] and the shared expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the
       experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. The bfloat16 of the arrays is that of
-      ``jax.numpy``.
+      ``jax.numpy``. Weights in FP8 are ``QuantizedExperts`` with values and scales, those of the
+      shared expert like weights of one expert. Scales in bfloat16 become float32.
 
     Raises:
-      TypeError: if a tensor does not hold floats of 16 bits or more, or if the tensors of one
-        array have different dtypes.
-      ValueError: if the model is unknown, a name is missing or unexpected, or a tensor does not
-        have the shape that the configuration implies.
+      TypeError: if a tensor does not hold floats of 16 bits or more, or the values or scales of
+        quantized weights; or if the tensors of one array have different dtypes.
+      ValueError: if the model is unknown, a name is missing or unexpected, a tensor does not have
+        the shape that the configuration implies, or quantized weights hold a NaN or an infinity.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
+    state_dict = _quantized.decoding(state_dict, prefix)
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
     if not names:
         raise ValueError(
@@ -91,14 +100,14 @@ def from_state_dict(
             + _known_prefixes(state_dict)
         )
     per_expert = any(re.match(r"experts\.\d+\.", name) for name in names)
-    expected = _tensors(_model_of(config), sizes, per_expert)
+    expected, params = _block(config, sizes, per_expert, names)
     _check_names("state_dict", names, expected, _remedy(names, state_dict))
 
     arrays: dict[str, np.ndarray] = {}
-    params = _parameters(config)
     shapes = _by_name(params)
     for name, tensor in expected.items():
-        value = _checked(prefix + name, state_dict[prefix + name], tensor.shape, sizes)
+        value = state_dict[prefix + name]
+        value = _checked(prefix + name, value, tensor.shape, sizes, tensor.param)
         if tensor.param not in arrays:
             arrays[tensor.param] = np.empty(shapes[tensor.param].shape, value.dtype)
         array = arrays[tensor.param]
@@ -125,6 +134,7 @@ def to_state_dict(
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
         False for tensors of all experts, as in transformers 5. GPT-OSS always has the latter.
+        Weights in FP8 have values and scales by the names of FP8 files.
 
     Returns:
       numpy arrays by name. ``to_torch`` makes PyTorch tensors of them.
@@ -135,19 +145,22 @@ def to_state_dict(
         have the shape that the configuration implies.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
-    given, shapes = _by_name(params), _by_name(_parameters(config))
+    given = _by_name(params)
+    expected, shapes_of = _block(config, sizes, per_expert, given)
+    shapes = _by_name(shapes_of)
     _check_names("params", given, shapes, "Pass all arrays that from_state_dict returns")
     arrays = {
-        name: _checked(name, given[name], shape.shape, sizes) for name, shape in shapes.items()
+        name: _checked(name, given[name], shape.shape, sizes, name)
+        for name, shape in shapes.items()
     }
     return {
         prefix + name: np.array(tensor.view(arrays[tensor.param]), order="C").reshape(tensor.shape)
-        for name, tensor in _tensors(_model_of(config), sizes, per_expert).items()
+        for name, tensor in expected.items()
     }
 
 
 def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return PyTorch tensors that share the memory of numpy arrays, bfloat16 included.
+    """Return PyTorch tensors that share the memory of numpy arrays, bfloat16 and FP8 included.
 
     Args:
       state_dict: the result of ``to_state_dict``.
@@ -163,6 +176,8 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
     def tensor(array: np.ndarray) -> Any:
         if array.dtype == jnp.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == jnp.float8_e4m3fn:
+            return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(array)
 
     return {name: tensor(array) for name, array in state_dict.items()}
@@ -329,6 +344,15 @@ def _tensors(model: _Model, sizes: ma.MoEConfig, per_expert: bool) -> dict[str, 
     return found
 
 
+def _block(
+    config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
+) -> tuple[dict[str, _Tensor], dict[str, Any]]:
+    """Return tensors and parameters of a block. Names of either say which weights are in FP8."""
+    model = _model_of(config)
+    tensors, params = _tensors(model, sizes, per_expert), _parameters(config)
+    return (tensors, params) if model.is_gpt_oss else _quantized.in_fp8(tensors, params, names)
+
+
 def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
@@ -363,9 +387,17 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
     return array
 
 
-def _checked(name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig) -> np.ndarray:
+def _checked(
+    name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
+) -> np.ndarray:
     """Return an array as a numpy array, or raise an error unless it has this shape."""
-    array = _as_numpy(name, value)
+    value = _quantized.as_numpy(value)
+    if param.endswith(".values"):
+        array = _quantized.checked_values(name, np.asarray(value))
+    else:
+        array = _as_numpy(name, value)
+    if param.endswith(".scales"):
+        array = _quantized.checked_scales(name, array)
     if array.shape != shape:
         known = f"{sizes.num_experts} experts, hidden size {sizes.hidden}, "
         known += f"expert width {sizes.expert_hidden}"

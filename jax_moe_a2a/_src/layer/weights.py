@@ -18,7 +18,14 @@ from ..checks import as_array, check_static, short
 from ..experts.gated import gated
 from ..formats.formats import Quantized
 from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
-from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
+from ..grouped.weights import (
+    BLOCK,
+    QArrayLike,
+    QuantizedExperts,
+    as_quantized,
+    decode_experts,
+    quantize_weights,
+)
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
@@ -57,7 +64,9 @@ class Experts:
 
     Either weights of both products are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
-    float32, and H and I are multiples of 128.
+    float32, I is a multiple of 128, and so is H in ``w_in``: zeros follow the features of a token
+    if the number of its features is no multiple of 128 (``padded``). Weights of a shared expert in
+    FP8 are those of one expert, with E = 1, and are decoded to the dtype of the tokens.
     """
 
     w_in: Any
@@ -92,9 +101,38 @@ class Experts:
 
         Each product quantizes the weights when it reads them, so that no copy in FP8 is kept.
         Weights keep their gradients: quantization counts as the identity. To quantize only once for
-        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead.
+        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead. Weights
+        whose sizes are no multiples of 128 are ``padded`` in each call.
         """
-        return self.map_weights(lambda w: QuantizedExperts(source=w))
+        return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
+
+    def padded(self, *, outputs: bool = True) -> Experts:
+        """Return the experts with zeros up to multiples of 128 on the axes H and I.
+
+        Products in FP8 need these multiples, and layers in FP8 accept the result for tokens of H
+        features: they add zeros to the tokens, and leave out the columns of zeros of the result.
+        All results and gradients keep their values if the activation maps zeros to zeros. Gradients
+        of the zeros are zeros, so parameters can be padded once before a training.
+
+        Args:
+          outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is. No product of
+            the forward pass sums over this axis.
+
+        Returns:
+          ``Experts``: these, if nothing is to be added; otherwise they have no totals.
+        """
+        gate = self.w_in.ndim - self.w_out.ndim
+        last = (-1,) * outputs
+        axes = dict(w_in=(-2 - gate, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
+        found = {}
+        for name, of_name in axes.items():
+            array = getattr(self, name)
+            if array is not None and any(array.shape[axis] % BLOCK for axis in of_name):
+                widths = [(0, 0)] * array.ndim
+                for axis in of_name:
+                    widths[axis] = (0, -array.shape[axis] % BLOCK)
+                found[name] = jnp.pad(array, widths)
+        return self.replace(**found)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
         """Return the experts with the results of a function for both weights."""
@@ -124,9 +162,11 @@ def quantize_experts(
     FP8, and the gradients of their weights are those of ``w``.
 
     Args:
-      w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
-        float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in ``Experts``. K is a multiple
-        of 128. Or weights that are already quantized, whose numbers do not change: a ``Quantized``,
+      w: ``Experts``, to quantize both weights. They are ``padded`` if H or I is no multiple of 128,
+        and the last axis of ``w_out`` only with ``transposed`` or ``trainable``. Or weights of L
+        experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as
+        in ``Experts``, where K is a multiple of 128. Or weights of L experts
+        that are already quantized, whose numbers do not change: a ``Quantized``,
         or an object with ``qvalue`` and ``scale`` like a ``QArray`` of qwix. Values are then
         float8_e4m3fn in one of these shapes, and scales are float32 [L, K / 128, N / 128 rounded
         up], or with the axis of size 2 before the last.
@@ -145,7 +185,11 @@ def quantize_experts(
         are found only outside ``jax.jit``; otherwise products with their squares are NaN.
     """
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
-    return w.map_weights(quantize) if isinstance(w, Experts) else quantize(w)
+    if not isinstance(w, Experts):
+        return quantize(w)
+    if all(as_quantized(each) is None for each in (w.w_in, w.w_out)):
+        w = w.padded(outputs=transposed or trainable)
+    return w.map_weights(quantize)
 
 
 def flat(experts: Experts) -> Experts:
@@ -245,6 +289,8 @@ def check_weights(
             )
         if in_fp8 and lead != ():
             found[field] = _check_quantized(label, w, may_be_pairs=field == "w_in")
+        elif in_fp8:
+            found[field] = _decoded(label, w, x.dtype)
         else:
             found[field] = as_array(w)
             check_static(label, found[field])
@@ -252,15 +298,18 @@ def check_weights(
     lead = w_in.shape[:1] if lead is None else lead
     first = "E, " * len(lead)
     width = w_in.shape[-1] if w_in.shape else 0
-    gated_shape, plain_shape = (*lead, hidden, 2, width), (*lead, hidden, width)
+    is_padded = in_fp8 and lead != () and hidden % BLOCK > 0
+    inputs = hidden + -hidden % BLOCK * is_padded
+    gated_shape, plain_shape = (*lead, inputs, 2, width), (*lead, inputs, width)
     if w_in.shape not in (gated_shape, plain_shape):
         size = f"{lead[0]} experts and " if lead else ""
         raise ValueError(
             f"{name}.w_in must have the shape [{first}H, 2, I], or [{first}H, I] without a gate, "
-            f"for {size}H={hidden}, because x is {short(x)}; got {_short(w_in)}"
+            f"for {size}H={inputs}, because x is {short(x)}"
+            f"{f' and H a multiple of {BLOCK} in FP8' * is_padded}; got {_short(w_in)}"
         )
     is_gated = w_in.shape == gated_shape
-    if w_out.shape != (*lead, width, hidden):
+    if w_out.shape not in ((*lead, width, hidden), (*lead, width, inputs)):
         side_by_side = not is_gated and w_out.shape == (*lead, width // 2, hidden)
         remedy = f". If {name}.w_in holds gate and up side by side, reshape it to [{first}H, 2, I]"
         raise ValueError(
@@ -269,7 +318,7 @@ def check_weights(
             f"{remedy if side_by_side else ''}"
         )
     gate = (2,) * is_gated
-    for field, shape in (("b_in", (*lead, *gate, width)), ("b_out", (*lead, hidden))):
+    for field, shape in (("b_in", (*lead, *gate, width)), ("b_out", (*lead, w_out.shape[-1]))):
         bias = getattr(experts, field)
         if bias is None:
             continue
@@ -277,7 +326,7 @@ def check_weights(
         if bias.shape != shape:
             raise ValueError(
                 f"{name}.{field} must have the shape {list(shape)}, because {name}.w_in is "
-                f"{_short(w_in)}; got {short(bias)}"
+                f"{_short(w_in)} and {name}.w_out {_short(w_out)}; got {short(bias)}"
             )
     if in_fp8 and lead != ():
         _check_fp8(name, found, x)
@@ -319,6 +368,18 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
     return dataclasses.replace(numbers, source=found.source)
 
 
+def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
+    """Return the numbers of a shared expert's weights in FP8, or raise an error."""
+    found = _check_quantized(name, w, may_be_pairs=True)
+    if found.source is not None or found.shape[0] != 1:
+        raise ValueError(
+            f"{name} must be quantized without a source, and hold the weights of one expert, "
+            f"[1, ...]; got {_short(found)}{' with a source' * (found.source is not None)}. Pass "
+            "floats for a shared expert that is trained"
+        )
+    return jnp.moveaxis(decode_experts(found.values, found.scales, dtype), -1, 1)[0]
+
+
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
     """Raise an error if weights do not fit to products in FP8, and to those of their gradients."""
     if x.dtype not in RESULT_DTYPES:
@@ -337,7 +398,8 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
         if any(size % BLOCK for size in sizes):
             raise ValueError(
                 f"{name}.{field} must have rows and columns in multiples of {BLOCK} with a gate or "
-                f"with gradients of weights in FP8; got {_short(found[field])}"
+                f"with gradients of weights in FP8; got {_short(found[field])}. Call "
+                f"{name}.padded() before the weights are quantized"
             )
 
 
