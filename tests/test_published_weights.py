@@ -3,6 +3,7 @@
 The numbers of both are decoded here by numpy, from the definitions of their bits.
 """
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,10 +129,11 @@ def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     activation = params["shared"].activation
     floats = ma.Experts(*(w.astype(np.float32) for w in (w_in, w_out)), activation=activation)
     x = np.random.default_rng(1).normal(size=(8, H)).astype(np.float32)
-    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        layer = jax.jit(lambda x, params: ma.moe(x, **params, axes="ep")[0])
-        found, expected = layer(x, params), layer(x, params | {"shared": floats})
+        layer = lambda x, params: ma.moe(x, **params, axes="ep")[0]
+        run = jax.jit(layer, compiler_options=harness.QUICKLY)
+        found, expected = run(x, params), run(x, params | {"shared": floats})
     np.testing.assert_array_equal(found, expected)
     source = params["shared"].map_weights(lambda w: ma.QuantizedExperts(source=w.values[0]))
     two = params["shared"].map_weights(lambda w: jax.tree.map(lambda a: np.tile(a, 2), w))
@@ -276,7 +278,6 @@ def test_fp8_holds_mxfp4_exactly_if_the_scales_of_a_square_span_at_most_14(span)
         (np.zeros((2, 4, 16), np.uint8), np.zeros((2, 4)), TypeError, "scales must be uint8 or"),
         (np.zeros((2, 32), np.uint8), np.zeros((2, 4), np.uint8), ValueError, "16 bytes for each"),
         (np.zeros((2, 4, 16), np.uint8), np.full((2, 4), 255, np.uint8), ValueError, "got 255"),
-        (np.zeros(16, np.uint8), np.uint8(1), ValueError, "16 bytes for each"),
     ),
 )
 def test_mxfp4_with_mistakes(packed, scales, error, message):

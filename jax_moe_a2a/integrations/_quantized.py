@@ -153,13 +153,13 @@ def decode_mxfp4(packed: Any, scales: Any) -> np.ndarray:
       ValueError: if shapes do not fit, or a scale exceeds 252, with which numbers are NaN or may be
         too large for bfloat16.
     """
-    packed, scales = (np.asarray(as_numpy(array)) for array in (packed, scales))
+    packed, scales = (np.atleast_1d(as_numpy(array)) for array in (packed, scales))
     for name, array, other in (("packed", packed, "int8"), ("scales", scales, "float8_e8m0fnu")):
         if array.dtype.name not in ("uint8", other):
             raise TypeError(f"{name} must be uint8 or {other}; got {short(array)}")
     packed, scales = packed.view(np.uint8), scales.view(np.uint8)
     shape, half = scales.shape, _GROUP // 2
-    if packed.shape not in ((*shape, half), (*shape[:-1], shape[-1] * half if shape else 0)):
+    if packed.shape not in ((*shape, half), (*shape[:-1], shape[-1] * half)):
         raise ValueError(
             f"packed must have {half} bytes for each of the scales {short(scales)}; got "
             f"{short(packed)}"
