@@ -62,14 +62,13 @@ def from_state_dict(
     A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
     transformers 4 and in published files. Values and dtypes are unchanged, and copied.
 
-    Weights of FP8 files like those of DeepSeek-V3 stay in FP8: a tensor in float8_e4m3fn with
-    scales of its squares of 128 x 128, ``weight_scale_inv``. Weights of GPT-OSS in MXFP4
-    (``*_blocks`` and ``*_scales``) are decoded to bfloat16, as by ``decode_mxfp4``.
+    FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128 weights,
+    return experts in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by ``decode_mxfp4``.
 
     Args:
       state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or of
-        quantized weights. Names without the prefix are ignored. Gradients by name are converted in
-        the same way.
+        such files. Names without the prefix are ignored. Gradients by name are converted in the
+        same way.
       config: the model's configuration: an object of transformers, or the content of its
         ``config.json`` as a dict.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
@@ -82,12 +81,11 @@ def from_state_dict(
       ``activation`` are those of ``moe_config``. DeepSeek-V3 also has the router's ``select_bias``
       [E] and the shared expert ``shared``. GPT-OSS also has the router's ``bias`` [E] and the
       experts' ``b_in`` [E, 2, I] and ``b_out`` [E, H]. The bfloat16 of the arrays is that of
-      ``jax.numpy``. Weights in FP8 are ``QuantizedExperts`` with values and scales, those of the
-      shared expert like weights of one expert. Scales in bfloat16 become float32.
+      ``jax.numpy``. Weights in FP8 are ``QuantizedExperts``. Scales in bfloat16 become float32.
 
     Raises:
-      TypeError: if a tensor does not hold floats of 16 bits or more, or the values or scales of
-        quantized weights; or if the tensors of one array have different dtypes.
+      TypeError: if a tensor has an unexpected dtype, or if the tensors of one array have different
+        dtypes.
       ValueError: if the model is unknown, a name is missing or unexpected, a tensor does not have
         the shape that the configuration implies, or quantized weights hold a NaN or an infinity.
     """
@@ -134,7 +132,6 @@ def to_state_dict(
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
         False for tensors of all experts, as in transformers 5. GPT-OSS always has the latter.
-        Weights in FP8 have values and scales by the names of FP8 files.
 
     Returns:
       numpy arrays by name. ``to_torch`` makes PyTorch tensors of them.
@@ -392,12 +389,9 @@ def _checked(
 ) -> np.ndarray:
     """Return an array as a numpy array, or raise an error unless it has this shape."""
     value = _quantized.as_numpy(value)
-    if param.endswith(".values"):
-        array = _quantized.checked_values(name, np.asarray(value))
-    else:
-        array = _as_numpy(name, value)
-    if param.endswith(".scales"):
-        array = _quantized.checked_scales(name, array)
+    array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
+    if param.endswith((".values", ".scales")):
+        array = _quantized.checked(name, array, param)
     if array.shape != shape:
         known = f"{sizes.num_experts} experts, hidden size {sizes.hidden}, "
         known += f"expert width {sizes.expert_hidden}"

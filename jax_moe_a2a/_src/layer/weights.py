@@ -64,9 +64,8 @@ class Experts:
 
     Either weights of both products are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
-    float32, I is a multiple of 128, and so is H in ``w_in``: zeros follow the features of a token
-    if the number of its features is no multiple of 128 (``padded``). Weights of a shared expert in
-    FP8 are those of one expert, with E = 1, and are decoded to the dtype of the tokens.
+    float32, and sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared
+    expert have the axis E, of size 1, and are decoded to the dtype of the tokens.
     """
 
     w_in: Any
@@ -101,29 +100,23 @@ class Experts:
 
         Each product quantizes the weights when it reads them, so that no copy in FP8 is kept.
         Weights keep their gradients: quantization counts as the identity. To quantize only once for
-        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead. Weights
-        whose sizes are no multiples of 128 are ``padded`` in each call.
+        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead. Both
+        return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
         """Return the experts with zeros up to multiples of 128 on the axes H and I.
 
-        Products in FP8 need these multiples, and layers in FP8 accept the result for tokens of H
-        features: they add zeros to the tokens, and leave out the columns of zeros of the result.
-        All results and gradients keep their values if the activation maps zeros to zeros. Gradients
-        of the zeros are zeros, so parameters can be padded once before a training.
+        Layers in FP8 accept them for tokens of H features. Results and gradients keep their values
+        if the activation maps zeros to zeros, and gradients of the zeros are zeros.
 
         Args:
-          outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is. No product of
-            the forward pass sums over this axis.
-
-        Returns:
-          ``Experts``: these, if nothing is to be added; otherwise they have no totals.
+          outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is, because only
+            products of gradients sum over it.
         """
-        gate = self.w_in.ndim - self.w_out.ndim
-        last = (-1,) * outputs
-        axes = dict(w_in=(-2 - gate, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
+        first, last = self.w_out.ndim - self.w_in.ndim - 2, (-1,) * outputs
+        axes = dict(w_in=(first, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
         found = {}
         for name, of_name in axes.items():
             array = getattr(self, name)
@@ -162,14 +155,12 @@ def quantize_experts(
     FP8, and the gradients of their weights are those of ``w``.
 
     Args:
-      w: ``Experts``, to quantize both weights. They are ``padded`` if H or I is no multiple of 128,
-        and the last axis of ``w_out`` only with ``transposed`` or ``trainable``. Or weights of L
-        experts, bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as
-        in ``Experts``, where K is a multiple of 128. Or weights of L experts
-        that are already quantized, whose numbers do not change: a ``Quantized``,
-        or an object with ``qvalue`` and ``scale`` like a ``QArray`` of qwix. Values are then
-        float8_e4m3fn in one of these shapes, and scales are float32 [L, K / 128, N / 128 rounded
-        up], or with the axis of size 2 before the last.
+      w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
+        bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
+        ``Experts``, where K is a multiple of 128. Or weights that are already quantized, whose
+        numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale`` like a
+        ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales are
+        float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
       transposed: True to also keep the orientation that the gradient of rows reads.
       trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
 
@@ -298,15 +289,14 @@ def check_weights(
     lead = w_in.shape[:1] if lead is None else lead
     first = "E, " * len(lead)
     width = w_in.shape[-1] if w_in.shape else 0
-    is_padded = in_fp8 and lead != () and hidden % BLOCK > 0
-    inputs = hidden + -hidden % BLOCK * is_padded
+    inputs = hidden + (-hidden % BLOCK if in_fp8 and lead != () else 0)
     gated_shape, plain_shape = (*lead, inputs, 2, width), (*lead, inputs, width)
     if w_in.shape not in (gated_shape, plain_shape):
         size = f"{lead[0]} experts and " if lead else ""
         raise ValueError(
             f"{name}.w_in must have the shape [{first}H, 2, I], or [{first}H, I] without a gate, "
             f"for {size}H={inputs}, because x is {short(x)}"
-            f"{f' and H a multiple of {BLOCK} in FP8' * is_padded}; got {_short(w_in)}"
+            f"{f' and FP8 needs multiples of {BLOCK}' * (inputs > hidden)}; got {_short(w_in)}"
         )
     is_gated = w_in.shape == gated_shape
     if w_out.shape not in ((*lead, width, hidden), (*lead, width, inputs)):
@@ -326,7 +316,7 @@ def check_weights(
         if bias.shape != shape:
             raise ValueError(
                 f"{name}.{field} must have the shape {list(shape)}, because {name}.w_in is "
-                f"{_short(w_in)} and {name}.w_out {_short(w_out)}; got {short(bias)}"
+                f"{_short(w_in)}; got {short(bias)}"
             )
     if in_fp8 and lead != ():
         _check_fp8(name, found, x)
@@ -373,9 +363,8 @@ def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
     found = _check_quantized(name, w, may_be_pairs=True)
     if found.source is not None or found.shape[0] != 1:
         raise ValueError(
-            f"{name} must be quantized without a source, and hold the weights of one expert, "
-            f"[1, ...]; got {_short(found)}{' with a source' * (found.source is not None)}. Pass "
-            "floats for a shared expert that is trained"
+            f"{name} must be weights of one expert, [1, ...], without a source; got "
+            f"{_short(found)}. Pass floats for a shared expert that is trained"
         )
     return jnp.moveaxis(decode_experts(found.values, found.scales, dtype), -1, 1)[0]
 
