@@ -171,7 +171,7 @@ def test_fp8_files_with_mistakes(change, error, message):
 
 def test_fp8_files_of_other_widths_are_refused():
     config = config_of("qwen3_moe") | dict(moe_intermediate_size=96)
-    with pytest.raises(ValueError, match="multiples of 128, because experts.w_in is in FP8; got 256 and 96"):
+    with pytest.raises(ValueError, match="of 128, because experts.w_in is in FP8; got 256 and 96"):
         hf.from_state_dict(block_of("qwen3_moe"), config, BLOCK)
 
 
