@@ -98,7 +98,7 @@ def decoding(state_dict: Mapping[str, object], prefix: str) -> Mapping[str, obje
     return found or state_dict
 
 
-def decode_mxfp4(packed: Any, scales: Any) -> np.ndarray:
+def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
     """Decode weights in MXFP4 to bfloat16, which is exact.
 
     Number i of a group of 32 is ``e2m1(nibble i) * 2**(scale - 127)``, where nibble 2j is the low
@@ -118,27 +118,27 @@ def decode_mxfp4(packed: Any, scales: Any) -> np.ndarray:
       ValueError: if shapes do not fit, or a scale exceeds 252, with which numbers are NaN or may be
         too large for bfloat16.
     """
-    packed, scales = (np.atleast_1d(as_numpy(array)) for array in (packed, scales))
-    for name, array, other in (("packed", packed, "int8"), ("scales", scales, "float8_e8m0fnu")):
+    codes, powers = (np.atleast_1d(as_numpy(array)) for array in (packed, scales))
+    for name, array, other in (("packed", codes, "int8"), ("scales", powers, "float8_e8m0fnu")):
         if array.dtype.name not in ("uint8", other):
             raise TypeError(f"{name} must be uint8 or {other}; got {short(array)}")
-    packed, scales = packed.view(np.uint8), scales.view(np.uint8)
-    *lead, num_groups = scales.shape
+    codes, powers = codes.view(np.uint8), powers.view(np.uint8)
+    *lead, num_groups = powers.shape
     half = _GROUP // 2
-    if packed.shape not in ((*lead, num_groups, half), (*lead, num_groups * half)):
+    if codes.shape not in ((*lead, num_groups, half), (*lead, num_groups * half)):
         raise ValueError(
-            f"packed must have {half} bytes for each of the scales {short(scales)}; got "
-            f"{short(packed)}"
+            f"packed must have {half} bytes for each of the scales {short(powers)}; got "
+            f"{short(codes)}"
         )
-    if scales.max(initial=0) > _MAX_SCALE:
+    if powers.max(initial=0) > _MAX_SCALE:
         raise ValueError(
-            f"scales must be at most {_MAX_SCALE}, 2**125; got {scales.max()}, with which numbers "
+            f"scales must be at most {_MAX_SCALE}, 2**125; got {powers.max()}, with which numbers "
             "are NaN or too large for bfloat16"
         )
-    groups, exponents = packed.reshape(-1, half), scales.reshape(-1, 1).astype(np.uint16)
-    pairs, table, step = np.empty(groups.shape, np.uint32), _pairs(), 1 << 12
-    for i in range(0, len(groups), step):  # indices that stay in a cache
-        indices = exponents[i : i + step] << 8 | groups[i : i + step]
+    codes, powers = codes.reshape(-1, half), powers.reshape(-1, 1).astype(np.uint16)
+    pairs, table, step = np.empty(codes.shape, np.uint32), _pairs(), 1 << 12
+    for i in range(0, len(codes), step):  # indices that stay in a cache
+        indices = powers[i : i + step] << 8 | codes[i : i + step]
         table.take(indices, out=pairs[i : i + step], mode="clip")
     return pairs.view(jnp.bfloat16).reshape(*lead, num_groups * _GROUP)
 
