@@ -129,17 +129,22 @@ def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     activation = params["shared"].activation
     floats = ma.Experts(*(w.astype(np.float32) for w in (w_in, w_out)), activation=activation)
     x = np.random.default_rng(1).normal(size=(8, H)).astype(np.float32)
-    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
+    explicit = (jax.sharding.AxisType.Explicit,) * 2  # over which JAX must place each decoded array
+    mesh = jax.make_mesh((1, 1), ("ep", "tensor"), explicit, devices=jax.devices()[:1])
+    axes = ma.Axes("ep", tensor="tensor")
     with jax.set_mesh(mesh):
-        layer = lambda x, params: ma.moe(x, **params, axes="ep")[0]
+        layer = lambda x, params: ma.moe(x, **params, axes=axes)[0]
         run = jax.jit(layer, compiler_options=harness.QUICKLY)
-        found, expected = run(x, params), run(x, params | {"shared": floats})
+        found, expected = (
+            run(x, jax.tree.map(jax.device_put, each, ma.moe_partition_specs(each, axes)))
+            for each in (params, params | {"shared": floats})
+        )
     np.testing.assert_array_equal(found, expected)
     source = params["shared"].map_weights(lambda w: ma.QuantizedExperts(source=w.values[0]))
     two = params["shared"].map_weights(lambda w: jax.tree.map(lambda a: np.tile(a, 2), w))
     for shared in (source, two):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match="shared"):
-            ma.moe(x, **params | {"shared": shared}, axes="ep")
+            ma.moe(x, **params | {"shared": shared}, axes=axes)
 
 
 @pytest.mark.parametrize(
