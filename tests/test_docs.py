@@ -238,11 +238,13 @@ INTEGRATIONS = ("linen", "maxtext", "nnx", "transformers")
 def integrations():
     """Return the public names of the modules of integrations, with their values."""
     modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
+    exported = "jax_moe_a2a.integrations._quantized"  # to the module that imports it
     return {
         f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
         for module in modules
         for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") in (module.__name__, exported)
     }
 
 

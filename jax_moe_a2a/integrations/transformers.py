@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
@@ -21,6 +21,8 @@ import numpy as np
 import jax_moe_a2a as ma
 
 from .._src.checks import short
+from . import _quantized
+from ._quantized import decode_mxfp4 as decode_mxfp4
 
 Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the content of config.json
 
@@ -136,9 +138,13 @@ def from_state_dict(
     A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
     transformers 4 and in published files. Values and dtypes are unchanged, and copied.
 
+    FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128 weights,
+    return experts in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by ``decode_mxfp4``.
+
     Args:
-      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more. Names
-        without the prefix are ignored. Gradients by name are converted in the same way.
+      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or of
+        such files. Names without the prefix are ignored. Gradients by name are converted in the
+        same way.
       config: the model's configuration: an object of transformers, or the content of its
         ``config.json`` as a dict. If it has a ``text_config``, this is read.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
@@ -151,15 +157,17 @@ def from_state_dict(
       ``activation`` are those of ``moe_config``. Some families also have the router's
       ``select_bias`` [E]; a shared expert ``shared``, with an ``output_gate`` [H] in Qwen2-MoE and
       Qwen3-Next; or, in GPT-OSS, the router's ``bias`` [E] and the experts' ``b_in`` [E, 2, I] and
-      ``b_out`` [E, H]. The bfloat16 of the arrays is that of ``jax.numpy``.
+      ``b_out`` [E, H]. The bfloat16 of the arrays is that of ``jax.numpy``. Weights in FP8 are
+      ``QuantizedExperts``. Scales in bfloat16 become float32.
 
     Raises:
-      TypeError: if a tensor does not hold floats of 16 bits or more, or if the tensors of one
-        array have different dtypes.
-      ValueError: if the model is unknown, a name is missing or unexpected, or a tensor does not
-        have the shape that the configuration implies.
+      TypeError: if a tensor has an unexpected dtype, or if the tensors of one array have different
+        dtypes.
+      ValueError: if the model is unknown, a name is missing or unexpected, a tensor does not have
+        the shape that the configuration implies, or quantized weights hold a NaN or an infinity.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
+    state_dict = _quantized.decoding(state_dict, prefix)
     names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
     if not names:
         raise ValueError(
@@ -167,14 +175,14 @@ def from_state_dict(
             + _known_prefixes(state_dict)
         )
     per_expert = any(re.match(r"experts\.\d+\.", name) for name in names)
-    expected = _tensors(_family_of(config), sizes, per_expert)
+    expected, params = _block(config, sizes, per_expert, names)
     _check_names("state_dict", names, expected, _remedy(names, state_dict))
 
     arrays: dict[str, np.ndarray] = {}
-    params = _parameters(config)
     shapes = _by_name(params)
     for name, tensor in expected.items():
-        value = _checked(prefix + name, state_dict[prefix + name], tensor.shape, sizes)
+        value = state_dict[prefix + name]
+        value = _checked(prefix + name, value, tensor.shape, sizes, tensor.param)
         if tensor.param not in arrays:
             arrays[tensor.param] = np.empty(shapes[tensor.param].shape, value.dtype)
         array = arrays[tensor.param]
@@ -212,19 +220,22 @@ def to_state_dict(
         have the shape that the configuration implies.
     """
     sizes, prefix = moe_config(config), _with_dot(prefix)
-    given, shapes = _by_name(params), _by_name(_parameters(config))
+    given = _by_name(params)
+    expected, shapes_of = _block(config, sizes, per_expert, given)
+    shapes = _by_name(shapes_of)
     _check_names("params", given, shapes, "Pass all arrays that from_state_dict returns")
     arrays = {
-        name: _checked(name, given[name], shape.shape, sizes) for name, shape in shapes.items()
+        name: _checked(name, given[name], shape.shape, sizes, name)
+        for name, shape in shapes.items()
     }
     return {
         prefix + name: np.array(tensor.view(arrays[tensor.param]), order="C").reshape(tensor.shape)
-        for name, tensor in _tensors(_family_of(config), sizes, per_expert).items()
+        for name, tensor in expected.items()
     }
 
 
 def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return PyTorch tensors that share the memory of numpy arrays, bfloat16 included.
+    """Return PyTorch tensors that share the memory of numpy arrays, bfloat16 and FP8 included.
 
     Args:
       state_dict: the result of ``to_state_dict``.
@@ -240,6 +251,8 @@ def to_torch(state_dict: Mapping[str, np.ndarray]) -> dict[str, Any]:
     def tensor(array: np.ndarray) -> Any:
         if array.dtype == jnp.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == jnp.float8_e4m3fn:
+            return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(array)
 
     return {name: tensor(array) for name, array in state_dict.items()}
@@ -435,6 +448,15 @@ def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str
     return found
 
 
+def _block(
+    config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
+) -> tuple[dict[str, _Tensor], dict[str, Any]]:
+    """Return tensors and parameters of a block. Names of either say which weights are in FP8."""
+    family = _family_of(config)
+    tensors, params = _tensors(family, sizes, per_expert), _parameters(config)
+    return (tensors, params) if family.inputs_first else _quantized.in_fp8(tensors, params, names)
+
+
 def _matrix(*index: int | slice) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that returns a transposed matrix of an array."""
     return lambda array: array[index].T
@@ -469,9 +491,14 @@ def _as_numpy(name: str, value: object) -> np.ndarray:
     return array
 
 
-def _checked(name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig) -> np.ndarray:
+def _checked(
+    name: str, value: object, shape: tuple[int, ...], sizes: ma.MoEConfig, param: str
+) -> np.ndarray:
     """Return an array as a numpy array, or raise an error unless it has this shape."""
-    array = _as_numpy(name, value)
+    value = _quantized.as_numpy(value)
+    array = np.asarray(value) if param.endswith(".values") else _as_numpy(name, value)
+    if param.endswith((".values", ".scales")):
+        array = _quantized.checked(name, array, param)
     if array.shape != shape:
         known = f"{sizes.num_experts} experts, hidden size {sizes.hidden}, "
         known += f"expert width {sizes.expert_hidden}"

@@ -122,10 +122,11 @@ def quantize_weights(
 
 def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the weights of ``QuantizedExperts`` [..., N, K], rounded to a dtype."""
-    n = values.shape[-2]
-    of_rows = jnp.repeat(scales, BLOCK, axis=-2, total_repeat_length=scales.shape[-2] * BLOCK)
-    numbers = jnp.repeat(of_rows[..., :n, :], BLOCK, axis=-1, total_repeat_length=values.shape[-1])
-    return (values.astype(SCALE_DTYPE) * numbers).astype(dtype)
+    (*lead, rows, columns), (n, k) = scales.shape, values.shape[-2:]
+    # Over Explicit mesh axes, JAX places the result of a reshape that merges one axis.
+    squares = jnp.broadcast_to(scales[..., :, None, :, None], (*lead, rows, BLOCK, columns, BLOCK))
+    numbers = squares.reshape(*lead, rows, BLOCK, k).reshape(*lead, rows * BLOCK, k)
+    return (values.astype(SCALE_DTYPE) * numbers[..., :n, :]).astype(dtype)
 
 
 def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:

@@ -243,11 +243,13 @@ def mlp_and_routing(
     """
     activation, placement, weigh_input = layer_options
     x, topk_ids, topk_weights, shared_weights = tokens
-    given = weights.experts
+    given, hidden = weights.experts, x.shape[1]
     in_fp8 = isinstance(given.w_in, QuantizedExperts)
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
+        if given.w_in.k > hidden:  # padded before tokens travel, because rows are more than tokens
+            x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         fmt = format_in_fp8(exchange.token_format, is_frozen=is_frozen)
         exchange = dataclasses.replace(exchange, token_format=fmt)
         route_arguments = route_arguments._replace(exchange=exchange)
@@ -287,7 +289,8 @@ def mlp_and_routing(
     # The tail, too: only grouped products read the gradient of y, and they ignore rows after the
     # last group.
     back = back._replace(options=arguments.options.unencoded)
-    return back.sums(bind(COMBINE, back.payload, routing, **back.params)), routing, totals
+    sums = back.sums(bind(COMBINE, back.payload, routing, **back.params))
+    return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool) -> TokenFormat:

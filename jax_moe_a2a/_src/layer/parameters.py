@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..checks import check_bool, check_factor, check_int
+from ..grouped.weights import QuantizedExperts
 from ..routing.checks import axes_of
 from .axes import AxesLike, as_axes
 from .lora import LoRA
@@ -69,11 +70,13 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     def placed(name: str, value: Any) -> Any:
         if name == "router" and isinstance(value, Router):
             return jax.tree.map(lambda _: P(), value).replace(kernel=shortest(P(fsdp)))
-        leads = {"experts": (expert_axes,), "shared": ()}
+        leads: dict[str, tuple[Names, ...]] = {"experts": (expert_axes,), "shared": ()}
         if name not in leads:
             raise ValueError(f"params must have the names router, experts and shared; got {name!r}")
         check_type(value, name)
         lead = leads[name]
+        if name == "shared" and isinstance(value.w_in, QuantizedExperts):
+            lead = (None,)  # weights of one expert
         if len(value.w_out.shape) != len(lead) + 2:
             raise ValueError(
                 f"params must be those of one layer of moe by name; got {name}.w_out="

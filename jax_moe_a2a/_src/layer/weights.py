@@ -18,7 +18,14 @@ from ..checks import as_array, check_static, short
 from ..experts.gated import gated
 from ..formats.formats import Quantized
 from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
-from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
+from ..grouped.weights import (
+    BLOCK,
+    QArrayLike,
+    QuantizedExperts,
+    as_quantized,
+    decode_experts,
+    quantize_weights,
+)
 from .lora import LoRA, check_lora, merge, spec_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -59,7 +66,8 @@ class Experts:
 
     Either weights of both products are arrays with the dtype of the tokens, or both are
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
-    float32, and H and I are multiples of 128.
+    float32, and sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared
+    expert have the axis E, of size 1, and are decoded to the dtype of the tokens.
     """
 
     w_in: Any
@@ -106,9 +114,32 @@ class Experts:
 
         Each product quantizes the weights when it reads them, so that no copy in FP8 is kept.
         Weights keep their gradients: quantization counts as the identity. To quantize only once for
-        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead.
+        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead. Both
+        return ``padded`` experts.
         """
-        return self.map_weights(lambda w: QuantizedExperts(source=w))
+        return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
+
+    def padded(self, *, outputs: bool = True) -> Experts:
+        """Return the experts with zeros up to multiples of 128 on the axes H and I.
+
+        Layers in FP8 accept them for tokens of H features. Results and gradients keep their values
+        if the activation maps zeros to zeros, and gradients of the zeros are zeros.
+
+        Args:
+          outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is, because only
+            products of gradients sum over it.
+        """
+        first, last = self.w_out.ndim - self.w_in.ndim - 2, (-1,) * outputs
+        axes = dict(w_in=(first, -1), w_out=(-2, *last), b_in=(-1,), b_out=last)
+        found = {}
+        for name, of_name in axes.items():
+            array = getattr(self, name)
+            if array is not None and any(array.shape[axis] % BLOCK for axis in of_name):
+                widths = [(0, 0)] * array.ndim
+                for axis in of_name:
+                    widths[axis] = (0, -array.shape[axis] % BLOCK)
+                found[name] = jnp.pad(array, widths)
+        return self.replace(**found)
 
     def merge_lora(self) -> Experts:
         """Return the experts with their adapters added to their weights, and without adapters.
@@ -164,12 +195,12 @@ def quantize_experts(
     FP8, and the gradients of their weights are gradients with respect to ``w``.
 
     Args:
-      w: ``Experts``, to quantize both weights; or weights of L experts, bfloat16, float16 or
-        float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in ``Experts``. K is a multiple
-        of 128. Or weights that are already quantized, whose numbers do not change: a ``Quantized``,
-        or an object with ``qvalue`` and ``scale`` like a ``QArray`` of qwix. Values are then
-        float8_e4m3fn in one of these shapes, and scales are float32 [L, K / 128, N / 128 rounded
-        up], or with the axis of size 2 before the last.
+      w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
+        bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
+        ``Experts``, where K is a multiple of 128. Or weights that are already quantized, whose
+        numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale`` like a
+        ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales are
+        float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
       transposed: True to also keep the orientation that the gradient of rows reads.
       trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
 
@@ -185,7 +216,11 @@ def quantize_experts(
         are found only outside ``jax.jit``; otherwise products with their squares are NaN.
     """
     quantize = partial(quantize_weights, transposed=transposed, trainable=trainable)
-    return w.map_weights(quantize) if isinstance(w, Experts) else quantize(w)
+    if not isinstance(w, Experts):
+        return quantize(w)
+    if all(as_quantized(each) is None for each in (w.w_in, w.w_out)):
+        w = w.padded(outputs=transposed or trainable)
+    return w.map_weights(quantize)
 
 
 def flat(experts: Experts) -> Experts:
@@ -297,6 +332,8 @@ def check_weights(
             )
         if in_fp8 and lead != ():
             found[field] = _check_quantized(label, w, may_be_pairs=field == "w_in")
+        elif in_fp8:
+            found[field] = _decoded(label, w, x.dtype)
         else:
             found[field] = as_array(w)
             check_static(label, found[field])
@@ -304,15 +341,17 @@ def check_weights(
     lead = w_in.shape[:1] if lead is None else lead
     first = "E, " * len(lead)
     width = w_in.shape[-1] if w_in.shape else 0
-    gated_shape, plain_shape = (*lead, hidden, 2, width), (*lead, hidden, width)
+    inputs = hidden + (-hidden % BLOCK if in_fp8 and lead != () else 0)
+    gated_shape, plain_shape = (*lead, inputs, 2, width), (*lead, inputs, width)
     if w_in.shape not in (gated_shape, plain_shape):
         size = f"{lead[0]} experts and " if lead else ""
         raise ValueError(
             f"{name}.w_in must have the shape [{first}H, 2, I], or [{first}H, I] without a gate, "
-            f"for {size}H={hidden}, because x is {short(x)}; got {_short(w_in)}"
+            f"for {size}H={inputs}, because x is {short(x)}"
+            f"{f' and FP8 needs multiples of {BLOCK}' * (inputs > hidden)}; got {_short(w_in)}"
         )
     is_gated = w_in.shape == gated_shape
-    if w_out.shape != (*lead, width, hidden):
+    if w_out.shape not in ((*lead, width, hidden), (*lead, width, inputs)):
         side_by_side = not is_gated and w_out.shape == (*lead, width // 2, hidden)
         remedy = f". If {name}.w_in holds gate and up side by side, reshape it to [{first}H, 2, I]"
         raise ValueError(
@@ -329,7 +368,7 @@ def check_weights(
             f"{short(as_array(experts.output_gate))}. For a shared expert of the exchange, pass "
             "jax.nn.sigmoid(x @ output_gate) as shared_weights"
         )
-    shapes = dict(b_in=(*lead, *gate, width), b_out=(*lead, hidden), output_gate=(hidden,))
+    shapes = dict(b_in=(*lead, *gate, width), b_out=(*lead, w_out.shape[-1]), output_gate=(hidden,))
     for field, shape in shapes.items():
         bias = getattr(experts, field)
         if bias is None:
@@ -384,6 +423,17 @@ def _check_quantized(name: str, w: object, *, may_be_pairs: bool) -> QuantizedEx
     return dataclasses.replace(numbers, source=found.source)
 
 
+def _decoded(name: str, w: object, dtype: Any) -> jax.Array:
+    """Return the numbers of a shared expert's weights in FP8, or raise an error."""
+    found = _check_quantized(name, w, may_be_pairs=True)
+    if found.source is not None or found.shape[0] != 1:
+        raise ValueError(
+            f"{name} must be weights of one expert, [1, ...], without a source; got "
+            f"{_short(found)}. Pass floats for a shared expert that is trained"
+        )
+    return jnp.moveaxis(decode_experts(found.values, found.scales, dtype), -1, 1)[0]
+
+
 def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
     """Raise an error if products in FP8, or the products of their gradients, do not support the
     weights."""
@@ -403,7 +453,8 @@ def _check_fp8(name: str, found: dict[str, QuantizedExperts], x: Any) -> None:
         if any(size % BLOCK for size in sizes):
             raise ValueError(
                 f"{name}.{field} must have rows and columns in multiples of {BLOCK} with a gate or "
-                f"with gradients of weights in FP8; got {_short(found[field])}"
+                f"with gradients of weights in FP8; got {_short(found[field])}. Call "
+                f"{name}.padded() before the weights are quantized"
             )
 
 
