@@ -142,13 +142,12 @@ def with_decoded_weights(*args, weigh_input=False):
         y = decoded_dot(rows, w, recv.group_sizes)
         if lora is None:
             return y
-        # Adapters read the rounded rows, and rounding counts as the identity.
-        rows = rows + jax.lax.stop_gradient(rounded(rows) - rows)
         low = ma.grouped_dot(rows, lora.a, recv.group_sizes) * lora.scale
         return y + ma.grouped_dot(low, lora.b.reshape(*lora.b.shape[:2], -1), recv.group_sizes)
 
     h = SWIGLU(product(before * recv.rows, w_in, weights.lora_in) + b_in[experts])
     h = jnp.where(has_token, h * after, 0)
+    h += jax.lax.stop_gradient(rounded(h) - h)  # adapters read the rounded rows, too
     y = product(h, w_out, weights.lora_out) + after * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
