@@ -32,6 +32,11 @@ BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
 TARGET = "moe_a2a_encode_squares"
+WEIGHTS_CHECKPOINT_NAME = "moe_a2a_weights"
+"""Checkpoint name, a str, of the weights that ``in_fp8`` quantizes.
+
+If a policy saves this name, the backward pass of ``jax.checkpoint`` does not quantize them again.
+It takes two bytes for each weight."""
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
@@ -204,6 +209,15 @@ def encode_experts(
     scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
     values = parts.pop(0) if turned else None
     return QuantizedExperts(values, scales, *parts)
+
+
+def encode_source(w: QuantizedExperts) -> QuantizedExperts:
+    """Return weights to train with values: those given, or those of the source. Both orientations
+    come from one reading, and a policy of ``jax.checkpoint`` can save them by their name."""
+    if w.values is not None:
+        return w
+    found = compat.checkpoint_name(encode_experts(w.source), WEIGHTS_CHECKPOINT_NAME)
+    return dataclasses.replace(found, source=w.source)
 
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
