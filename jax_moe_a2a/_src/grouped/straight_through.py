@@ -11,8 +11,8 @@ as that of ``r w``: quantization counts as the identity.
 
 The other parameters and the operands are those of ``grouped_dot_p``; values and scales of rows if,
 with the parameter ``encoded``, Q(r) is given; and values, scales and perhaps transposed values of
-``QuantizedExperts``. The axis that a quantized product sums over has a size that is a multiple of
-128.
+``QuantizedExperts`` if Q(w) is given. The axis that a quantized product sums over has a size that
+is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ..ad import is_zero
 from ..formats.formats import Quantized
 from .act_encode import bind_act_encode
 from .primitives import (
-    bilinear_tangents,
     bind,
     bind_dot,
     bind_outer,
     dot_abstract,
     register,
+    sum_of,
     unspecified_dot,
 )
 from .quantized import bind_dot_fp8
-from .weights import QuantizedExperts, encode_source, transposed_experts
+from .weights import QuantizedExperts, encode_experts, encode_source, transposed_experts
 
 straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
@@ -83,7 +83,10 @@ def _dot(
 ) -> jax.Array:
     if not quantizes:
         return bind_dot(rows, w, sizes, transposed=transposed, **params)
-    quantized = QuantizedExperts(*parts[2 * encoded :])
+    if of_weights := parts[2 * encoded :]:
+        quantized = QuantizedExperts(*of_weights)
+    else:
+        quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
         # A program that was differentiated after ``_dce`` has no ``transposed``.
         quantized = transposed_experts(quantized)
@@ -121,9 +124,14 @@ def _transpose(
 
 def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
     out = bind(straight_through_dot_p, *primals, **params)
-    of_floats = [*primals[:3], *primals[3 + 2 * params["encoded"] :]]
+    (rows, w, sizes, *others), (d_rows, d_w, *_) = primals, tangents
+    parts, terms = others[2 * params["encoded"] :], []
     params.update(quantizes=False, encoded=False)
-    return out, bilinear_tangents(straight_through_dot_p, out, of_floats, tangents, **params)
+    if not is_zero(d_rows):
+        terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
+    if not is_zero(d_w):  # whose transpose must not read the numbers of w in FP8
+        terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
+    return out, sum_of(out, terms)
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
