@@ -141,7 +141,7 @@ def test_derivatives_are_those_of_the_gradients():
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_pass_is_one_call_in_the_place_of_its_operands(hopper, monkeypatch):
+def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper, monkeypatch):
     monkeypatch.setattr(act_grad, "why_no_act_encode", WHY_NO_ACT_GRAD)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     floats = array("bfloat16", 512, 256), array("bfloat16", 512, 512), array("float32", 512)

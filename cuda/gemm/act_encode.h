@@ -37,7 +37,7 @@ struct ActEncode {
 // are zeros. row_weights are given.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
-  void* d_pre;       // [B, C, P]: that of the product, perhaps in its place
+  void* d_pre;       // [B, C, P]: that of the product
   void* h;           // [B, C, I]: weighted activations, perhaps in the place of ct
   float* d_weights;  // [B, C]: the dots of ct and the activations
 };

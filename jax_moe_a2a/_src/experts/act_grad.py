@@ -127,7 +127,9 @@ def _kernel(
             weights.reshape(flat),
             ct_h.reshape(*flat, columns),
         ),
-        {0: 2, 3: 3},  # a lane reads its numbers before it writes them
+        # A lane reads its numbers before it writes them. XLA would copy the product, which the
+        # forward pass reads, too.
+        {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,
     )
