@@ -277,6 +277,17 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
 
 
 @pytest.mark.exchanges(0)
+@pytest.mark.parametrize("names, times", (((), 2), ((ma.QUANTIZED_CHECKPOINT_NAME,), 1)))
+def test_a_policy_saves_weights_that_were_quantized(names, times):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    wrap = functools.partial(jax.checkpoint, policy=policy)
+    layers = on_one_device(wrap=wrap, in_fp8=True)
+    loss = lambda *args: jnp.sum(layers(*args).astype(jnp.float32))
+    counts = small_layer.counts(jax.grad(loss, allow_int=True), *arguments())
+    assert counts["encode_squares"] == 2 * times  # of both weights
+
+
+@pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
     """The weights are quantized before the loops, also if a batch shares them."""
     x, topk_weights, experts, ids = arguments("float32")

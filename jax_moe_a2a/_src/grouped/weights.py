@@ -32,11 +32,11 @@ BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
 TARGET = "moe_a2a_encode_squares"
-WEIGHTS_CHECKPOINT_NAME = "moe_a2a_weights"
-"""Checkpoint name, a str, of the weights that ``in_fp8`` quantizes.
+QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
+"""Checkpoint name, a str, of the numbers in FP8 of the weights of ``Experts.in_fp8``.
 
-If a policy saves this name, the backward pass of ``jax.checkpoint`` does not quantize them again.
-It takes two bytes for each weight."""
+If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
+``jax.checkpoint`` does not quantize the weights again."""
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
@@ -50,8 +50,7 @@ class QuantizedExperts:
 
     It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
     alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
-    are those of the source. With a source alone, each product quantizes the source when it reads
-    it.
+    are those of the source. With a source alone, each call of a layer quantizes the source.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
@@ -216,7 +215,7 @@ def encode_source(w: QuantizedExperts) -> QuantizedExperts:
     come from one reading, and a policy of ``jax.checkpoint`` can save them by their name."""
     if w.values is not None:
         return w
-    found = compat.checkpoint_name(encode_experts(w.source), WEIGHTS_CHECKPOINT_NAME)
+    found = compat.checkpoint_name(encode_experts(w.source), QUANTIZED_CHECKPOINT_NAME)
     return dataclasses.replace(found, source=w.source)
 
 
