@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
@@ -92,6 +93,20 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
         return out, jax.tree.map(aligned, found, out)
 
     return same(x, *operands)
+
+
+def named(tree: Any, name: str) -> Any:
+    """Return arrays under a name for policies of ``jax.checkpoint``. Floats of 8 bits are saved as
+    integers: ``jax.checkpoint`` rounds the floats that it saves by ``lax.reduce_precision``, for
+    which a float8_e4m3fn of 256 or more is a NaN (jax 0.10.2 to 0.12.0)."""
+
+    def of_array(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype.itemsize > 1:
+            return compat.checkpoint_name(x, name)
+        bits = compat.checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    return jax.tree.map(of_array, tree)
 
 
 def register_constant(primitive: compat.Primitive) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat, scopes
-from ..ad import zero_tangent
+from ..ad import named, zero_tangent
 from ..checks import as_array, check_bool, is_known, short
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
@@ -215,7 +215,7 @@ def encode_source(w: QuantizedExperts) -> QuantizedExperts:
     come from one reading, and a policy of ``jax.checkpoint`` can save them by their name."""
     if w.values is not None:
         return w
-    found = compat.checkpoint_name(encode_experts(w.source), QUANTIZED_CHECKPOINT_NAME)
+    found = named(encode_experts(w.source), QUANTIZED_CHECKPOINT_NAME)
     return dataclasses.replace(found, source=w.source)
 
 
