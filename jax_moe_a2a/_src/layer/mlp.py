@@ -285,8 +285,8 @@ def mlp_and_routing(
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format in which tokens travel to products in FP8, or raise an error. Tokens that do
-    not travel to another rank stay as they are, because the products quantize them."""
+    """Return the format in which tokens travel to products in FP8, or raise an error. Tokens that
+    do not travel to another rank stay as they are, because the products quantize them."""
     if not is_frozen:
         return BlockwiseFp8().travelling if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
