@@ -20,8 +20,6 @@ from test_moe import mesh_of
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.grouped.weights import decode_experts
 
-QUANTIZED, ROWS = ma.QUANTIZED_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
-ROUTING = ma.ROUTING_CHECKPOINT_NAME
 RANKS = harness.SEVERAL
 WIDTH = 128
 LAYOUT = cases.Layout("fp8", tokens=6, top_k=2, local_experts=2, hidden=128)
@@ -278,26 +276,33 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
     assert counts["straight_through_dot"] >= 3 and counts["add_outer"] == 2
 
 
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize("in_fp8, names", ((True, [QUANTIZED]), (False, [ROWS, ROUTING])))
-def test_a_policy_saves_all_numbers_in_fp8(in_fp8, names):
-    """JAX would make a NaN of each float8_e4m3fn from 256 on."""
-    x, topk_weights, experts, ids = args = arguments()
-    if not in_fp8:
-        _, _, experts, _ = frozen(args)
+POLICIES = jax.checkpoint_policies
+OF_QUANTIZED = POLICIES.save_only_these_names(ma.QUANTIZED_CHECKPOINT_NAME)
+OF_ROWS = POLICIES.save_only_these_names(ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME)
 
-    def gradients(x, names):
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "in_fp8, policy",
+    ((True, OF_QUANTIZED), (True, POLICIES.everything_saveable), (False, OF_ROWS)),
+    ids=("weights", "everything", "frozen, rows"),
+)
+def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
+    """JAX would make a NaN of each float8_e4m3fn from 256 on."""
+    x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
+
+    def gradients(policy, x):
         wrap = functools.partial(jax.checkpoint, policy=policy)
         layers = on_one_device(wrap=wrap, in_fp8=in_fp8)
         loss = lambda x: jnp.sum(jnp.sin(layers(x, topk_weights, experts, ids)).astype(jnp.float32))
         return jax.grad(loss)(x)
 
-    if in_fp8:
-        counts = [small_layer.counts(functools.partial(gradients, names=n), x) for n in ([], names)]
-        assert [each["encode_squares"] for each in counts] == [4, 2]  # of two arrays of weights
-    saved, again = (quick_jit(gradients, static_argnums=1)(x, tuple(n)) for n in (names, []))
-    assert relative_error(saved, again) == 0
+    saving, again = (functools.partial(gradients, each) for each in (policy, None))
+    if policy is OF_QUANTIZED:
+        counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
+        assert tuple(counts) == (2, 4)  # of two arrays of weights
+    # What is saved is rounded to bfloat16, and some activations become the next FP8.
+    assert relative_error(*(quick_jit(fn)(x) for fn in (saving, again))) < 0.1
 
 
 @pytest.mark.exchanges(0)

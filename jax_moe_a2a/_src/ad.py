@@ -96,17 +96,21 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
 
 
 def named(tree: Any, name: str) -> Any:
-    """Return arrays under a name for policies of ``jax.checkpoint``. Floats of 8 bits are saved as
-    integers: ``jax.checkpoint`` rounds the floats that it saves by ``lax.reduce_precision``, for
-    which a float8_e4m3fn of 256 or more is a NaN (jax 0.10.2 to 0.12.0)."""
+    """Return arrays under a name for policies of ``jax.checkpoint``."""
 
     def of_array(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype.itemsize > 1:
-            return compat.checkpoint_name(x, name)
-        bits = compat.checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
-        return lax.bitcast_convert_type(bits, x.dtype)
+        bits = compat.checkpoint_name(as_bits(x), name)
+        return bits if bits.dtype == x.dtype else lax.bitcast_convert_type(bits, x.dtype)
 
     return jax.tree.map(of_array, tree)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save: it rounds the floats
+    that it saves by ``lax.reduce_precision``, for which a float8_e4m3fn of 256 or more is a NaN
+    (jax 0.10.2 to 0.12.0). Other arrays are returned unchanged."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+    return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
 
 def register_constant(primitive: compat.Primitive) -> None:

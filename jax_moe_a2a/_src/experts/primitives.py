@@ -18,7 +18,7 @@ So a forward pass with its gradients makes no pass over rows of its own. It keep
 not needed. Further derivatives are those of the compositions below, which consist of grouped
 products and jnp, so derivatives of any order exist.
 
-Weights that are trained in FP8 are ``QuantizedExperts`` with values and a source, whose products
+Weights that are trained in FP8 are ``QuantizedExperts`` of ``encode_source``, whose products
 are those of ``grouped/straight_through.py``, and their tangents are those of the source. Then
 
 - ``act_dot_p`` computes ``h w_out`` from pre in place of ``dot_act_p`` and ``dot_bias_p``; h exists
@@ -70,7 +70,7 @@ from ..grouped.quantized import bind_dot_fp8
 from ..grouped.reference import arrays_of, scaled
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import bind_add_outer, bind_passing
-from ..grouped.weights import QuantizedExperts
+from ..grouped.weights import QuantizedExperts, from_bits
 from . import lowering as lowered
 from .act_grad import bind_act_grad, gradients
 from .activations import FusedActivation
@@ -266,7 +266,7 @@ def _products_in_fp8(o: ExpertOperands, **params: Any) -> tuple[jax.Array, jax.A
 def _act_dot(o: Product, *, activation: FusedActivation, num_sms: int | None) -> jax.Array:
     h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation, num_sms=num_sms)
     of_dot: dict[str, Any] = dict(dtype=o.rows.dtype, tail="unspecified", num_sms=num_sms)
-    return bind_dot_fp8(h, dataclasses.replace(o.w, source=None), o.sizes, **of_dot)
+    return bind_dot_fp8(h, from_bits(o.w.values, o.w.scales), o.sizes, **of_dot)
 
 
 @of_operands

@@ -11,7 +11,7 @@ as that of ``r w``: quantization counts as the identity.
 
 The other parameters and the operands are those of ``grouped_dot_p``; values and scales of rows if,
 with the parameter ``encoded``, Q(r) is given; and values, scales and perhaps transposed values of
-``QuantizedExperts`` if Q(w) is given. The axis that a quantized product sums over has a size that
+``encode_source`` if Q(w) is given. The axis that a quantized product sums over has a size that
 is a multiple of 128.
 """
 
@@ -37,7 +37,13 @@ from .primitives import (
     unspecified_dot,
 )
 from .quantized import bind_dot_fp8
-from .weights import QuantizedExperts, encode_experts, encode_source, transposed_experts
+from .weights import (
+    QuantizedExperts,
+    encode_experts,
+    encode_source,
+    from_bits,
+    transposed_experts,
+)
 
 straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
@@ -84,7 +90,7 @@ def _dot(
     if not quantizes:
         return bind_dot(rows, w, sizes, transposed=transposed, **params)
     if of_weights := parts[2 * encoded :]:
-        quantized = QuantizedExperts(*of_weights)
+        quantized = from_bits(*of_weights)
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:

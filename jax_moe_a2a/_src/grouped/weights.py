@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat, scopes
-from ..ad import named, zero_tangent
+from ..ad import as_bits, zero_tangent
 from ..checks import as_array, check_bool, is_known, short
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
@@ -212,11 +213,20 @@ def encode_experts(
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
     """Return weights to train with values: those given, or those of the source. Both orientations
-    come from one reading, and a policy of ``jax.checkpoint`` can save them by their name."""
+    come from one reading, and a policy of ``jax.checkpoint`` can save them by their name. Values
+    are integers (``as_bits``), which ``from_bits`` turns back."""
     if w.values is not None:
-        return w
-    found = named(encode_experts(w.source), QUANTIZED_CHECKPOINT_NAME)
+        found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
+    else:
+        found = jax.tree.map(as_bits, encode_experts(w.source))
+        found = compat.checkpoint_name(found, QUANTIZED_CHECKPOINT_NAME)
     return dataclasses.replace(found, source=w.source)
+
+
+def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> QuantizedExperts:
+    """Return weights from the arrays of ``encode_source``, without a source."""
+    turned, *plain = (lax.bitcast_convert_type(x, VALUE_DTYPE) for x in (values, *transposed))
+    return QuantizedExperts(turned, scales, *plain)
 
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
