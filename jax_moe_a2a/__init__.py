@@ -32,6 +32,7 @@ from ._src.formats.formats import Quantized as Quantized
 from ._src.formats.formats import TokenFormat as TokenFormat
 from ._src.group.group import Group as Group
 from ._src.grouped.api import grouped_dot as grouped_dot
+from ._src.grouped.weights import QUANTIZED_CHECKPOINT_NAME as QUANTIZED_CHECKPOINT_NAME
 from ._src.grouped.weights import QuantizedExperts as QuantizedExperts
 from ._src.layer.accumulate import accumulate_grads as accumulate_grads
 from ._src.layer.axes import Axes as Axes

@@ -22,6 +22,7 @@ from test_lowering import EXPERTS, RANKS, TOP_K, aval, calls, group_of, lower
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering as lowered
+from jax_moe_a2a._src.experts.act_grad import bind_act_grad
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped.act_encode import bind_act_encode
 from jax_moe_a2a._src.placement import fill
@@ -250,6 +251,8 @@ def test_a_target_without_a_kernel_raises():
 
 
 ROWS_FP8 = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+PRE_FP8 = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+ROW_WEIGHTS_FP8 = jax.ShapeDtypeStruct((512,), jnp.float32)
 SIZES = jax.ShapeDtypeStruct((4,), jnp.int32)
 PRODUCTS = {
     "grouped_gemm": (ma.grouped_dot, products.avals),
@@ -259,6 +262,10 @@ PRODUCTS = {
     "act_encode": (
         lambda rows, sizes: bind_act_encode(rows, None, sizes),
         lambda: (ROWS_FP8, SIZES),
+    ),
+    "act_grad": (
+        partial(bind_act_grad, activation=test_experts.SWIGLU, num_sms=None),
+        lambda: (ROWS_FP8, PRE_FP8, ROW_WEIGHTS_FP8, SIZES),
     ),
     "encode_squares": (
         ma.quantize_experts,

@@ -15,12 +15,15 @@
 // own rows, so their order costs nothing. moe_a2a_act_encode, the pass between two products in FP8:
 // operands product [B, C, P], bfloat16 or float32; the table of B times L groups; router weights,
 // float32 [B, C], or [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and
-// scales [B, C, I / 128], float32. It needs no counter. moe_a2a_encode_squares, the quantization of
-// weights: operand weights [L, K, N], bfloat16 or float32; results values [L, N, K] or [0], the
-// same values [L, K, N] or [0], float8_e4m3fn, and scales [L, N / 128, K / 128], float32.
-// moe_a2a_fill_slots, which fills spare slots of ranks with experts (placement/fill_slots.h):
-// operands experts and rows, int32 [B, R, L]; results the expert and the rows of each slot, int32
-// [B, R, L + S].
+// scales [B, C, I / 128], float32. It needs no counter. moe_a2a_act_grad, the pass of its
+// gradients: operands as of act_encode, and the gradient of the activations [B, C, I]; results
+// values [B, C, P] and scales [B, C, P / 128] of the gradient of the product, this gradient [B, C,
+// P], the weighted activations [B, C, I], and the dots of rows, float32 [B, C].
+// moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or
+// float32; results values [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and
+// scales [L, N / 128, K / 128], float32. moe_a2a_fill_slots, which fills spare slots of ranks with
+// experts (placement/fill_slots.h): operands experts and rows, int32 [B, R, L]; results the expert
+// and the rows of each slot, int32 [B, R, L + S].
 //
 // Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
 // [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
@@ -398,8 +401,14 @@ struct ActEncodeCall {
   }
 
   Problem Describe(ArraySlice args, ArraySlice results, ActEncode* params) const {
-    ActEncode& call = *params;
     MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 2));
+    return DescribeEncode(args, results, /*encodes_product=*/false, params);
+  }
+
+  // Describes an ActEncode, or those arrays of an ActGrad that are its own.
+  Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
+                         ActEncode* params) const {
+    ActEncode& call = *params;
     const Array &product = args[0], &table = args[1], &row_weights = args[2], &values = results[0],
                 &scales = results[1];
     if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
@@ -410,11 +419,11 @@ struct ActEncodeCall {
     if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
     DataType type;
     call.type = WideType(product.type, &type);
-    const bool is_weighted = call.is_gated || row_weights.dimensions.size() != 1;
+    const bool is_weighted = encodes_product || call.is_gated || row_weights.dimensions.size() != 1;
     const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
                   width = product.dimensions[2];
     const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
-    const int64_t num_groups = table.dimensions[1];
+    const int64_t num_groups = table.dimensions[1], encoded = encodes_product ? width : columns;
     if (width % (halves * kFp8Block) != 0 || batch < 1 || num_groups < 1 ||
         num_groups % batch != 0) {
       return "act_encode needs columns in multiples of 128 and the same number of groups for each "
@@ -436,12 +445,40 @@ struct ActEncodeCall {
          CheckShape(table, "the table of groups", kInt32, {3, num_groups}),
          is_weighted ? CheckShape(row_weights, "router weights", kFloat32, {batch, rows})
                      : CheckShape(row_weights, "router weights", kFloat32, {0}),
-         CheckShape(values, "the values", kFp8, {batch, rows, columns}),
-         CheckShape(scales, "the scales", kFloat32, {batch, rows, columns / kFp8Block})});
+         CheckShape(values, "the values", kFp8, {batch, rows, encoded}),
+         CheckShape(scales, "the scales", kFloat32, {batch, rows, encoded / kFp8Block})});
   }
 
   static Problem Launch(ActEncode& call, int sms, cudaStream_t stream) {
     return LaunchActEncode(call, sms, stream);
+  }
+};
+
+struct ActGradCall : ActEncodeCall {
+  static constexpr const char* kTarget = "moe_a2a_act_grad";
+  using Params = ActGrad;
+
+  Problem Describe(ArraySlice args, ArraySlice results, ActGrad* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 4, 4, results, 5));
+    MOE_A2A_TRY(DescribeEncode(args, results, /*encodes_product=*/true, params));
+    const Array &product = args[0], &ct = args[3], &d_pre = results[2], &h = results[3],
+                &dots = results[4];
+    const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
+                  columns = params->columns;
+    params->ct = ct.data;
+    params->d_pre = d_pre.data;
+    params->h = h.data;
+    params->d_weights = static_cast<float*>(dots.data);
+    return FirstOf(
+        {CheckShape(ct, "the gradient of activations", product.type, {batch, rows, columns}),
+         CheckShape(d_pre, "the gradient of the product", product.type,
+                    {batch, rows, product.dimensions[2]}),
+         CheckShape(h, "activations", product.type, {batch, rows, columns}),
+         CheckShape(dots, "the dots", kFloat32, {batch, rows})});
+  }
+
+  static Problem Launch(ActGrad& call, int sms, cudaStream_t stream) {
+    return LaunchActGrad(call, sms, stream);
   }
 };
 
@@ -546,8 +583,9 @@ struct FillSlotsCall {
 };
 
 #ifdef MOE_A2A_GROUPED_GEMM
-using ProductCalls = Types<FillSlotsCall, GroupedGemmCall, LibraryGemmCall, DotActCall,
-                           ActDotGradCall, Fp8GemmCall, ActEncodeCall, EncodeSquaresCall>;
+using ProductCalls =
+    Types<FillSlotsCall, GroupedGemmCall, LibraryGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
+          ActEncodeCall, ActGradCall, EncodeSquaresCall>;
 #else
 using ProductCalls = Types<FillSlotsCall>;
 #endif

@@ -1,4 +1,5 @@
-// Launches the pass between two products in FP8: activation, router weight and quantization.
+// Launches the passes between two products in FP8: activation, router weight and quantization, and
+// their gradients.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,10 +32,21 @@ struct ActEncode {
   float alpha, limit;  // of kClampedSwiglu
 };
 
+// The gradients of the same arrays. `values` [B, C, P] and `scales` [B, C, P / 128] encode the
+// gradient of the product, rounded to its type, and all results of a row of weight 0 but the dot
+// are zeros. row_weights are given.
+struct ActGrad : ActEncode {
+  const void* ct;    // [B, C, I]: the gradient of the activations before their weights
+  void* d_pre;       // [B, C, P]: that of the product
+  void* h;           // [B, C, I]: weighted activations, perhaps in the place of ct
+  float* d_weights;  // [B, C]: the dots of ct and the activations
+};
+
 // Loads the kernels on the current device, so that no later call does.
 cudaError_t LoadActEncode();
 
-// Launches at most `num_sms` blocks, one on each multiprocessor. No allocation, no synchronization.
+// Launch at most `num_sms` blocks, one on each multiprocessor. No allocation, no synchronization.
 Problem LaunchActEncode(const ActEncode& call, int num_sms, cudaStream_t stream);
+Problem LaunchActGrad(const ActGrad& call, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
@@ -92,6 +93,24 @@ def with_tangent(x: Any, tangent_of: Callable[[Any, Any], Any], *operands: Any) 
         return out, jax.tree.map(aligned, found, out)
 
     return same(x, *operands)
+
+
+def named(tree: Any, name: str) -> Any:
+    """Return arrays under a name for policies of ``jax.checkpoint``."""
+
+    def of_array(x: jax.Array) -> jax.Array:
+        bits = compat.checkpoint_name(as_bits(x), name)
+        return bits if bits.dtype == x.dtype else lax.bitcast_convert_type(bits, x.dtype)
+
+    return jax.tree.map(of_array, tree)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save: it rounds the floats
+    that it saves by ``lax.reduce_precision``, for which a float8_e4m3fn of 256 or more is a NaN
+    (jax 0.10.2 to 0.12.0). Other arrays are returned unchanged."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+    return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 
 
 def register_constant(primitive: compat.Primitive) -> None:

@@ -33,6 +33,7 @@ NAMES = dict(
     dot_bias="grouped product with bias",
     act_dot_grad="gradient of activation, with its product",
     act_encode="activation and quantization",
+    act_grad="gradient of activation and quantization",
     unfused_activation="activation",
     fill_slots="placement of experts",
 )

@@ -18,6 +18,15 @@ A forward pass with gradients therefore needs no separate pass over rows. It kee
 not y. Further derivatives are the derivatives of the compositions below. Derivatives of any order
 exist, because the compositions consist of grouped products and jnp.
 
+Weights that are trained in FP8 are ``QuantizedExperts`` of ``encode_source``, whose products
+are those of ``grouped/straight_through.py``, and their tangents are those of the source. Then
+
+- ``act_dot_p`` computes ``h w_out`` from pre in place of ``dot_act_p`` and ``dot_bias_p``; h exists
+  in FP8 only.
+- ``act_dot_tangent_p`` is also linear in d_rows, of which d_pre has the term ``d_rows w_in``. So
+  its transpose has the product of ct_pre by w_in^T, and ``act_grad_p`` (``act_grad.py``) quantizes
+  ct_pre where it computes it.
+
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
@@ -33,6 +42,7 @@ this select drops the values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +53,8 @@ from jax import lax
 from jax.interpreters import ad
 
 from .. import compat
-from ..ad import is_zero, jvp_of_moving
+from ..ad import is_zero, jvp_of_moving, zero_tangent
+from ..grouped.act_encode import bind_act_encode
 from ..grouped.lowering import by_kernel
 from ..grouped.primitives import (
     all_or_none,
@@ -52,18 +63,23 @@ from ..grouped.primitives import (
     outers_like,
     register,
     rows_like,
+    unspecified_dot,
 )
 from ..grouped.primitives import sum_of as _sum
-from ..grouped.primitives import unspecified_dot as _dot
+from ..grouped.quantized import bind_dot_fp8
 from ..grouped.reference import arrays_of, scaled
+from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import bind_add_outer, bind_passing
+from ..grouped.weights import QuantizedExperts, from_bits
 from . import lowering as lowered
+from .act_grad import bind_act_grad, gradients
 from .activations import FusedActivation
 from .lowering import of_operands
 
 experts_p = compat.Primitive("moe_a2a_experts")
 dot_act_p = compat.Primitive("moe_a2a_dot_act")
 dot_bias_p = compat.Primitive("moe_a2a_dot_bias")
+act_dot_p = compat.Primitive("moe_a2a_act_dot")
 act_dot_tangent_p = compat.Primitive("moe_a2a_act_dot_tangent")
 act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
 for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
@@ -75,7 +91,7 @@ BIAS_ROWS = 8
 
 
 class ExpertOperands(NamedTuple):
-    """The operands of ``experts_p``. Biases may be None."""
+    """The operands of ``experts_p``. Biases may be None. Both weights are in FP8, or neither."""
 
     rows: Any
     w_in: Any
@@ -89,7 +105,7 @@ class ExpertOperands(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The operands of ``dot_act_p`` and ``dot_bias_p``. The bias may be None."""
+    """The operands of ``dot_act_p``, ``dot_bias_p`` and ``act_dot_p``. The bias may be None."""
 
     rows: Any
     w: Any
@@ -99,14 +115,16 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. Some of the first three, in which it is linear, may be
-    None."""
+    """The operands of ``act_dot_tangent_p``. Some of the first four, in which it is linear, may be
+    None. Without weights in FP8, d_rows and w_in are None."""
 
+    d_rows: Any
     d_pre: Any
     d_weights: Any
     d_w_out: Any
     pre: Any
     weights: Any
+    w_in: Any
     w_out: Any
     sizes: Any
 
@@ -122,7 +140,7 @@ class Gradient(NamedTuple):
 
 
 # Operands with all leading axes in full.
-FULL = ("rows", "weights", "d_pre", "d_weights", "ct", "pre")
+FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
 def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
@@ -147,6 +165,26 @@ def bind_experts(
     tangents of w_in and w_out are ignored, and no weights are tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
     return y, totals
+
+
+def _dot(
+    rows: Any,
+    w: Any,
+    sizes: jax.Array,
+    num_sms: int | None,
+    *,
+    transposed: bool = False,
+    **params: Any,
+) -> jax.Array:
+    """Return products of rows, unspecified after the last group, in FP8 by weights in FP8."""
+    if isinstance(w, QuantizedExperts):
+        return dot_in_fp8(rows, w, sizes, transposed=transposed, **params)
+    return unspecified_dot(rows, w, sizes, num_sms, transposed=transposed)
+
+
+def _floats(w: Any) -> Any:
+    """Return weights as floats, or the tangents of the floats."""
+    return w.source if isinstance(w, QuantizedExperts) else w
 
 
 def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
@@ -208,8 +246,27 @@ def _dot_act(
 
 @of_operands
 def _experts(o: ExpertOperands, **params: Any) -> list[jax.Array]:
+    if isinstance(o.w_out, QuantizedExperts):
+        return [_products_in_fp8(o, **params)[1], *o.totals]
     (h,) = _bind_dot_act(o, keep=False, **params)
     return [_bind_dot_bias(h, o, params["num_sms"]), *o.totals]
+
+
+def _products_in_fp8(o: ExpertOperands, **params: Any) -> tuple[jax.Array, jax.Array]:
+    """Return pre and the result of experts in FP8."""
+    num_sms = params["num_sms"]
+    pre = _pre(o.rows, o.w_in, o.b_in, o.sizes, num_sms)
+    y = _bind(act_dot_p, Product(pre, o.w_out, None, o.weights, o.sizes), **params)
+    if o.b_out is not None:
+        y += bias_of_rows(o.b_out, o.weights, o.sizes, num_sms)
+    return pre, y
+
+
+@of_operands
+def _act_dot(o: Product, *, activation: FusedActivation, num_sms: int | None) -> jax.Array:
+    h = bind_act_encode(o.rows, o.weights, o.sizes, activation=activation, num_sms=num_sms)
+    of_dot: dict[str, Any] = dict(dtype=o.rows.dtype, tail="unspecified", num_sms=num_sms)
+    return bind_dot_fp8(h, from_bits(o.w.values, o.w.scales), o.sizes, **of_dot)
 
 
 @of_operands
@@ -227,8 +284,11 @@ def _act_dot_tangent(
     num_sms: int | None,
     selects: bool = True,
 ) -> list[jax.Array]:
-    d_pre, d_weights, d_w_out, pre, weights, w_out, sizes = o
+    d_rows, d_pre, d_weights, d_w_out, pre, weights, w_in, w_out, sizes = o
     act, terms = None, []
+    if d_rows is not None:
+        of_rows = _dot(d_rows, _floats(w_in), sizes, num_sms)
+        d_pre = of_rows if d_pre is None else d_pre + of_rows
     if d_pre is not None:
         act, d_act = jax.jvp(activation, (pre,), (d_pre,))
         terms.append(scaled(d_act, weights, selects))
@@ -238,7 +298,8 @@ def _act_dot_tangent(
         terms.append(scaled(act, d_weights, False))
     out = []
     if terms:
-        out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
+        d_h = sum(terms[1:], terms[0]).astype(pre.dtype)
+        out.append(_dot(d_h, _floats(w_out), sizes, num_sms))
     if d_w_out is not None:
         h = scaled(act, weights, selects).astype(pre.dtype)
         out.append(_dot(h, d_w_out, sizes, num_sms))
@@ -251,13 +312,7 @@ def _act_dot_grad(
 ) -> list[jax.Array]:
     ct, pre, weights, w_out, sizes = o
     ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
-    act, transpose = jax.vjp(activation, pre)
-    (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
-    if selects:
-        ct_pre = jnp.where(weights[..., None] != 0, ct_pre, 0)
-    h = scaled(act, weights, selects).astype(pre.dtype)
-    ct_weights = jnp.sum(ct_h.astype(weights.dtype) * act.astype(weights.dtype), axis=-1)
-    return [ct_pre, h, ct_weights]
+    return gradients(ct_h, pre, weights, activation=activation, selects=selects)
 
 
 # Abstract values
@@ -296,12 +351,16 @@ def _experts_jvp(
     **params: Any,
 ) -> Any:
     o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
-    passes = bool(o.totals)
+    passes, in_fp8 = bool(o.totals), isinstance(o.w_out, QuantizedExperts)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
-    h, pre = _bind_dot_act(o, keep=True, **params)
-    y = _bind_dot_bias(h, o, num_sms)
+    if in_fp8:
+        pre, y = _products_in_fp8(o, **params)
+    else:
+        h, pre = _bind_dot_act(o, keep=True, **params)
+        y = _bind_dot_bias(h, o, num_sms)
     terms = []
-    if not is_zero(d.rows):
+    d_rows = d.rows if in_fp8 and not is_zero(d.rows) else None
+    if not (in_fp8 or is_zero(d.rows)):
         terms.append(_dot(d.rows, o.w_in, o.sizes, num_sms))
     if not is_zero(d_w_in):
         term, d_w_in = _dot_of(o.rows, d_w_in, o.sizes, num_sms, passes)
@@ -310,10 +369,12 @@ def _experts_jvp(
         ones = jnp.ones(o.rows.shape[:-1], o.rows.dtype)
         terms.append(bias_of_rows(d.b_in, ones, o.sizes, num_sms))
     d_y = []
-    if terms or not is_zero(d.weights):
+    if terms or d_rows is not None or not is_zero(d.weights) or (in_fp8 and not is_zero(d_w_out)):
         d_pre = sum(terms[1:], terms[0]) if terms else None
         d_weights, moving = (None if is_zero(x) else x for x in (d.weights, d_w_out))
-        operands = TangentOperands(d_pre, d_weights, moving, pre, o.weights, o.w_out, o.sizes)
+        w_in = o.w_in if in_fp8 else None
+        known = pre, o.weights, w_in, o.w_out, o.sizes
+        operands = TangentOperands(d_rows, d_pre, d_weights, moving, *known)
         moves = passes and moving is not None
         term, *passed = _bind(act_dot_tangent_p, operands, passes=moves, **params)
         (d_w_out,) = passed or [d_w_out]
@@ -344,10 +405,11 @@ def _bias_terms(
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
-    """Return the operands' tangents, one for each tuple of home and spare arrays."""
+    """Return the operands' tangents, one for each tuple of home and spare arrays, and those of the
+    sources of weights in FP8."""
     d = tree.unflatten(tangents)
     return d._replace(
-        **{name: all_or_none(x) for name, x in d._asdict().items() if name != "totals"}
+        **{name: all_or_none(_floats(x)) for name, x in d._asdict().items() if name != "totals"}
     )
 
 
@@ -377,31 +439,38 @@ def _tangent_transpose(
 ) -> list[Any]:
     ct, *passed = cts
     o = tree.unflatten(operands)
-    d_pre, d_weights = (d if ad.is_undefined_primal(d) else None for d in o[:2])
+    moving = [d if ad.is_undefined_primal(d) else None for d in o[:3]]
     d_w_out = arrays_of(o.d_w_out)
     of_w = any(map(ad.is_undefined_primal, d_w_out))
-    found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in (d_pre, d_weights)]
+    found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in moving]
     found.append([ad.Zero(d.aval) if ad.is_undefined_primal(d) else None for d in d_w_out])
     if passes:
-        found[2] = passed
+        found[3] = passed
     if not is_zero(ct):
-        params = dict(activation=activation, num_sms=num_sms)
-        if d_pre is None and d_weights is None:
+        params: dict[str, Any] = dict(activation=activation, num_sms=num_sms)
+        ct_pre: Any = None
+        encoded = ct_weights = None
+        if all(d is None for d in moving):
             h = scaled(activation(o.pre), o.weights, True).astype(o.pre.dtype)
+        elif isinstance(o.w_out, QuantizedExperts):
+            ct_h = _dot(ct, o.w_out, o.sizes, num_sms, transposed=True)
+            known = o.pre, o.weights, o.sizes
+            ct_pre, h, ct_weights, encoded = bind_act_grad(ct_h, *known, **params)
         else:
-            ct_pre, h, ct_weights = _bind(act_dot_grad_p, Gradient(ct, *o[3:]), **params)
-            found[0] = None if d_pre is None else ct_pre
-            found[1] = None if d_weights is None else ct_weights
+            gradient = Gradient(ct, o.pre, o.weights, o.w_out, o.sizes)
+            ct_pre, h, ct_weights = _bind(act_dot_grad_p, gradient, **params)
         if passes:
-            found[2] = [bind_add_outer(found[2][0], h, ct, o.sizes, num_sms)]
-            if d_pre is not None:
-                # The product by w_in comes next, when h and ct are no longer needed.
-                found[0], found[2] = lax.optimization_barrier((ct_pre, found[2]))
+            found[3] = [bind_add_outer(found[3][0], h, ct, o.sizes, num_sms)]
+            # The product by w_in comes next, when h and ct are no longer needed.
+            ct_pre, encoded, found[3] = lax.optimization_barrier((ct_pre, encoded, found[3]))
         elif of_w:
             of_tail = dict(tail="unspecified", num_sms=num_sms)
-            found[2] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
+            found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
+        if moving[0] is not None:
+            found[0] = _dot(ct_pre, o.w_in, o.sizes, num_sms, transposed=True, encoded=encoded)
+        found[1:3] = (None if d is None else x for x, d in zip((ct_pre, ct_weights), moving[1:]))
     of_linear: list[Any] = []
-    for x, d in zip((*found[:2], found[2]), o[:3], strict=True):
+    for x, d in zip(found, o[:4], strict=True):
         if d is not None:
             of_linear += x if isinstance(x, list) else [x]
     return of_linear + [None] * (len(operands) - len(of_linear))
@@ -419,13 +488,13 @@ def _tangent_jvp(
     tangents use the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
-    num = len(jax.tree.leaves(o[:3]))
+    num = len(jax.tree.leaves(o[:4]))
     terms = []
     passed = [d.d_w_out] if passes else []
-    moving = [None if x is None or is_zero(x) else x for x in d[:3]]
+    moving = [None if x is None or is_zero(x) else x for x in d[:4]]
     if any(x is not None for x in moving):
-        moves = passes and moving[2] is not None
-        of_moving = TangentOperands(*moving, *o[3:])
+        moves = passes and moving[3] is not None
+        of_moving = TangentOperands(*moving, *o[4:])
         term, *found = _bind(act_dot_tangent_p, of_moving, passes=moves, **params)
         passed = found or passed
         terms.append(term)
@@ -434,6 +503,23 @@ def _tangent_jvp(
         fn = partial(_act_dot_tangent, *primals[:num], **options)
         terms += _jvp_of(fn, primals[num:], tangents[num:])[1]
     return outs, [_sum(outs[0], terms), *passed]
+
+
+def _act_dot_jvp(
+    primals: compat.Primals,
+    tangents: compat.Tangents,
+    *,
+    tree: jax.tree_util.PyTreeDef,
+    **params: object,
+) -> Any:
+    y = bind(act_dot_p, *primals, tree=tree, **params)
+    o, d = tree.unflatten(primals), _tangents(tree, tangents)
+    d_pre, d_weights, d_w = (None if is_zero(x) else x for x in (d.rows, d.weights, d.w))
+    if d_pre is d_weights is d_w is None:
+        return y, zero_tangent(y)
+    known = o.rows, o.weights, None, o.w, o.sizes
+    operands = TangentOperands(None, d_pre, d_weights, d_w, *known)
+    return y, _bind(act_dot_tangent_p, operands, passes=False, **params)[0]
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
@@ -470,10 +556,11 @@ def _grad_transpose(
 ) -> list[Any]:
     """Compute the transpose in ct, which is the tangent primitive again."""
     ct_pre, _, ct_weights = (None if is_zero(c) else c for c in cts)
-    ct, *others = tree.unflatten(operands)
+    ct, pre, weights, w_out, sizes = tree.unflatten(operands)
     found: Any = ad.Zero(ct.aval)
     if ct_pre is not None or ct_weights is not None:
-        linear = TangentOperands(ct_pre, ct_weights, None, *others)
+        known = pre, weights, None, w_out, sizes
+        linear = TangentOperands(None, ct_pre, ct_weights, None, *known)
         (found,) = _bind(act_dot_tangent_p, linear, passes=False, **params)
     return [found] + [None] * (len(operands) - 1)
 
@@ -497,6 +584,17 @@ def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     params = dict(transposed=False, dtype=rows.aval.dtype, tail="unspecified", num_sms=num_sms)
     dot = dict(primitive=grouped_dot_p, invars=[rows, w, sizes, *spare], params=params)
     return [var is not weights for var in eqn.invars], eqn.replace(outvars=eqn.outvars[1:], **dot)
+
+
+def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Do not read transposed values, so that a program without gradients does not write them."""
+    in_fp8 = lambda x: isinstance(x, QuantizedExperts)
+    cut = lambda x: dataclasses.replace(x, transposed=None) if in_fp8(x) else x
+    operands = jax.tree.map(cut, eqn.params["tree"].unflatten(eqn.invars), is_leaf=in_fp8)
+    leaves, tree = jax.tree.flatten(operands)
+    kept = set(map(id, leaves))
+    is_read = [id(x) in kept for x in eqn.invars]
+    return is_read, eqn.replace(invars=leaves, params=dict(eqn.params, tree=tree))
 
 
 # Registration
@@ -526,6 +624,13 @@ register(
     cuda=by_kernel(lowered.why_no_dot_bias, lowered.dot_bias, _dot_bias),
 )
 register(
+    act_dot_p,
+    abstract=of_operands(lambda o, **_: _product_of(o.rows, o.w)),
+    jvp=_act_dot_jvp,
+    is_full=_is_full,
+    composition=_act_dot,
+)
+register(
     act_dot_tangent_p,
     abstract=of_operands(_tangent_types),
     jvp=_tangent_jvp,
@@ -544,3 +649,5 @@ register(
     cuda=by_kernel(lowered.why_no_act_dot_grad, lowered.act_dot_grad, _act_dot_grad),
 )
 compat.register_dce_rule(dot_act_p, _dot_act_dce)
+compat.register_dce_rule(experts_p, _dce_in_fp8)
+compat.register_dce_rule(act_dot_p, _dce_in_fp8)

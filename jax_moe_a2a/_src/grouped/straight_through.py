@@ -9,9 +9,10 @@ as that of ``r w``: quantization counts as the identity.
   again that of the product without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The other parameters and the operands are those of ``grouped_dot_p``, and values, scales and
-transposed values of ``QuantizedExperts`` if Q(w) and Q(w^T) are given. The axis that a quantized
-product sums over has a size that is a multiple of 128.
+The other parameters and the operands are those of ``grouped_dot_p``; values and scales of rows if,
+with the parameter ``encoded``, Q(r) is given; and values, scales and perhaps transposed values of
+``encode_source`` if Q(w) is given. The axis that a quantized product sums over has a size that
+is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -24,41 +25,56 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import is_zero
+from ..formats.formats import Quantized
 from .act_encode import bind_act_encode
 from .primitives import (
-    bilinear_tangents,
     bind,
     bind_dot,
     bind_outer,
     dot_abstract,
     register,
+    sum_of,
     unspecified_dot,
 )
 from .quantized import bind_dot_fp8
-from .weights import QuantizedExperts, encode_experts, transposed_experts
+from .weights import (
+    QuantizedExperts,
+    encode_experts,
+    encode_source,
+    from_bits,
+    transposed_experts,
+)
 
 straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
 
-def dot_in_fp8(rows: jax.Array, w: QuantizedExperts, sizes: jax.Array) -> jax.Array:
+def dot_in_fp8(
+    rows: jax.Array,
+    w: QuantizedExperts,
+    sizes: jax.Array,
+    *,
+    transposed: bool = False,
+    quantizes: bool = True,
+    encoded: Quantized | None = None,
+) -> jax.Array:
     """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
     derivatives, are unspecified.
 
     Args:
       rows: bfloat16 or float32. K is a multiple of 128.
       w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
-        each product quantizes the source.
+        they are quantized once for this product and its gradients.
       sizes: int32 [L].
+      transposed: True to multiply rows [C, N] by the transposed weights.
+      quantizes: False to multiply rows and source, as the derivative does.
+      encoded: the rows in ``BlockwiseFp8``, or None to quantize them.
     """
-    source, *parts = operands_of(w)
+    w = encode_source(w)
+    params = dict(transposed=transposed, quantizes=quantizes, encoded=encoded is not None)
+    parts = jax.tree.leaves((encoded, w.values, w.scales, w.transposed))
     return unspecified_dot(
-        rows, source, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=True
+        rows, w.source, sizes, None, *parts, primitive=straight_through_dot_p, **params
     )
-
-
-def operands_of(w: QuantizedExperts) -> list[jax.Array]:
-    """Return the source of weights, and their last operands of ``straight_through_dot_p``."""
-    return [w.source, *jax.tree.leaves((w.values, w.scales, w.transposed))]
 
 
 def _dot(
@@ -68,19 +84,23 @@ def _dot(
     *parts: jax.Array,
     quantizes: bool,
     transposed: bool,
+    encoded: bool,
     **params: Any,
 ) -> jax.Array:
     if not quantizes:
         return bind_dot(rows, w, sizes, transposed=transposed, **params)
-    if parts:
-        quantized = QuantizedExperts(*parts)
+    if of_weights := parts[2 * encoded :]:
+        quantized = from_bits(*of_weights)
     else:
         quantized = encode_experts(w, turned=not transposed, plain=transposed)
     if transposed:
         # A program that was differentiated after ``_dce`` has no ``transposed``.
         quantized = transposed_experts(quantized)
-    encoded = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
-    return bind_dot_fp8(encoded, quantized, sizes, **params)
+    if encoded:
+        of_rows = Quantized(*parts[:2])
+    else:
+        of_rows = bind_act_encode(rows, None, sizes, num_sms=params["num_sms"])
+    return bind_dot_fp8(of_rows, quantized, sizes, **params)
 
 
 def _transpose(
@@ -108,10 +128,16 @@ def _transpose(
     return [None, bind_outer(x, y, sizes, **dict(params, dtype=dtype, lead=lead)), *others]
 
 
-def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: object) -> Any:
+def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
     out = bind(straight_through_dot_p, *primals, **params)
-    params.update(quantizes=False)
-    return out, bilinear_tangents(straight_through_dot_p, out, primals, tangents, **params)
+    (rows, w, sizes, *others), (d_rows, d_w, *_) = primals, tangents
+    parts, terms = others[2 * params["encoded"] :], []
+    params.update(quantizes=False, encoded=False)
+    if not is_zero(d_rows):
+        terms.append(bind(straight_through_dot_p, d_rows, w, sizes, *parts, **params))
+    if not is_zero(d_w):  # whose transpose must not read the numbers of w in FP8
+        terms.append(bind(straight_through_dot_p, rows, d_w, sizes, **params))
+    return out, sum_of(out, terms)
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
@@ -119,7 +145,8 @@ def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
     that a program without gradients does not write it."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
-    num_read = num if reads_all else 5  # rows, w, sizes, values and scales
+    # Rows, w, sizes, perhaps the rows in FP8, values and scales.
+    num_read = num if reads_all else 5 + 2 * eqn.params["encoded"]
     return [i < num_read for i in range(num)], eqn.replace(invars=eqn.invars[:num_read])
 
 
@@ -128,7 +155,7 @@ register(
     abstract=dot_abstract,
     jvp=_jvp,
     transpose=_transpose,
-    is_full=(True,),
+    is_full=lambda encoded, **_: (True, False, False) + (True, True) * encoded,
     composition=_dot,
 )
 compat.register_dce_rule(straight_through_dot_p, _dce)

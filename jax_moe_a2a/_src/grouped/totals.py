@@ -37,8 +37,8 @@ from .primitives import (
     sum_of,
     unspecified_dot,
 )
-from .straight_through import operands_of, straight_through_dot_p
-from .weights import QuantizedExperts
+from .straight_through import dot_in_fp8
+from .weights import QuantizedExperts, encode_source
 
 passing_dot_p = compat.Primitive("moe_a2a_passing_dot")
 add_outer_p = compat.Primitive("moe_a2a_add_outer")
@@ -88,6 +88,7 @@ def summing_dot(
     Args:
       w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.
     """
+    w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
     return _summing_dot(*jax.tree.unflatten(tree, compat.align_varying(leaves, ())))
 
@@ -110,12 +111,9 @@ def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _dot(rows: jax.Array, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
-    if not isinstance(w, QuantizedExperts):
-        return unspecified_dot(rows, w, sizes, None)
-    array, *parts = operands_of(w)
-    return unspecified_dot(
-        rows, array, sizes, None, *parts, primitive=straight_through_dot_p, quantizes=quantizes
-    )
+    if isinstance(w, QuantizedExperts):
+        return dot_in_fp8(rows, w, sizes, quantizes=quantizes)
+    return unspecified_dot(rows, w, sizes, None)
 
 
 def bind_passing(

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import compat, scopes
-from ..ad import zero_tangent
+from ..ad import as_bits, zero_tangent
 from ..checks import as_array, check_bool, is_known, short
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
@@ -32,6 +33,11 @@ BLOCK = BlockwiseFp8.group_size
 VALUE_DTYPE = jnp.dtype(BlockwiseFp8.value_dtype)
 SCALE_DTYPE = jnp.dtype(BlockwiseFp8.scale_dtype)
 TARGET = "moe_a2a_encode_squares"
+QUANTIZED_CHECKPOINT_NAME = "moe_a2a_quantized"
+"""Checkpoint name, a str, of the numbers in FP8 of the weights of ``Experts.in_fp8``.
+
+If a policy saves this name, which takes up to two bytes for each weight, the backward pass of
+``jax.checkpoint`` does not quantize the weights again."""
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 encode_squares_p = compat.Primitive("moe_a2a_encode_squares")
@@ -45,8 +51,7 @@ class QuantizedExperts:
 
     It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. With values and scales
     alone, the weights are frozen: they have no gradient. With a source, the gradients of a layer
-    are those of the source. With a source alone, each product quantizes the source when it reads
-    it.
+    are those of the source. With a source alone, each call of a layer quantizes the source.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a
@@ -205,6 +210,24 @@ def encode_experts(
     scales, *parts = _encode_squares(w, k_axis=k_axis, turned=turned, plain=plain)
     values = parts.pop(0) if turned else None
     return QuantizedExperts(values, scales, *parts)
+
+
+def encode_source(w: QuantizedExperts) -> QuantizedExperts:
+    """Return weights to train with values: those given, or those of the source. Both orientations
+    come from one reading, and a policy of ``jax.checkpoint`` can save them by their name. Values
+    are integers (``as_bits``), which ``from_bits`` turns back."""
+    if w.values is not None:
+        found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
+    else:
+        found = jax.tree.map(as_bits, encode_experts(w.source))
+        found = compat.checkpoint_name(found, QUANTIZED_CHECKPOINT_NAME)
+    return dataclasses.replace(found, source=w.source)
+
+
+def from_bits(values: jax.Array, scales: jax.Array, *transposed: jax.Array) -> QuantizedExperts:
+    """Return weights from the arrays of ``encode_source``, without a source."""
+    turned, *plain = (lax.bitcast_convert_type(x, VALUE_DTYPE) for x in (values, *transposed))
+    return QuantizedExperts(turned, scales, *plain)
 
 
 def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import compat
-from ..ad import fixed, with_tangent
+from ..ad import fixed, named, with_tangent
 from ..api import bind_dispatch
 from ..exchange.arguments import DispatchArguments
 from ..exchange.bind import bind
@@ -36,7 +35,7 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
       weights and their derivatives are unspecified.
     """
     recv = bind_dispatch(arguments)
-    rows, weights = compat.checkpoint_name((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
+    rows, weights = named((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
     return dataclasses.replace(recv, rows=rows, weights=weights)
 
 

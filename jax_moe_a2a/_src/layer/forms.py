@@ -3,9 +3,10 @@
 A form maps rows, weights, the sizes of their groups and totals of the weights to the outputs
 [C, H], which are unspecified after the last group, and to totals:
 
-- *fused*: kernels apply the activation and its derivative.
+- *fused*: kernels apply the activation and its derivative. With weights that are trained in FP8,
+  they also quantize.
 - *composed*: products around passes of the activation. The products of weights that are trained in
-  FP8 quantize rows, and their weights if they are not quantized yet. Adapters add to the products.
+  FP8 quantize rows. Adapters add to the products.
 - *frozen*: products read rows and weights in FP8, which arrive so. The weights have no gradient.
 """
 
@@ -33,7 +34,7 @@ from ..grouped.primitives import unspecified_dot
 from ..grouped.quantized import encode_rows
 from ..grouped.straight_through import dot_in_fp8
 from ..grouped.totals import summing_dot
-from ..grouped.weights import QuantizedExperts
+from ..grouped.weights import QuantizedExperts, encode_source
 from ..paths import Choice
 from .lora import add_product
 from .placed import Rows
@@ -69,7 +70,7 @@ def choose_form(
         known = None
     in_training = weights.is_trained_in_fp8
     # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
-    fused = None if in_training or tail != "unspecified" else known
+    fused = None if tail != "unspecified" else known
     if known is None:
         why = (
             "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
@@ -78,8 +79,6 @@ def choose_form(
         )
     elif weights.has_lora:
         why = "adapters add to the product before the activation"
-    elif in_training:
-        why = "no activation is fused with weights that are trained in FP8"
     elif fused is not None:
         why = "no kernel computes the derivative of an activation that is quantized"
     else:
@@ -100,6 +99,8 @@ def _fused(
 ) -> tuple[jax.Array, Totals]:
     """Apply experts by kernels that apply the activation."""
     given = tuple(jax.tree.leaves(totals))
+    if weights.is_trained_in_fp8:
+        weights = weights.map_weights(encode_source)
     w_in, w_out, b_in, b_out = weights.w_in, weights.w_out, weights.b_in, weights.b_out
     operands = ExpertOperands(rows.rows, w_in, b_in, rows.weights, w_out, b_out, sizes, given)
     y, found = bind_experts(operands, activation=activation)

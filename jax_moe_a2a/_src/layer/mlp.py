@@ -250,7 +250,9 @@ def mlp_and_routing(
     if in_fp8:
         if given.w_in.k > hidden:  # padded before tokens travel, because rows are more than tokens
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
-        fmt = format_in_fp8(exchange.token_format, is_frozen=is_frozen)
+        group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
+        travels = group is None or check_scope(group).size > 1
+        fmt = format_in_fp8(exchange.token_format, is_frozen=is_frozen, travels=travels)
         exchange = dataclasses.replace(exchange, token_format=fmt)
         route_arguments = route_arguments._replace(exchange=exchange)
     if placement is not None:
@@ -293,10 +295,11 @@ def mlp_and_routing(
     return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals
 
 
-def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool) -> TokenFormat:
-    """Return the format in which tokens travel to products in FP8, or raise an error."""
+def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
+    """Return the format in which tokens travel to products in FP8, or raise an error. Tokens that
+    do not travel to another rank stay as they are, because the products quantize them."""
     if not is_frozen:
-        return BlockwiseFp8().travelling if fmt is None else fmt
+        return BlockwiseFp8().travelling if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
         raise ValueError(
             "token_format must be BlockwiseFp8() or None with frozen weights in FP8, because "

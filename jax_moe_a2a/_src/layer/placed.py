@@ -24,7 +24,7 @@ from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..group.group import Group
-from ..grouped.weights import QuantizedExperts
+from ..grouped.weights import QuantizedExperts, encode_squares_p
 from ..placement.choice import choose_slots
 from ..placement.types import Placement, check_placement
 from ..routing.checks import RouteArguments, check_scope
@@ -128,8 +128,10 @@ def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> 
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 
-# A saved result of these operations would keep the fetched weights in memory.
+# What is computed from an array of weights without arithmetic would keep the weights. Numbers in
+# FP8 must not be kept either (``named``).
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
+_OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
 
 def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object) -> bool:

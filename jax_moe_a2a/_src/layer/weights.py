@@ -112,10 +112,10 @@ class Experts:
     def in_fp8(self) -> Experts:
         """Return the experts with products in FP8, for training.
 
-        Each product quantizes the weights when it reads them, so that no copy in FP8 is kept.
-        Weights keep their gradients: quantization counts as the identity. To quantize only once for
-        several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead. Both
-        return ``padded`` experts.
+        Each call of a layer quantizes the weights once, and keeps a byte for each weight for its
+        backward pass. Weights keep their gradients: quantization counts as the identity. To
+        quantize only once for several micro-batches, call ``quantize_experts(experts,
+        trainable=True)`` instead. Both return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 

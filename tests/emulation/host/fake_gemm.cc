@@ -24,6 +24,8 @@ cudaError_t LoadActEncode() { return cudaSuccess; }
 
 Problem LaunchActEncode(const ActEncode&, int, cudaStream_t) { return "there is no kernel"; }
 
+Problem LaunchActGrad(const ActGrad&, int, cudaStream_t) { return "there is no kernel"; }
+
 cudaError_t LoadEncodeSquares() { return cudaSuccess; }
 
 Problem LaunchEncodeSquares(const EncodeSquares&, cudaStream_t) { return "there is no kernel"; }

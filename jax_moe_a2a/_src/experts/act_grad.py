@@ -1,0 +1,151 @@
+"""Compute the gradients between two products in FP8 in one pass over the rows in use, as a
+primitive.
+
+``act_grad_p`` has the operands ct_h [*B, C, I], the gradient of the activations times weights;
+pre [*B, C, I'], the product before the activation; weights [*B, C] float32; and sizes [*B, L]. Its
+results are ``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, ``ct_weights =
+<ct_h, act(pre)>``, and ct_pre in ``BlockwiseFp8``: values [*B, C, I'] and scales [*B, C, I' / 128].
+Batching and rows without a token are as in ``primitives.py``. The derivatives are those of the
+composition, and the numbers in FP8 have none.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import compat, scopes
+from ..ad import is_zero, jvp_of_moving, zero_tangent
+from ..formats.formats import BlockwiseFp8, Quantized
+from ..group import native
+from ..grouped import lowering as grouped
+from ..grouped.act_encode import why_no_act_encode
+from ..grouped.primitives import bind, register, rows_like
+from ..grouped.reference import lead_of, scaled
+from ..grouped.weights import BLOCK
+from .activations import FusedActivation
+
+act_grad_p = compat.Primitive("moe_a2a_act_grad")
+act_grad_p.multiple_results = True
+TARGET = "moe_a2a_act_grad"
+
+
+@scopes.activation
+def bind_act_grad(
+    ct_h: jax.Array,
+    pre: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, Quantized]:
+    """Bind ``act_grad_p``. I is a multiple of 128."""
+    params = dict(activation=activation, num_sms=num_sms)
+    *floats, values, scales = bind(act_grad_p, ct_h, pre, weights, sizes, **params)
+    return (*floats, Quantized(values, scales))
+
+
+def gradients(
+    ct_h: jax.Array,
+    pre: jax.Array,
+    weights: jax.Array,
+    *,
+    activation: FusedActivation,
+    selects: bool,
+) -> list[jax.Array]:
+    """Return ct_pre, h and ct_weights.
+
+    Args:
+      selects: as in ``scaled``.
+    """
+    act, transpose = jax.vjp(activation, pre)
+    (ct_pre,) = transpose(scaled(ct_h, weights, selects).astype(pre.dtype))
+    if selects:
+        ct_pre = jnp.where(weights[..., None] != 0, ct_pre, 0)
+    h = scaled(act, weights, selects).astype(pre.dtype)
+    ct_weights = jnp.sum(ct_h.astype(weights.dtype) * act.astype(weights.dtype), axis=-1)
+    return [ct_pre, h, ct_weights]
+
+
+def _composition(
+    *operands: jax.Array, activation: FusedActivation, num_sms: int | None
+) -> list[jax.Array]:
+    del num_sms
+    found = gradients(*operands[:3], activation=activation, selects=True)
+    return [*found, *BlockwiseFp8().encode(found[0])]
+
+
+def _abstract(ct_h: Any, pre: Any, weights: Any, _: object, **__: object) -> list[Any]:
+    width = pre.shape[-1]
+    values = rows_like(pre, width, jnp.float8_e4m3fn)
+    return [pre, ct_h, weights, values, rows_like(pre, width // BLOCK, jnp.float32)]
+
+
+def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
+    outs = bind(act_grad_p, *primals, **params)
+    moves = [not is_zero(d) for d in tangents[:3]]
+    if not any(moves):
+        return outs, list(map(zero_tangent, outs))
+    fn = partial(gradients, activation=params["activation"], selects=False)
+    found = jvp_of_moving(fn, moves, primals[:3], tangents[:3])[1]
+    return outs, [*found, *map(zero_tangent, outs[3:])]
+
+
+def _kernel(
+    ct_h: jax.Array,
+    pre: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None,
+) -> list[jax.Array]:
+    lead, (num_rows, width) = lead_of(pre), pre.shape[-2:]
+    groups = grouped.table(
+        sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
+    )
+    flat = (math.prod(lead), num_rows)
+    result = lambda dtype, *columns: jax.ShapeDtypeStruct((*flat, *columns), dtype)
+    columns = ct_h.shape[-1]
+    values, scales, *floats = native.call_product(
+        TARGET,
+        [
+            result(jnp.float8_e4m3fn, width),
+            result(jnp.float32, width // BLOCK),
+            result(pre.dtype, width),
+            result(pre.dtype, columns),
+            result(jnp.float32),
+        ],
+        (
+            pre.reshape(*flat, width),
+            groups,
+            weights.reshape(flat),
+            ct_h.reshape(*flat, columns),
+        ),
+        # A lane reads its numbers before it writes them. XLA would copy the product, which the
+        # forward pass reads, too.
+        {3: 3},
+        num_sms=num_sms or 0,
+        **activation.attributes,
+    )
+    return [x.reshape(*lead, *x.shape[1:]) for x in (*floats, values, scales)]
+
+
+def _why_no_kernel(_: object, pre: Any, __: object, sizes: Any, **___: object) -> str:
+    num_rows, num_groups, *_rest = grouped.sizes_of(pre, sizes, pre.shape)
+    return why_no_act_encode(num_rows, num_groups, pre.shape[-1])
+
+
+register(
+    act_grad_p,
+    abstract=_abstract,
+    jvp=_jvp,
+    is_full=(True, True, True),
+    composition=_composition,
+    cuda=grouped.by_kernel(_why_no_kernel, _kernel, _composition),
+)

@@ -1,0 +1,162 @@
+"""The pass of the gradients between two products in FP8 against float64: the composition, and on
+GPUs also the kernel."""
+
+import functools
+
+import format_oracle
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_calls import calls
+from test_act_encode import BLOCK, CASES, FMT, GATED, both_dtypes, draw, without_nan
+from test_experts import CLAMPED, PLAIN, SWIGLU, name_of
+
+from jax_moe_a2a._src.experts import act_grad
+from jax_moe_a2a._src.experts.act_grad import bind_act_grad
+from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
+
+pytestmark = [
+    pytest.mark.one_process("each process would compute the same on its own devices"),
+    pytest.mark.exchanges(0),
+]
+WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
+
+
+def operands(case, activation, dtype):
+    """Return ct_h, pre, weights and sizes. Rows without a token have the weight 0 and NaN."""
+    pre, weights, sizes = draw(case, activation, dtype)
+    rng = np.random.default_rng(len(pre) + 1)
+    ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
+    ct[3::7] = np.nan
+    return ct.astype(pre.dtype), pre, weights, sizes
+
+
+def run(*args, activation, **options):
+    fn = functools.partial(bind_act_grad, activation=activation, **dict(num_sms=None) | options)
+    return harness.numpy_of(tuple(jax.tree.leaves(jax.jit(fn)(*map(jnp.asarray, args)))))
+
+
+@pytest.fixture(scope="module", params=("kernel", "composition")[not harness.ON_GPU :])
+def path(request):
+    """Lower the primitive for one path."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "composition":
+            patch.setattr(act_grad, "why_no_act_encode", lambda *sizes: "the test hides it")
+        elif why := act_grad.why_no_act_encode(8, 1, 128):
+            pytest.skip(why)
+        yield request.param
+    jax.clear_caches()
+
+
+def exact(ct, pre, weights, activation):
+    """Return ct_pre, h and ct_weights in float64, and magnitudes that their errors are relative
+    to."""
+    x, ct = (array.astype(np.float64) for array in (pre, ct))
+    with jax.enable_x64(True):
+        act, transpose = jax.vjp(activation, jnp.asarray(x))
+        act, slopes = map(np.asarray, (act, transpose(jnp.ones_like(act))[0]))
+    gate, up = np.split(x, 2, axis=1) if activation.gated else (x, np.zeros_like(x))
+    wide = np.concatenate([ct, ct], axis=1) if activation.gated else ct
+    scale = weights.astype(np.float64)[:, None]
+    power = 2 if activation.kind == "squared_relu" else 1
+    near = np.abs(gate) ** power  # the terms of an activation have at most this magnitude
+    near_slopes = (1 + power * near) * (np.abs(up) + 1), near
+    near_slopes = np.concatenate(near_slopes, axis=1)[:, : x.shape[1]]
+    near = near * (np.abs(up) + 1)
+    found = wide * slopes * scale, act * scale, (ct * act).sum(1)
+    sizes = np.abs(wide * near_slopes * scale), near * scale, np.abs(ct * near).sum(1)
+    return [np.where(x != 0, value, 0) for x, value in zip((scale, scale, 1), found)], sizes
+
+
+@pytest.mark.parametrize(
+    "activation_and_case, dtype",
+    both_dtypes(
+        [*((SWIGLU, case) for case in CASES), *((a, "many") for a in (*PLAIN, *GATED, CLAMPED))]
+    ),
+    ids=lambda x: x if isinstance(x, str) else f"{name_of(x[0])}-{x[1]}",
+)
+def test_gradients_are_close_and_encoded(path, activation_and_case, dtype):
+    activation, case = activation_and_case
+    ct, pre, weights, sizes = operands(case, activation, dtype)
+    *found, values, scales = run(ct, pre, weights, sizes, activation=activation)
+    assert values.shape == pre.shape and scales.shape == (len(pre), pre.shape[1] // BLOCK)
+    end = sum(sizes)
+    has_token = np.arange(end) % 7 != 3
+    inexact = 2.0**-6 if dtype == "bfloat16" else 2.0**-14
+    (ct, pre, weights, *found), (values, scales) = (
+        [np.asarray(x)[:end] for x in each]
+        for each in ((ct, pre, weights, *found), (values, scales))
+    )
+    for one, right, size in zip(found, *exact(ct, pre, weights, activation), strict=True):
+        one, right, size = (np.asarray(x, np.float64) for x in (one, right, size))
+        if right.ndim == 1:  # the derivative of a weight without a token may be anything
+            one, right, size = (x[has_token] for x in (one, right, size))
+        bound = inexact * np.where(np.isnan(size), 0, size) + 1e-37
+        assert (np.abs(one - right) <= bound).all(), np.nanmax(np.abs(one - right) / bound)
+    expected = format_oracle.encode(FMT, found[0])
+    np.testing.assert_array_equal(values.view(np.uint8), expected[0].view(np.uint8))
+    np.testing.assert_array_equal(scales, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sms", (1, 3, 1000))
+def test_any_number_of_multiprocessors(path, num_sms):
+    args = operands("many", SWIGLU, "bfloat16")
+    end, found = sum(args[3]), run(*args, activation=SWIGLU, num_sms=num_sms)
+    for one, other in zip(found, run(*args, activation=SWIGLU), strict=True):
+        one, other = (x[:end].view(f"u{x.dtype.itemsize}") for x in (one, other))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("shares_sizes", (False, True))
+def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
+    *floats, sizes = operands("many", SWIGLU, "bfloat16")
+    floats = [np.stack([each, each[::-1]]) for each in map(without_nan, floats)]
+    sizes = sizes if shares_sizes else np.stack([sizes, np.array([3, 1, 0, 90], np.int32)])
+    fn = functools.partial(bind_act_grad, activation=SWIGLU, num_sms=None)
+    batched = jax.jit(jax.vmap(fn, (0, 0, 0, None if shares_sizes else 0)))
+    found = harness.numpy_of(tuple(jax.tree.leaves(batched(*floats, sizes))))
+    for i in range(2):
+        own = sizes if shares_sizes else sizes[i]
+        expected, end = run(*(x[i] for x in floats), own, activation=SWIGLU), sum(own)
+        for one, other in zip(found, expected, strict=True):
+            one, other = (x[:end].view(f"u{x.dtype.itemsize}") for x in (one[i], other))
+            np.testing.assert_array_equal(one, other)
+
+
+def test_derivatives_are_those_of_the_gradients():
+    """Those of rows of the weight 0 are not: its derivative is that of the plain product."""
+    *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
+    floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
+    of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[
+        :3
+    ]
+    plain = functools.partial(act_grad.gradients, activation=SWIGLU, selects=False)
+    ones = list(map(jnp.ones_like, floats))
+    pairs = zip(*(jax.jvp(fn, floats, ones)[1] for fn in (of_primitive, plain)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_pass_is_one_call_with_the_attributes_of_the_activation(hopper, monkeypatch):
+    monkeypatch.setattr(act_grad, "why_no_act_encode", WHY_NO_ACT_GRAD)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    floats = array("bfloat16", 512, 256), array("bfloat16", 512, 512), array("float32", 512)
+    fn = functools.partial(bind_act_grad, activation=CLAMPED, num_sms=7)
+    ((target, attributes, types),) = calls(fn, *floats, array("int32", 4))
+    numbers = {name: float(attributes.pop(name)) for name in ("alpha", "limit")}
+    assert target == "act_grad" and numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
+    code = str(list(KINDS).index("clamped_swiglu"))
+    assert attributes == dict(activation=code, gated="1", num_sms="7")
+    assert types == (
+        "(tensor<1x512x512xbf16>, tensor<3x4xi32>, tensor<1x512xf32>, tensor<1x512x256xbf16>) -> "
+        "(tensor<1x512x512xf8E4M3FN>, tensor<1x512x4xf32>, tensor<1x512x512xbf16>, "
+        "tensor<1x512x256xbf16>, tensor<1x512xf32>)"
+    )
+    plain = functools.partial(bind_act_grad, activation=FusedActivation("relu"), num_sms=None)
+    lead = jax.tree.map(lambda x: array(x.dtype, 3, 2, *x.shape), (floats[0], floats[0], floats[2]))
+    ((_, attributes, types),) = calls(jax.vmap(jax.vmap(plain)), *lead, array("int32", 3, 2, 4))
+    assert attributes["gated"] == "0" and types.startswith("(tensor<6x512x256xbf16>, tensor<3x24x")
