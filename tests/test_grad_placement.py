@@ -21,7 +21,7 @@ def problem():
     return floats, ids, small_layer.dense_value_and_grads(floats, ids, kept)[1]
 
 
-@pytest.mark.exchanges(4)
+@pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
     """Cotangents cross back: each rank gets the gradient of the sum of all losses."""
@@ -55,7 +55,7 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     )
 
 
-@pytest.mark.exchanges(4)
+@pytest.mark.exchanges(5)
 @pytest.mark.parametrize(
     "inside",
     (

@@ -31,7 +31,7 @@ def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
 
         return jax.value_and_grad(value, small_layer.OF_FLOATS, has_aux=True)(*floats)
 
-    eager, compiled = (wrap(value_and_grad, exchanges=4) for wrap in (harness.eagerly, harness.jit))
+    eager, compiled = (wrap(value_and_grad, exchanges=5) for wrap in (harness.eagerly, harness.jit))
     (eager_value, eager_recv), eager_grads = eager(*floats)
     (jit_value, jit_recv), jit_grads = compiled(*floats)
     small_layer.assert_same(eager_recv, jit_recv)

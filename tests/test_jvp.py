@@ -38,7 +38,7 @@ def assert_equal_to_dense(transform, **tolerance):
     small_layer.assert_close(actual, expected, **tolerance)
 
 
-@pytest.mark.exchanges(6)
+@pytest.mark.exchanges(7)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
     """The linear function is evaluated in several directions."""
 
@@ -77,7 +77,7 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     assert len(small_layer.equations(jaxpr, "route")) <= 1
 
 
-@pytest.mark.exchanges(8)
+@pytest.mark.exchanges(9)
 def test_forward_over_reverse_equals_that_of_the_dense_layer():
     def hessian_times(fn):
         grad = jax.grad(small_layer.loss_of(fn), OF_FLOATS)

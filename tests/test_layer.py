@@ -83,14 +83,9 @@ def program(layout, **options):
 dense_program = small_layer.compiled(value_and_grads(dense), exchanges=0)
 
 
-def exchanges_of(layout):
-    """Return the number of exchanges of a forward and a backward pass."""
-    return layout.exchanges_of_dispatch(RANKS) + 3
-
-
 def assert_is_dense(layout, routing):
     floats, ids, kept = arguments(layout, routing)
-    with harness.expect_exchanges(exchanges_of(layout)):
+    with harness.expect_exchanges(5):
         actual = program(layout)(floats, ids)
     small_layer.assert_close(actual, dense_program(floats, ids, kept), routing, tolerance=5e-5)
 
@@ -348,7 +343,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     # The sum that the loop carries, of one rank or of all ranks that share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
-    found = small_layer.compiled(run, exchanges=15)(floats, ids)
+    found = small_layer.compiled(run, exchanges=21)(floats, ids)
     assert [leaf.dtype for leaf in found[1:]] == [leaf.dtype for leaf in floats]
     wide = jax.tree.map(lambda leaf: leaf.astype("float32"), floats)
     expected = dense_program(wide, ids, jnp.concatenate(kept, 1))

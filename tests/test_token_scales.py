@@ -202,7 +202,7 @@ def by_form(form, group, ids, **options):
 
 
 @pytest.mark.exchanges(
-    lambda form: dict(ids=8, routing=5, halves=4)[form],
+    lambda form: dict(ids=6, routing=5, halves=4)[form],
     split=lambda form: 3 * split_exchanges(form),
 )
 @of_every_form
@@ -256,7 +256,7 @@ def test_the_transpose_is_that_of_a_dispatch_without_a_format():
 
 
 @pytest.mark.exchanges(
-    lambda form: 1 + (form == "routing"), split=lambda form: split_exchanges(form) // 2
+    lambda form: 2 - (form == "halves"), split=lambda form: split_exchanges(form) // 2
 )
 @of_every_form
 def test_quantized_rows_and_their_scales_have_no_gradient(form):

@@ -30,7 +30,7 @@ def arguments():
     return small_layer.arguments(RANKS)
 
 
-@pytest.mark.exchanges(4)
+@pytest.mark.exchanges(5)
 def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
     """Cotangents cross between the emulated ranks."""
     floats, ids, kept = arguments()
