@@ -188,14 +188,13 @@ def add_lora(
     Args:
       key: a key of ``jax.random``.
       experts: ``Experts``, routed or shared, whose weights may be in FP8.
-      rank: r, the rank of the adapters. Kernels of ``grouped_dot`` need a multiple of 8.
-      scale: the factor of the adapters, alpha / r in the paper.
+      rank: r. Kernels need a multiple of 8.
+      scale: as in ``LoRA``.
       dtype: of the adapters. None means that of float weights, and bfloat16 for weights in FP8.
-      axes: as in ``init_moe``: where the adapters are drawn. None leaves the placement to JAX.
+      axes: as in ``init_moe``: where adapters are drawn. None leaves their placement to JAX.
 
     Returns:
-      The experts with ``lora_in`` and ``lora_out``. To adapt one of both weights alone, call
-      ``replace(lora_in=None)`` or ``replace(lora_out=None)`` on the result.
+      The experts with ``lora_in`` and ``lora_out``. ``replace(lora_in=None)`` drops one of them.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -217,27 +216,25 @@ def add_lora(
     """
     check_type(experts, "experts")
     rank, scale = check_int("rank", rank, least=1), check_factor("scale", scale)
-    if dtype is None:
-        dtype = getattr(experts.w_out, "dtype", jnp.bfloat16)
+    dtype = getattr(experts.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
     num_lead = len(experts.w_out.shape) - 2
 
-    def draw(key: jax.Array) -> Any:
-        found = []
-        for own, w in zip(jax.random.split(key), (experts.w_in, experts.w_out)):
-            *lead, k = w.shape[: num_lead + 1]
-            a = jax.random.normal(own, (*lead, k, rank), dtype) * k**-0.5
-            b = jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype)
-            found.append(LoRA(a, b, scale=scale))
-        return found
+    def lora(key: jax.Array, w: Any) -> LoRA:
+        *lead, k = w.shape[: num_lead + 1]
+        a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5
+        return LoRA(a, jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype), scale=scale)
 
-    name = "experts" if num_lead else "shared"
-    with_lora = lambda found: experts.replace(lora_in=found[0], lora_out=found[1])
+    def draw(key: jax.Array) -> dict[str, LoRA]:
+        keys = jax.random.split(key)
+        return {"lora_in": lora(keys[0], experts.w_in), "lora_out": lora(keys[1], experts.w_out)}
+
     if axes is None:
-        return with_lora(jax.jit(draw)(key))
-    shapes = with_lora(jax.eval_shape(draw, key))
-    specs = moe_partition_specs({name: shapes}, axes)[name]
-    specs = [specs.lora_in, specs.lora_out]
-    return with_lora(jax.tree.map(place, jax.jit(draw, out_shardings=specs)(key), specs))
+        return experts.replace(**jax.jit(draw)(key))
+    name, shapes = "experts" if num_lead else "shared", jax.eval_shape(draw, key)
+    every = moe_partition_specs({name: experts.replace(**shapes)}, axes)[name]
+    specs = {field: getattr(every, field) for field in shapes}
+    found = jax.jit(draw, out_shardings=specs)(key)
+    return experts.replace(**jax.tree.map(place, found, specs))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:

@@ -81,8 +81,8 @@ class Experts:
     tensor axis, I is the size of a part, so the function must be the same for each column. JAX
     traces a program again for another function, so define it once."""
     lora_in: LoRA | None = None
-    """An adapter of ``w_in``, or None. With an adapter of any weights, both weights are frozen:
-    their gradients are zero, and are not computed. Biases keep their gradients."""
+    """An adapter of ``w_in``, or None. With an adapter, both weights are frozen: their gradients
+    are zeros, which cost no product. Biases keep their gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
@@ -107,22 +107,11 @@ class Experts:
         """Return the experts with their adapters added to their weights, and without adapters.
 
         Weights become ``w + scale * a b``, computed in float32 (float64 for float64) and rounded
-        once to their dtype.
-
-        Raises:
-          TypeError: if the weights are in FP8.
+        once. Weights in FP8 are a TypeError.
         """
-        if any(isinstance(getattr(self, field), QuantizedExperts) for field in WEIGHTS):
-            raise TypeError(
-                "merge_lora needs float weights; got QuantizedExperts. Merge the adapters into the "
-                "weights from which they were quantized, and quantize the result"
-            )
-        num_lead = self.w_out.ndim - 2
-        weights = {
-            w: merge(getattr(self, w), getattr(self, lora), num_lead)
-            for lora, w in ADAPTERS.items()
-        }
-        return self.replace(**weights, lora_in=None, lora_out=None)
+        lead = len(self.w_out.shape) - 2
+        w_in, w_out = merge(self.w_in, self.lora_in, lead), merge(self.w_out, self.lora_out, lead)
+        return self.replace(w_in=w_in, w_out=w_out, lora_in=None, lora_out=None)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
         """Return the experts with the results of a function for both weights."""
