@@ -100,7 +100,7 @@ def test_no_device_holds_all_experts_during_a_move():
         (
             dict(source=TWO),
             ValueError,
-            r"w must hold arrays \[12, ...\], of the slots of source; got",
+            r"w must hold arrays \[12, ...\], .* slots of source; got",
         ),
         (
             dict(source=TWO, target=ma.Placement.identity(4, 2)),

@@ -122,7 +122,10 @@ def _composed(
       multiply: as ``_multiply``.
       activate: maps first products, rows and sizes to rows for the second product.
     """
-    dot = lambda rows, w: unspecified_dot(getattr(rows, "floats", rows), w, sizes, None)
+
+    def dot(rows: Any, w: Any) -> jax.Array:
+        return unspecified_dot(getattr(rows, "floats", rows), w, sizes, None)
+
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
     product = add_product(product, rows.rows, weights.lora_in, dot)
     if weights.b_in is not None:

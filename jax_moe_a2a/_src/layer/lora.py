@@ -71,14 +71,12 @@ def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
     parts, rank = {"a": as_array(lora.a), "b": as_array(lora.b)}, (jnp.shape(lora.a) or (0,))[-1]
     first, columns = w.shape[: num_lead + 1], w.shape[num_lead + 1 :]
     for part, shape in {"a": (*first, rank), "b": (*first[:-1], rank, *columns)}.items():
-        label, array = f"{name}.{part}", parts[part]
-        if array.shape != shape or not rank:
-            raise ValueError(
-                f"{label} must have the shape {list(shape)}, with r = {rank} of {name}.a, because "
-                f"its weights have the shape {list(w.shape)}; got {short(array)}"
+        array, is_shape = parts[part], parts[part].shape == shape and rank > 0
+        if not is_shape or array.dtype != x.dtype:
+            raise (TypeError if is_shape else ValueError)(
+                f"{name}.{part} must be {x.dtype}{list(shape)} with r={rank}, because x has this "
+                f"dtype and its weights have the shape {list(w.shape)}; got {short(array)}"
             )
-        if array.dtype != x.dtype:
-            raise TypeError(f"{label} must have the dtype of x, {x.dtype}; got {short(array)}")
     return lora.replace(**jax.tree.map(jnp.asarray, parts))
 
 

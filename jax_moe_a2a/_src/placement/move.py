@@ -56,7 +56,7 @@ def move_experts(
       [12 10 11 10 13  0] [10 11 12 13]
       ```
     """
-    num_experts, index = None, None
+    num_experts = None
     for placement in (source, target):
         if placement is not None:
             num_ranks = getattr(placement, "num_ranks", 0)
