@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ..ad import accumulation_dtype
-from ..checks import as_array, check_factor, short
+from ..checks import as_array, check_factor, check_int, short
 from ..grouped.weights import QuantizedExperts
 
 
@@ -40,6 +41,16 @@ class LoRA:
         return dataclasses.replace(self, **fields)
 
 
+def draw_lora(
+    key: jax.Array, w: Any, num_lead: int, rank: int, scale: float, dtype: DTypeLike
+) -> LoRA:
+    """Draw an adapter of weights with ``num_lead`` axes before K."""
+    check_int("rank", rank, least=1)
+    *lead, k = w.shape[: num_lead + 1]
+    a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5
+    return LoRA(a, jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype), scale=scale)
+
+
 def add_product(
     product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
@@ -51,8 +62,7 @@ def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
     """Return weights, with ``num_lead`` axes before K, with their adapter."""
     if isinstance(w, QuantizedExperts):
         raise TypeError(
-            "merge_lora needs float weights; got QuantizedExperts. Merge the adapters into the "
-            "weights from which they were quantized, and quantize the result"
+            "merge_lora needs float weights; got QuantizedExperts. Merge, then quantize"
         )
     if lora is None:
         return w

@@ -14,10 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ..checks import check_bool, check_factor, check_int
+from ..checks import check_bool, check_int
 from ..routing.checks import axes_of
 from .axes import AxesLike, as_axes
-from .lora import LoRA
 from .router import Choose, Router
 from .weights import Activation, Experts, Names, check_type, specs_of
 
@@ -169,72 +168,6 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     params = compiled(config, as_axes(axes))(key)
     # While an outer program is traced, the types of an inner program's results have no placement.
     return jax.tree.map(place, params, moe_partition_specs(params, axes))
-
-
-def add_lora(
-    key: jax.Array,
-    experts: Experts,
-    *,
-    rank: int,
-    scale: float = 1.0,
-    dtype: DTypeLike | None = None,
-    axes: AxesLike | None = None,
-) -> Experts:
-    """Add a new ``LoRA`` to each of the weights of experts, which are then frozen.
-
-    As in the paper (Hu et al., arXiv:2106.09685), ``a`` is normal, here with the variance 1 / K,
-    and ``b`` is zero, so the experts compute what they computed before.
-
-    Args:
-      key: a key of ``jax.random``.
-      experts: ``Experts``, routed or shared, whose weights may be in FP8.
-      rank: r. Kernels need a multiple of 8.
-      scale: as in ``LoRA``.
-      dtype: of the adapters. None means that of float weights, and bfloat16 for weights in FP8.
-      axes: as in ``init_moe``: where adapters are drawn. None leaves their placement to JAX.
-
-    Returns:
-      The experts with ``lora_in`` and ``lora_out``. ``replace(lora_in=None)`` drops one of them.
-
-    Raises:
-      TypeError: if an argument has the wrong type.
-      ValueError: if ``rank`` is below 1, or ``scale`` is not above 0.
-
-    Example:
-      ```python
-      import jax
-      import jax_moe_a2a as ma
-
-      params = ma.init_moe(jax.random.key(0), ma.MoEConfig(16, 32, 8, ma.TopK(2)))
-      experts = ma.add_lora(jax.random.key(1), params["experts"], rank=4, scale=2.0)
-      print(experts.lora_in.a.shape, experts.lora_in.b.shape, experts.lora_out.b.shape)
-      ```
-
-      ```text
-      (8, 16, 4) (8, 4, 2, 32) (8, 4, 16)
-      ```
-    """
-    check_type(experts, "experts")
-    rank, scale = check_int("rank", rank, least=1), check_factor("scale", scale)
-    dtype = getattr(experts.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
-    num_lead = len(experts.w_out.shape) - 2
-
-    def lora(key: jax.Array, w: Any) -> LoRA:
-        *lead, k = w.shape[: num_lead + 1]
-        a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5
-        return LoRA(a, jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype), scale=scale)
-
-    def draw(key: jax.Array) -> dict[str, LoRA]:
-        keys = jax.random.split(key)
-        return {"lora_in": lora(keys[0], experts.w_in), "lora_out": lora(keys[1], experts.w_out)}
-
-    if axes is None:
-        return experts.replace(**jax.jit(draw)(key))
-    name, shapes = "experts" if num_lead else "shared", jax.eval_shape(draw, key)
-    every = moe_partition_specs({name: experts.replace(**shapes)}, axes)[name]
-    specs = {field: getattr(every, field) for field in shapes}
-    found = jax.jit(draw, out_shardings=specs)(key)
-    return experts.replace(**jax.tree.map(place, found, specs))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_static, short
@@ -19,7 +19,7 @@ from ..experts.gated import gated
 from ..formats.formats import Quantized
 from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
 from ..grouped.weights import BLOCK, QArrayLike, QuantizedExperts, quantize_weights
-from .lora import LoRA, check_lora, merge, spec_of
+from .lora import LoRA, check_lora, draw_lora, merge, spec_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
@@ -102,6 +102,21 @@ class Experts:
         several micro-batches, call ``quantize_experts(experts, trainable=True)`` instead.
         """
         return self.map_weights(lambda w: QuantizedExperts(source=w))
+
+    def with_lora(
+        self, key: jax.Array, *, rank: int, scale: float = 1.0, dtype: DTypeLike | None = None
+    ) -> Experts:
+        """Return the experts with a new ``LoRA`` of a rank r for each of their weights.
+
+        As in its paper, ``a`` is normal, here with the variance 1 / K, and ``b`` is zero, so the
+        experts compute what they computed before. Kernels need a multiple of 8 as rank. Without
+        ``dtype``, it is that of float weights, or bfloat16 next to FP8. ``moe_partition_specs``
+        returns where to store the adapters.
+        """
+        dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
+        lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
+        draw = partial(draw_lora, num_lead=lead, rank=rank, scale=scale, dtype=dtype)
+        return self.replace(lora_in=draw(keys[0], self.w_in), lora_out=draw(keys[1], self.w_out))
 
     def merge_lora(self) -> Experts:
         """Return the experts with their adapters added to their weights, and without adapters.
