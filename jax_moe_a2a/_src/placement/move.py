@@ -73,18 +73,19 @@ def move_experts(
     index = np.arange(size, dtype=np.int32) if source is None else source.expert_slots[:, 0]
     if target is not None:
         xp = jnp if isinstance(target.slot_experts, jax.Array) else np
-        # The expert -1 of an empty slot is the last one of these, which no array has.
+        # The expert -1 of an empty slot reads the last index here, which is after the arrays' end.
         index = xp.append(index, np.int32(size))[target.slot_experts]
     return jax.tree.map(lambda x: _moved(as_array(x), index), w)
 
 
 def _moved(x: Any, index: Any) -> Any:
     """Return what an array has at indices, and zeros for the first index after its end."""
-    if not isinstance(x, jax.Array):
+    is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
+    if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]
         found[np.asarray(index) == len(x)] = 0
         return found
-    is_traced = isinstance(x, jax.core.Tracer)
+    x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding if is_traced else x.sharding
     num_parts = len(x) // sharding.shard_shape(x.shape)[0]
     take = _take if is_traced else jax.jit(_take, static_argnums=2, out_shardings=sharding)
