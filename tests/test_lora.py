@@ -110,7 +110,7 @@ def problem(dtype=np.float32):
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)
     x, weights, w_in, w_out, b_in, b_out = (
-        rng.normal(size=(RANKS, *shape)).astype(dtype) for shape in shapes
+        (0.4 * rng.normal(size=(RANKS, *shape))).astype(dtype) for shape in shapes
     )
     gate = lambda w: w.reshape(*w.shape[:-1], 2, WIDTH)
     experts = ma.Experts(gate(w_in), w_out, gate(b_in), b_out)
