@@ -172,11 +172,12 @@ def test_adapters_accumulate_gradients():
 
 
 def base_gradients(program):
-    """Return the equations of a program that compute a gradient of frozen weights."""
+    """Return the equations of a program that compute a gradient of frozen weights, or carry one."""
     of_base = {(HIDDEN, 2 * WIDTH), (WIDTH, HIDDEN)}
     names = "grouped_outer", "add_outer", "passing_dot"
     found = [eqn for name in names for eqn in small_layer.equations(program, name)]
     assert found
+    found += [eqn for eqn in harness.equations(program) if eqn.primitive.name == "scan"]
     return [e for e in found if of_base & {v.aval.shape[-2:] for v in e.outvars}]
 
 
