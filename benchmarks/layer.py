@@ -302,7 +302,7 @@ def prepared(method: str, weights: list[jax.Array]) -> list[Any]:
     which change no result."""
     experts = ma.Experts(*weights)
     if method.endswith(LORA):
-        experts = ma.add_lora(jax.random.key(2), experts, rank=RANK)
+        experts = experts.with_lora(jax.random.key(2), rank=RANK)
     if method.startswith(OF_FP8):
         experts = ma.quantize_experts(experts)
     if not method.endswith(LORA):

@@ -51,7 +51,6 @@ from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.moe import MoEStatistics as MoEStatistics
 from ._src.layer.moe import moe as moe
 from ._src.layer.parameters import MoEConfig as MoEConfig
-from ._src.layer.parameters import add_lora as add_lora
 from ._src.layer.parameters import init_moe as init_moe
 from ._src.layer.parameters import moe_partition_specs as moe_partition_specs
 from ._src.layer.router import Replay as Replay

@@ -87,8 +87,8 @@ def test_no_device_holds_all_experts_during_a_move():
     sharding = NamedSharding(harness.mesh_over(ep=4), P("ep"))
     w = jax.device_put(np.zeros((EXPERTS * 2, 5), np.float32), sharding)
     target = ma.Placement.from_slots(np.arange(16)[::-1], 16, num_ranks=4)
-    program = jax.jit(move._take, static_argnums=3, out_shardings=sharding)
-    text = program.lower(w, None, target, 4).compile().as_text()
+    program = jax.jit(move._take, static_argnums=2, out_shardings=sharding)
+    text = program.lower(w, target.slot_experts, 4).compile().as_text()
     assert "f32[4,5]" in text and "f32[16,5]" not in text
 
 
@@ -97,7 +97,11 @@ def test_no_device_holds_all_experts_during_a_move():
     [
         (dict(), ValueError, "source or target must be a Placement; got None for both"),
         (dict(target=3), TypeError, "placement must be a Placement; got int"),
-        (dict(source=TWO), ValueError, r"w must hold arrays \[12, ...\], .*slots of source; got"),
+        (
+            dict(source=TWO),
+            ValueError,
+            r"w must hold arrays \[12, ...\], .* slots of source; got",
+        ),
         (
             dict(source=TWO, target=ma.Placement.identity(4, 2)),
             ValueError,

@@ -22,7 +22,7 @@ from ..grouped.totals import total_of, with_total
 from ..grouped.weights import QuantizedExperts
 from ..routing.two_level import TwoLevelRouting
 from ..routing.types import Routing
-from .weights import ADAPTERS, BIASES, Experts, Totals
+from .weights import Experts, Totals
 
 Result = TypeVar("Result")
 
@@ -123,15 +123,10 @@ def _map_floats(function: Callable[..., jax.Array], weights: Any, *others: Any) 
     """Apply a function to each array of weights that has a gradient."""
 
     def apply(w: Any, *more: Any) -> Any:
-        if isinstance(w, Experts):
-            names = *BIASES, *ADAPTERS
-            trained = ([getattr(each, name) for name in names] for each in (w, *more))
-            return dataclasses.replace(w, **dict(zip(names, _map_floats(function, *trained))))
         if _floats(w) is None:
             return w
         found = function(*map(_floats, (w, *more)))
         return dataclasses.replace(w, source=found) if isinstance(w, QuantizedExperts) else found
 
-    # Adapters freeze the weights of experts.
-    is_leaf = lambda w: isinstance(w, QuantizedExperts) or isinstance(w, Experts) and w.has_lora
+    is_leaf = lambda w: isinstance(w, QuantizedExperts)
     return jax.tree.map(apply, weights, *others, is_leaf=is_leaf)

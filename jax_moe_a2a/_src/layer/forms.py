@@ -123,20 +123,18 @@ def _composed(
       multiply: as ``_multiply``.
       activate: maps first products, rows and sizes to rows for the second product.
     """
-    add_lora = lambda product, rows, lora: add_product(
-        product,
-        rows.floats if isinstance(rows, RowsInFp8) else rows,
-        lora,
-        lambda rows, w: unspecified_dot(rows, w, sizes, None),
-    )
+
+    def dot(rows: Any, w: Any) -> jax.Array:
+        return unspecified_dot(getattr(rows, "floats", rows), w, sizes, None)
+
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
-    product = add_lora(product, rows.rows, weights.lora_in)
+    product = add_product(product, rows.rows, weights.lora_in, dot)
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
     h = activate(product, rows, sizes)
     y, of_out = multiply(h, weights.w_out, sizes, totals.w_out)
-    y = add_lora(y, h, weights.lora_out)
+    y = add_product(y, h, weights.lora_out, dot)
     if weights.b_out is not None:
         y += bias_of_rows(weights.b_out, rows.weights, sizes)
     return y, dataclasses.replace(totals, w_in=of_in, w_out=of_out)

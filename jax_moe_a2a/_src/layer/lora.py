@@ -1,8 +1,7 @@
 """Define low-rank adapters of the weights of experts (LoRA, Hu et al., arXiv:2106.09685).
 
-The adapter of weights W [K, N] is ``scale * a b`` with a [K, r] and b [r, N]. Rows are multiplied
-by W and by the adapter one after the other: ``rows W + scale (rows a) b``. So no array of the shape
-of W exists for the adapter or for its gradient, and W may be in FP8.
+Rows are multiplied by frozen weights W [K, N] and by their adapter one after the other, as
+``rows W + scale (rows a) b``. So W may be in FP8, and no array for the adapter has its shape.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ..ad import accumulation_dtype
-from ..checks import as_array, check_factor, short
+from ..checks import as_array, check_factor, check_int, short
+from ..grouped.weights import QuantizedExperts
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoRA:
-    """A low-rank adapter of weights W of ``Experts``: W becomes ``W + scale * a b``.
+    """A low-rank adapter of weights W of ``Experts``: ``W + scale * a b`` takes the place of W.
 
-    W is then frozen. The arrays have the dtype of the tokens. The adapter of a shared expert has no
-    axis E.
+    The arrays have the dtype of the tokens. Those of a shared expert have no axis E.
     """
 
     a: Any
     """[E, K, r], where K is H for ``lora_in``, and I for ``lora_out``."""
     b: Any
-    """The axes of the weights with r in place of K: [E, r, 2, I] or [E, r, I] for ``lora_in``, and
-    [E, r, H] for ``lora_out``."""
+    """The weights' shape with r in place of K, such as [E, r, 2, I] for ``lora_in``."""
     _: dataclasses.KW_ONLY
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
     """A number above 0: alpha / r in the paper."""
@@ -42,58 +41,58 @@ class LoRA:
         return dataclasses.replace(self, **fields)
 
 
+def draw_lora(
+    key: jax.Array, w: Any, num_lead: int, rank: int, scale: float, dtype: DTypeLike
+) -> LoRA:
+    """Draw an adapter of weights with ``num_lead`` axes before K."""
+    check_int("rank", rank, least=1)
+    *lead, k = w.shape[: num_lead + 1]
+    a = jax.random.normal(key, (*lead, k, rank), dtype) * k**-0.5
+    return LoRA(a, jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype), scale=scale)
+
+
 def add_product(
-    product: jax.Array, rows: jax.Array, lora: LoRA | None, dot: Callable[..., jax.Array]
+    product: jax.Array, rows: Any, lora: LoRA | None, dot: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Return the product of rows and weights with that of their adapter. ``dot`` multiplies rows by
-    arrays of the adapter."""
-    if lora is None:
-        return product
-    return product + dot(dot(rows, lora.a) * lora.scale, lora.b)
+    """Add the product of rows and an adapter. ``dot`` multiplies rows by a part of an adapter."""
+    return product if lora is None else product + dot(dot(rows, lora.a) * lora.scale, lora.b)
 
 
-def merge(w: jax.Array, lora: LoRA | None, num_lead: int) -> jax.Array:
-    """Return weights with their adapter, computed in the dtype of sums and rounded once. Before K,
-    they have ``num_lead`` axes."""
+def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
+    """Return weights, with ``num_lead`` axes before K, with their adapter."""
+    if isinstance(w, QuantizedExperts):
+        raise TypeError(
+            "merge_lora needs float weights; got QuantizedExperts. Merge, then quantize"
+        )
     if lora is None:
         return w
     dtype = accumulation_dtype(w.dtype)
-    lead, columns = "e" * num_lead, "gn"[num_lead + 1 - w.ndim :]
-    subscripts = f"{lead}kr,{lead}r{columns}->{lead}k{columns}"
-    ab = jnp.einsum(subscripts, lora.a.astype(dtype), lora.b.astype(dtype), precision="highest")
-    return (w.astype(dtype) + lora.scale * ab).astype(w.dtype)
+    lead, columns = "abcd"[:num_lead], "gn"[num_lead + 1 - w.ndim :]
+    a, b, subscripts = lora.a, lora.b, f"{lead}kr,{lead}r{columns}->{lead}k{columns}"
+    product = jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), precision="highest")
+    return (w.astype(dtype) + lora.scale * product).astype(w.dtype)
 
 
 def check_lora(name: str, lora: Any, w: Any, num_lead: int, x: Any) -> LoRA:
-    """Return an adapter with JAX arrays that fits weights with ``num_lead`` axes before K and the
-    dtype of tokens x, or raise an error."""
+    """Return an adapter of weights, for tokens x, with JAX arrays, or raise an error."""
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name} must be a LoRA or None; got {type(lora).__name__}")
     check_factor(f"the scale of {name}", lora.scale)
-    a, b = as_array(lora.a), as_array(lora.b)
-    *lead, k = w.shape[: num_lead + 1]
-    rank = a.shape[-1] if a.ndim else 0
-    for part, array, shape in (
-        ("a", a, (*lead, k, rank)),
-        ("b", b, (*lead, rank, *w.shape[num_lead + 1 :])),
-    ):
-        if array.shape != shape or not rank:
-            sizes = [*shape[:-1], "r"] if part == "a" else list(shape)
-            raise ValueError(
-                f"{name}.{part} must have the shape [{', '.join(map(str, sizes))}], because its "
-                f"weights have the shape {list(w.shape)}; got {short(array)}"
+    parts, rank = {"a": as_array(lora.a), "b": as_array(lora.b)}, (jnp.shape(lora.a) or (0,))[-1]
+    first, columns = w.shape[: num_lead + 1], w.shape[num_lead + 1 :]
+    for part, shape in {"a": (*first, rank), "b": (*first[:-1], rank, *columns)}.items():
+        array, is_shape = parts[part], parts[part].shape == shape and rank > 0
+        if not is_shape or array.dtype != x.dtype:
+            raise (TypeError if is_shape else ValueError)(
+                f"{name}.{part} must be {x.dtype}{list(shape)} with r={rank}, because x has this "
+                f"dtype and its weights have the shape {list(w.shape)}; got {short(array)}"
             )
-        if array.dtype != x.dtype:
-            raise TypeError(
-                f"{name}.{part} must have the dtype of x, {x.dtype}; got {short(array)}. Cast it"
-            )
-    return lora.replace(a=jnp.asarray(a), b=jnp.asarray(b))
+    return lora.replace(**jax.tree.map(jnp.asarray, parts))
 
 
 def spec_of(lora: LoRA | None, weights: P, num_lead: int) -> LoRA | None:
     """Return the placement of the adapter of weights with a placement."""
     if lora is None:
         return None
-    every = tuple(weights)
-    lead, others = every[:num_lead], every[num_lead + 1 :]
-    return lora.replace(a=P(*lead, every[num_lead], None), b=P(*lead, None, *others))
+    lead, k, columns = weights[:num_lead], weights[num_lead], weights[num_lead + 1 :]
+    return lora.replace(a=P(*lead, k, None), b=P(*lead, None, *columns))

@@ -14,11 +14,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ..checks import check_bool, check_factor, check_int
+from ..checks import check_bool, check_int
 from ..grouped.weights import QuantizedExperts
 from ..routing.checks import axes_of
 from .axes import AxesLike, as_axes
-from .lora import LoRA
 from .router import Choose, Router
 from .weights import Activation, Experts, Names, check_type, specs_of
 
@@ -181,75 +180,6 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
     params = compiled(config, as_axes(axes))(key)
     # While an outer program is traced, the types of an inner program's results have no placement.
     return jax.tree.map(place, params, moe_partition_specs(params, axes))
-
-
-def add_lora(
-    key: jax.Array,
-    experts: Experts,
-    *,
-    rank: int,
-    scale: float = 1.0,
-    dtype: DTypeLike | None = None,
-    axes: AxesLike | None = None,
-) -> Experts:
-    """Add a new ``LoRA`` to each of the weights of experts, which are then frozen.
-
-    As in the paper (Hu et al., arXiv:2106.09685), ``a`` is normal, here with the variance 1 / K,
-    and ``b`` is zero, so the experts compute what they computed before.
-
-    Args:
-      key: a key of ``jax.random``.
-      experts: ``Experts``, routed or shared, whose weights may be in FP8.
-      rank: r, the rank of the adapters. Kernels of ``grouped_dot`` need a multiple of 8.
-      scale: the factor of the adapters, alpha / r in the paper.
-      dtype: of the adapters. None means that of float weights, and bfloat16 for weights in FP8.
-      axes: as in ``init_moe``: where the adapters are drawn. None leaves the placement to JAX.
-
-    Returns:
-      The experts with ``lora_in`` and ``lora_out``. To adapt one of both weights alone, call
-      ``replace(lora_in=None)`` or ``replace(lora_out=None)`` on the result.
-
-    Raises:
-      TypeError: if an argument has the wrong type.
-      ValueError: if ``rank`` is below 1, or ``scale`` is not above 0.
-
-    Example:
-      ```python
-      import jax
-      import jax_moe_a2a as ma
-
-      params = ma.init_moe(jax.random.key(0), ma.MoEConfig(16, 32, 8, ma.TopK(2)))
-      experts = ma.add_lora(jax.random.key(1), params["experts"], rank=4, scale=2.0)
-      print(experts.lora_in.a.shape, experts.lora_in.b.shape, experts.lora_out.b.shape)
-      ```
-
-      ```text
-      (8, 16, 4) (8, 4, 2, 32) (8, 4, 16)
-      ```
-    """
-    check_type(experts, "experts")
-    rank, scale = check_int("rank", rank, least=1), check_factor("scale", scale)
-    if dtype is None:
-        dtype = getattr(experts.w_out, "dtype", jnp.bfloat16)
-    num_lead = len(experts.w_out.shape) - 2
-
-    def draw(key: jax.Array) -> Any:
-        found = []
-        for own, w in zip(jax.random.split(key), (experts.w_in, experts.w_out)):
-            *lead, k = w.shape[: num_lead + 1]
-            a = jax.random.normal(own, (*lead, k, rank), dtype) * k**-0.5
-            b = jnp.zeros((*lead, rank, *w.shape[num_lead + 1 :]), dtype)
-            found.append(LoRA(a, b, scale=scale))
-        return found
-
-    name = "experts" if num_lead else "shared"
-    with_lora = lambda found: experts.replace(lora_in=found[0], lora_out=found[1])
-    if axes is None:
-        return with_lora(jax.jit(draw)(key))
-    shapes = with_lora(jax.eval_shape(draw, key))
-    specs = moe_partition_specs({name: shapes}, axes)[name]
-    specs = [specs.lora_in, specs.lora_out]
-    return with_lora(jax.tree.map(place, jax.jit(draw, out_shardings=specs)(key), specs))
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_static, short
@@ -26,7 +26,7 @@ from ..grouped.weights import (
     decode_experts,
     quantize_weights,
 )
-from .lora import LoRA, check_lora, merge, spec_of
+from .lora import LoRA, check_lora, draw_lora, merge, spec_of
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
@@ -96,8 +96,8 @@ class Experts:
     4: the layer computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each product
     ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass."""
     lora_in: LoRA | None = None
-    """An adapter of ``w_in``, or None. With an adapter of any weights, both weights are frozen:
-    their gradients are zero, and are not computed. Biases keep their gradients."""
+    """An adapter of ``w_in``, or None. With an adapter, both weights are frozen: their gradients
+    are zeros, which cost no product. Biases keep their gradients."""
     lora_out: LoRA | None = None
     """An adapter of ``w_out``, or None."""
     totals: Totals | None = None
@@ -141,26 +141,30 @@ class Experts:
                 found[name] = jnp.pad(array, widths)
         return self.replace(**found)
 
+    def with_lora(
+        self, key: jax.Array, *, rank: int, scale: float = 1.0, dtype: DTypeLike | None = None
+    ) -> Experts:
+        """Return the experts with a new ``LoRA`` of a rank r for each of their weights.
+
+        As in its paper, ``a`` is normal, here with the variance 1 / K, and ``b`` is zero, so the
+        experts compute what they computed before. Kernels need a multiple of 8 as rank. Without
+        ``dtype``, it is that of float weights, or bfloat16 next to FP8. ``moe_partition_specs``
+        returns where to store the adapters.
+        """
+        dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
+        lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
+        draw = partial(draw_lora, num_lead=lead, rank=rank, scale=scale, dtype=dtype)
+        return self.replace(lora_in=draw(keys[0], self.w_in), lora_out=draw(keys[1], self.w_out))
+
     def merge_lora(self) -> Experts:
         """Return the experts with their adapters added to their weights, and without adapters.
 
         Weights become ``w + scale * a b``, computed in float32 (float64 for float64) and rounded
-        once to their dtype.
-
-        Raises:
-          TypeError: if the weights are in FP8.
+        once. Weights in FP8 are a TypeError.
         """
-        if any(isinstance(getattr(self, field), QuantizedExperts) for field in WEIGHTS):
-            raise TypeError(
-                "merge_lora needs float weights; got QuantizedExperts. Merge the adapters into the "
-                "weights from which they were quantized, and quantize the result"
-            )
-        num_lead = self.w_out.ndim - 2
-        weights = {
-            w: merge(getattr(self, w), getattr(self, lora), num_lead)
-            for lora, w in ADAPTERS.items()
-        }
-        return self.replace(**weights, lora_in=None, lora_out=None)
+        lead = len(self.w_out.shape) - 2
+        w_in, w_out = merge(self.w_in, self.lora_in, lead), merge(self.w_out, self.lora_out, lead)
+        return self.replace(w_in=w_in, w_out=w_out, lora_in=None, lora_out=None)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Experts:
         """Return the experts with the results of a function for both weights."""
