@@ -251,3 +251,15 @@ def test_a_release_is_tried_on_each_python_that_it_names():
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     named = [each.rpartition(" ")[2] for each in classifiers if ":: Python :: 3." in each]
     assert ast.literal_eval(listed) == named
+
+
+def test_the_conda_recipe_has_the_version_and_the_requirements_of_the_project():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, recipe = pyproject["project"], (ROOT / "tools" / "conda" / "recipe.yaml").read_text()
+    _, host, run = re.split(r"^  (?:host|run):\n", recipe.partition("\ntests:")[0], flags=re.M)
+    listed = lambda text: set(re.findall(r"^    - (.*)$", text, re.M))
+    spaced = lambda names: {re.sub(r"(?=[<>=])", " ", name, count=1) for name in names}
+    python = {f"python {project['requires-python']}"}
+    assert f'version: "{project["version"]}"' in recipe and f"name: {project['name']}" in recipe
+    assert listed(run) == python | spaced(project["dependencies"])
+    assert listed(host) == python | {"pip"} | spaced(pyproject["build-system"]["requires"])
