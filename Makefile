@@ -161,5 +161,5 @@ $(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	touch $@
 
 clean:
-	rm -rf build dist .venv .venv312 .venv-maxtext .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist .venv .venv3?? .venv-maxtext .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

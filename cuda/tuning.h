@@ -29,7 +29,7 @@ struct Sm90 {
   static constexpr int kFewSms = 128;
   static constexpr int kWeightedSms = 128;  // "Blocks": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats"
-  static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
+  static constexpr int kAloneSms = 512;     // all: a single rank waits for no other rank
   static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
   // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, of at least and at

@@ -214,10 +214,10 @@ def _supported_cuda(driver: _Driver | None) -> int:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True for a Hopper or newer GPU. The capabilities of other vendors' GPUs are not
-    numbers."""
+    """Return True for a GPU that runs the kernels. Other vendors' capabilities are no numbers."""
     capability = str(getattr(device, "compute_capability", ""))
-    return re.fullmatch(r"\d+\.\d+", capability) is not None and native.is_new_enough(device)
+    is_number = re.fullmatch(r"\d+\.\d+", capability) is not None
+    return is_number and not native.why_no_exchange([device])
 
 
 def _kernels(driver: _Driver | None, wanted: bool) -> Finding:

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 # Multiprocessors of GPUs that the kernels run on.
-GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
+GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132, "B200": 148}
 BUDGETS = (
     lowering.DEFAULT_NUM_SMS,
     lowering.FEW_NUM_SMS,

@@ -199,3 +199,13 @@ def test_a_jax_that_is_too_old_is_an_error_that_says_what_to_install(monkeypatch
     monkeypatch.setattr(jax, "__version_info__", (0, 9, 9))
     with pytest.raises(ImportError, match=re.escape(f"pip install --upgrade 'jax>={oldest}'")):
         versions.check_jax()
+
+
+def test_an_interpreter_without_the_gil_is_an_error_that_says_what_to_do(monkeypatch):
+    for has_gil in (True, False):
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda has_gil=has_gil: has_gil, raising=False)
+        if has_gil:
+            versions.check_gil()
+        else:
+            with pytest.raises(ImportError, match=r"needs the GIL; .* set PYTHON_GIL=1"):
+                versions.check_gil()

@@ -1,6 +1,7 @@
 """The choice of nvcc for a build, the packages that the build requests from pip, and the projects
 of wheels."""
 
+import ast
 import os
 import re
 import stat
@@ -183,7 +184,7 @@ def test_the_project_of_a_wheel_has_the_version_of_the_package_and_all_sources(
 @pytest.mark.parametrize(
     ("listed", "expected"),
     [
-        ("80 86 90 100 103 110 120 121", ["90", "100-real", "120-real"]),
+        ("80 86 90 100 103 110 120 121", ["90", "100-real", "103-real", "120-real"]),
         ("80 86 89 90", ["90"]),
         ("90 100", ["90", "100-real"]),
     ],
@@ -237,3 +238,29 @@ def test_cmake_reads_the_path_as_one_line(tmp_path):
 def test_the_citation_has_the_version_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_ci_compiles_for_each_architecture_of_the_wheels():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (listed,) = re.findall(r"architecture: (\[.*\])", text)
+    assert tuple(ast.literal_eval(listed)) == wheels.ARCHITECTURES
+
+
+def test_a_release_is_tried_on_each_python_that_it_names():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (listed,) = re.findall(r"python: (\[.*\])", text)
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    named = [each.rpartition(" ")[2] for each in classifiers if ":: Python :: 3." in each]
+    assert ast.literal_eval(listed) == named
+
+
+def test_the_conda_recipe_has_the_version_and_the_requirements_of_the_project():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, recipe = pyproject["project"], (ROOT / "tools" / "conda" / "recipe.yaml").read_text()
+    _, host, run = re.split(r"^  (?:host|run):\n", recipe.partition("\ntests:")[0], flags=re.M)
+    listed = lambda text: set(re.findall(r"^    - (.*)$", text, re.M))
+    spaced = lambda names: {re.sub(r"(?=[<>=])", " ", name, count=1) for name in names}
+    python = {f"python {project['requires-python']}"}
+    assert f'version: "{project["version"]}"' in recipe and f"name: {project['name']}" in recipe
+    assert listed(run) == python | spaced(project["dependencies"])
+    assert listed(host) == python | {"pip"} | spaced(pyproject["build-system"]["requires"])

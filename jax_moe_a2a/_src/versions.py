@@ -1,6 +1,10 @@
-"""Refuse a JAX that is too old, before other modules import what an old JAX lacks."""
+"""Refuse a JAX that is too old, before other modules import what an old JAX lacks, and an
+interpreter that runs without the GIL."""
 
 from __future__ import annotations
+
+import platform
+import sys
 
 import jax
 
@@ -17,4 +21,15 @@ def check_jax() -> None:
         )
 
 
+def check_gil() -> None:
+    """Raise an ImportError if the interpreter runs without the GIL: the tests have not run so."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise ImportError(
+            "jax_moe_a2a needs the GIL; found free-threaded Python "
+            f"{platform.python_version()} without it: set PYTHON_GIL=1 (portable path only: no "
+            "wheel with kernels is for free-threaded Python), or use the default build of Python"
+        )
+
+
 check_jax()
+check_gil()

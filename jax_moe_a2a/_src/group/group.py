@@ -355,9 +355,8 @@ def _why_no_workspace(group: Group) -> str:
     devices: list[Any] = [gpu] if gpu else devices_of(group)
     if any(d.platform != "gpu" for d in devices):
         return "the mesh has devices that are not GPUs"
-    if not all(map(native.is_new_enough, devices)):
-        oldest = native.OLDEST_CAPABILITY
-        return f"the mesh has GPUs older than Hopper (compute capability {oldest})"
+    if why := native.why_no_exchange(devices):
+        return why
     return "" if gpu else native.why_unreachable(_topology_of(group))
 
 

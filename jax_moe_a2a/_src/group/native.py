@@ -237,8 +237,20 @@ OLDEST_CAPABILITY = 9.0  # the build compiles for no older one (tools/nvcc.py)
 
 
 def is_new_enough(gpu: jax.Device) -> bool:
-    """Return True if the kernels support a GPU of this compute capability."""
+    """Return True if the build has code for a GPU of this compute capability."""
     return float(gpu.compute_capability) >= OLDEST_CAPABILITY
+
+
+def why_no_exchange(gpus: Iterable[Any]) -> str:
+    """Return why a GPU cannot run the kernels of exchanges, or ''."""
+    for gpu in gpus:
+        if not is_new_enough(gpu):
+            return f"{gpu} is older than Hopper (compute capability {OLDEST_CAPABILITY})"
+        # CUDA C++ Programming Guide, "Compute Capabilities": 99 KiB for a block on 12.x, and 227
+        # KiB (kMaxSharedBytes in cuda/tuning.h) on 9.0, 10.x and 11.0.
+        if gpu.compute_capability.startswith("12."):
+            return f"{gpu} has 99 KiB of shared memory for a block, less than the kernels need"
+    return ""
 
 
 def default_gpu() -> jax.Device | None:
@@ -253,8 +265,8 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
     device = default_gpu()
     if device is None:
         return "JAX sees no GPU"
-    if not is_new_enough(device):
-        return f"{device} is older than Hopper (compute capability {OLDEST_CAPABILITY})"
+    if why := why_no_exchange([device]):
+        return why
     num_sms = getattr(device, "core_count", None)
     if num_sms is not None and not _native.colocated_blocks(num_ranks, num_sms, False):
         return (
