@@ -171,7 +171,7 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
 
     def run(fn):
         gradients = functools.partial(frozen_gradients, of_all_ranks(fn, weigh_input=weigh_input))
-        return small_layer.compiled(gradients, exchanges=4)(args)
+        return small_layer.compiled(gradients, exchanges=5)(args)
 
     for one, right in zip(run(layer), run(with_decoded_weights), strict=True):
         assert relative_error(one, right) < (0.02 if harness.ON_GPU else 1e-5)
@@ -250,7 +250,7 @@ def exact():
     *floats, ids = arguments("bfloat16")
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
-    return (floats, ids, ct), small_layer.compiled(value_and_grads, exchanges=4)(wide, ids, ct)
+    return (floats, ids, ct), small_layer.compiled(value_and_grads, exchanges=5)(wide, ids, ct)
 
 
 def errors(**options):
@@ -260,7 +260,7 @@ def errors(**options):
         run = small_layer.compiled(of_all_ranks(), exchanges=2)
         found = [run(*frozen((*floats, ids)))]
     else:
-        run = small_layer.compiled(functools.partial(value_and_grads, **options), exchanges=4)
+        run = small_layer.compiled(functools.partial(value_and_grads, **options), exchanges=5)
         found = run(floats, ids, ct)
     return list(map(relative_error, found, expected))
 

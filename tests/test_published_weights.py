@@ -122,6 +122,7 @@ def test_scales_in_bfloat16_become_float32():
     np.testing.assert_array_equal(found[1], block[f"{BLOCK}{name}_scale_inv"].astype(np.float32))
 
 
+@pytest.mark.exchanges(6)
 def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     config = config_of("deepseek_v3")
     params = hf.from_state_dict(block_of("deepseek_v3"), config, BLOCK)

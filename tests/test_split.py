@@ -202,7 +202,7 @@ TRANSFORMS = {
         {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
         *(10, 8),
     ),
-    scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 20, 10),
+    scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 16, 10),
     in_a_branch: (FORWARD_AND_BACKWARD, 6, 4),
     batched: (FORWARD_AND_BACKWARD, 6, 4),
     emulated: (FORWARD_AND_BACKWARD, 0, 0),  # always on the portable path
