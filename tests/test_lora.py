@@ -221,11 +221,11 @@ def test_frozen_weights_in_fp8_with_adapters_have_the_gradients_of_decoded_ones(
     lora = dict(lora_in=with_lora.lora_in, lora_out=with_lora.lora_out)
     args = *args[:2], args[2].replace(**lora), ids
 
-    def run(fn):
+    def run(fn, exchanges):
         each = functools.partial(gradients_of_all, of_all_ranks(fn))
-        return small_layer.compiled(each, exchanges=5)(args)
+        return small_layer.compiled(each, exchanges=exchanges)(args)
 
-    for one, right in zip(run(fp8_layer), run(with_decoded_weights), strict=True):
+    for one, right in zip(run(fp8_layer, 4), run(with_decoded_weights, 5), strict=True):
         assert relative_error(one, right) < (0.02 if harness.ON_GPU else 1e-5)
 
 
