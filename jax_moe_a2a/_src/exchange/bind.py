@@ -66,8 +66,8 @@ def bind_start(
     """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
     that binds the done, and maps the arrays in flight to the results of the exchange.
 
-    With two levels, a dispatch is whole at its start, and a combine at its done, because XLA's
-    collectives between hosts would not overlap with other work.
+    With two levels, the start of a dispatch or the done of a combine runs the whole exchange,
+    because XLA's collectives between hosts would not overlap with other work.
     """
     if isinstance(routing, TwoLevelRouting):
         whole = lambda arrays: bind(exchange, arrays, routing, **params)

@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return 2 if rows stay quantized, values and scales, otherwise 1."""
+        """Return 2 (values and scales) if rows stay quantized, otherwise 1."""
         return 1 if self.token_format is None or self.decode else 2
 
     @property

@@ -1,13 +1,14 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels between ranks of equal local index (level ``hosts``), and crosses to a host
+A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
 once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
 within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
 batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
-lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. So the route within a host,
-which drops rows in the order of choices, relayed tokens and ranks, drops those of a flat group.
+lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
+rows in the order of choices, relayed tokens and ranks, so it drops the same rows as the route of a
+flat group.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def bind(
 def _levels(
     routing: TwoLevelRouting, params: dict[str, Any]
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two functions, which bind an exchange between hosts and within a host."""
+    """Return two functions: the first binds an exchange between hosts, the second within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
         def bind(

@@ -218,7 +218,8 @@ def memory_estimate(
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,
-        # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
+        # ``within.routing_bytes`` includes the index of each row's relayed token. The index of its
+        # original token, ``row_token``, needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         wire_bytes=between.wire_bytes + within.wire_bytes,
         collective_bytes=2 * relayed * buffer_bytes if hosts > 1 else 0,
