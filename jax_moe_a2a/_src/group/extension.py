@@ -5,7 +5,7 @@ distributions, one for each major version of CUDA. The extras ``cuda12`` and ``c
 them.
 
 A program that is started in a clone of the repository imports the clone's sources, and uses the
-extension of the installed package if that was built from the same sources.
+extension of the installed package if this extension was built from the same sources.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class GroupValue:
 
     @functools.cached_property
     def single_rank(self) -> Self:
-        """Return a group of the same devices in which each rank is a domain of its own."""
+        """Return a group of the same devices in which each domain has one rank."""
         return self._with(axis_name=(), size=1, two_level=False)
 
     @functools.cached_property

@@ -61,7 +61,7 @@ def bind_act_encode(
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
     """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
-    process; '' if it does."""
+    process, or ''."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
@@ -91,7 +91,7 @@ def _kernel(
     num_sms: int | None,
 ) -> list[jax.Array]:
     lead, (num_rows, width) = lead_of(rows), rows.shape[-2:]
-    # The product before or after has the same table, so XLA computes it once.
+    # The product before or after has the same table, so XLA computes the table once.
     groups = lowered.table(
         sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
     )

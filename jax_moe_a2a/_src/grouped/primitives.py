@@ -95,7 +95,7 @@ def register(
       passed: a function of the parameters. It returns the places of the operands that the primitive
         returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
-      cuda: chooses its path on NVIDIA GPUs. None is the composition.
+      cuda: chooses the path on NVIDIA GPUs. None means the composition.
     """
 
     def checked(*avals: Any, **params: Any) -> Any:
@@ -221,7 +221,7 @@ def outers_like(
     """Return the cotangents of arrays of weights, and None for known arrays.
 
     Args:
-      ct: the one of ``x`` and ``y`` that is a cotangent.
+      ct: the cotangent, which is also passed as ``x`` or as ``y``.
     """
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
@@ -255,8 +255,8 @@ def _outer_transpose(
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
-    """Return operands with the batch as a leading axis, so that it runs in one launch, and its
-    size. Operands for which ``is_full`` has no bool may be shared."""
+    """Return operands with the batch as a leading axis, and the size of the batch. The whole batch
+    then runs in one launch. Operands for which ``is_full`` has no bool may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -124,9 +124,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
-    are its leading axes and its number of groups, the result is [*part, K, N]. The part is also
-    summed over its leading axes of size 1."""
+    """Return for each group the sum of the outer products of its rows. Each of ``parts``, which
+    consists of leading axes and a number of groups, has a result [*part, K, N]. This result is also
+    summed over the leading axes of size 1."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])

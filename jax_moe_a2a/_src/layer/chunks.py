@@ -73,7 +73,7 @@ def in_chunks(
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
-      totals: of the experts, or without arrays.
+      totals: the totals of the experts, or a value without arrays.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.

@@ -162,7 +162,8 @@ def counts_of(routing: AnyRouting) -> jax.Array:
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
     be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
-    rows, and its dropped rows. Otherwise exactly the choices have rows.
+    rows, and its dropped rows. Otherwise each choice has exactly one row, so these counts are not
+    needed.
     """
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size

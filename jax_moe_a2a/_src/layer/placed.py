@@ -128,8 +128,8 @@ def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> 
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 
-# What is computed from an array of weights without arithmetic would keep the weights. Numbers in
-# FP8 must not be kept either (``named``).
+# The primitives that only move or rearrange fetched weights: to keep their results would keep the
+# weights. Numbers of weights in FP8 must not be kept either (``named``).
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -149,7 +149,8 @@ def _only(rows: Rows, is_kept: jax.Array) -> Rows:
 
 @jax.custom_jvp
 def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """Return rows unchanged. Only kept rows have tangents: other gradients may hold any values."""
+    """Return rows unchanged. Only kept rows have tangents, because the gradients of other rows may
+    hold any values."""
     del is_kept
     return rows
 

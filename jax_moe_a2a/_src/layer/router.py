@@ -32,8 +32,8 @@ class Router:
     as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None. Ids
     outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked tokens
     choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
-    ``whole``: over Explicit axes, JAX refuses arrays of the enclosing function. Define the function
-    once, at the top of a module: JAX traces a program again for another function.
+    ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing function. Define the
+    function once, at the top of a module, because JAX traces a program again for each new function.
 
     Example:
       A hash layer chooses the expert from a token's id. Its weight is the sigmoid of the logit:
@@ -240,7 +240,7 @@ def choose_experts(
 
 
 def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterChoices:
-    """Return choices, and -1 and 0 for masked tokens."""
+    """Return choices in which masked tokens have the ids -1, and zeros as weights and scores."""
     if mask is None:
         return choices
     rest = jax.tree.map(lambda x: jnp.where(mask[:, None], x, 0), choices)

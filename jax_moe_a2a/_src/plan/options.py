@@ -13,7 +13,7 @@ from ..checks import check_bool, check_factor, check_int
 from ..formats.formats import TokenFormat, as_wire_dtype
 from .capacity import Sizes
 
-KEEP_ALL = ". Omit {} to drop no row"  # libraries in which a number such as -1 means this exist
+KEEP_ALL = ". Omit {} to drop no row"  # in some libraries, a number such as -1 means this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
