@@ -341,7 +341,7 @@ def _moe_body(
         tokens, row_weights = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
     b_out = get("wo_bias")
     if b_out is not None and axes.tensor:
-        # The tensor axis adds partial sums, in which each bias counts once.
+        # Partial sums are added over the tensor axis, and each bias must be added only once.
         b_out = jnp.where(lax.axis_index(axes.tensor) == 0, b_out, 0)
     gate_and_up = lambda *names: jnp.stack([arrays[name] for name in names], axis=-2)
     experts = ma.Experts(

@@ -31,7 +31,7 @@ Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the con
 class _Family:
     """What a family of models has in its block and in its configuration.
 
-    Names of fields are those of the configuration, and other names those of the block's tensors.
+    Fields have their names in the configuration. Other names are names of the block's tensors.
     """
 
     width: str = "moe_intermediate_size"
@@ -453,7 +453,8 @@ def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str
 def _block(
     config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
 ) -> tuple[dict[str, _Tensor], dict[str, Any]]:
-    """Return tensors and parameters of a block. Names of either say which weights are in FP8."""
+    """Return tensors and parameters of a block. The names of the tensors or of the parameters say
+    which weights are in FP8."""
     family = _family_of(config)
     tensors, params = _tensors(family, sizes, per_expert), _parameters(config)
     return (tensors, params) if family.inputs_first else _quantized.in_fp8(tensors, params, names)
@@ -513,7 +514,7 @@ def _checked(
 
 
 def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], remedy: str) -> None:
-    """Raise an error unless the names are those that are expected."""
+    """Raise an error unless the names are the expected names."""
     missing, unexpected = sorted({*expected} - {*names}), sorted({*names} - {*expected})
     if not missing and not unexpected:
         return

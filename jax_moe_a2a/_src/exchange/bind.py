@@ -37,8 +37,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids and dispatch in one primitive, over one level. Payload and parameters are those of
-    ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
+    """Route ids and dispatch in one primitive, over one level. Payload and parameters are the same
+    as for ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)

@@ -249,7 +249,7 @@ def added_tangents(d_addends: compat.Tangents) -> list[Any]:
 
 
 def cotangents_of_addends(addends: Sequence[Any], cotangents: compat.Tangents) -> list[Any]:
-    """Return the cotangents of addends, given those of the results."""
+    """Return the cotangents of addends from the cotangents of the results."""
     pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 

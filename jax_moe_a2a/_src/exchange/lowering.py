@@ -62,7 +62,7 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why it takes the portable path."""
+    """Return where the kernels run a call, or why the call takes the portable path."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -382,8 +382,8 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays in the calls' layout, after one barrier, so that XLA does not copy them between
-    start and done. The done must read the memory of the start.
+    """Return arrays in the layout of the calls. One barrier keeps XLA from copying the arrays
+    between start and done. The done must read the memory of the start.
 
     Without the barrier, XLA's dynamic_slice_fusion would fuse a call with slices of its operands,
     and with the update of a larger array by a result. XLA would also copy each constant, and each

@@ -31,9 +31,9 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. If terms are many or large, a loop
-# adds them, because otherwise the program would grow with their number, and XLA might hold all of
-# them in memory.
+# XLA:CPU compiles a sum of few terms in half the time of a loop. Many or large terms are added by a
+# loop: otherwise the program would grow with their number, and XLA might hold all of them in
+# memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -403,8 +403,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # No index has this value, so the first term is zero. If XLA knew this, it would omit
-            # the first addition, and the sum of negative zeros would be a negative zero.
+            # No index has this value, so the first term is zero. XLA must not know this, because it
+            # would omit the first addition, and the sum of negative zeros would be a negative zero.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):

@@ -101,7 +101,7 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * _normal_cdf(x)
 
 
-# In the order of Activation in cuda/gemm (tests/test_layout.py compares).
+# The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
 KINDS: dict[str, Function] = {
     "silu": jax.nn.silu,
     "gelu": _gelu,

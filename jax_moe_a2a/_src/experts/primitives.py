@@ -142,7 +142,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# Operands with all leading axes in full.
+# The operands that have all leading axes in full.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
@@ -488,8 +488,8 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp. The tangents of linear operands use the same primitive, and all other
-    tangents use the composition."""
+    """Compute the jvp. The tangents of linear operands need the same primitive, and all other
+    tangents the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     num = len(jax.tree.leaves(o[:4]))
@@ -573,8 +573,8 @@ def _grad_transpose(
 
 
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias:
-    pre alone is then a grouped product."""
+    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias,
+    because pre alone is then a grouped product."""
     if all(used):
         return [True] * len(eqn.invars), eqn
     if used[0]:

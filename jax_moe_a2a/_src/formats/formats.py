@@ -490,9 +490,9 @@ def _exponent(magnitude: jax.Array) -> jax.Array:
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32, rounded to nearest,
-    ties to even, and 448 at most. Magnitudes are bits of a float32; subnormal ones count as
-    zero."""
+    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The values are rounded to
+    nearest, ties to even, and are at most 448. Magnitudes are bits of a float32; subnormal numbers
+    are treated as zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
@@ -507,9 +507,9 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32, rounded to nearest, ties
-    to even, and 6 at most; 0 if the scale is 0. To avoid a division, y is compared with the scale
-    times the midpoint of two neighbouring values, which is exact."""
+    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The values are rounded to
+    nearest, ties to even, and are at most 6; they are 0 if the scale is 0. To avoid a division, y
+    is compared with the scale times the midpoint of two neighbouring values, which is exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
@@ -523,8 +523,9 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x; both are normal
-    and positive. XLA:GPU's division is not correctly rounded, so integers are divided by digits."""
+    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x. Both x and 1 / x
+    are normal and positive. XLA:GPU's division is not correctly rounded, so integers are divided by
+    digits."""
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
     rest = jnp.full_like(bits, MIN_NORMAL)

@@ -235,9 +235,9 @@ class Group(GroupValue):
         """Report what the workspace has mapped on each device of this process.
 
         Devices are in the order of domains and ranks. The workspace for split exchanges has
-        separate entries. The workspace for replicated tokens, which has no landing zones, also has
-        separate entries. If programs of other processes grow the workspace, the reported size is
-        updated with the next program of this process.
+        separate entries, and so has the workspace for replicated tokens, which has no landing
+        zones. If programs of other processes grow the workspace, the reported size is updated with
+        the next program of this process.
 
         Returns:
           One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the

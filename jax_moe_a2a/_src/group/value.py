@@ -94,7 +94,7 @@ class GroupValue:
         )
 
     def __repr__(self) -> str:
-        """Return the arguments that make this group, except those that equal their defaults."""
+        """Return the arguments that make this group, except arguments that equal their defaults."""
         shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: value for name, value in shown.items() if value != _DEFAULTS[name]}
         if self.mesh is not None:
@@ -227,7 +227,7 @@ def spans_processes(group: GroupValue) -> bool:
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Raise an error unless an argument is a number of seconds, up to ``MOST_SECONDS``."""
+    """Raise an error unless an argument is a number of seconds, and at most ``MOST_SECONDS``."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
     if not 0 < seconds <= MOST_SECONDS:
@@ -303,7 +303,7 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
     """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host,
-    given the host of each rank [domains, first axis, second axis]."""
+    where ``hosts`` is the host of each rank [domains, first axis, second axis]."""
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False

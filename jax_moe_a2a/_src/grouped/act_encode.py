@@ -2,8 +2,8 @@
 
 ``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
 [*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
-of rows, float32 [*B, C]; ``h = weights * act(rows)`` is rounded to the dtype of the rows and then
-quantized. Without an activation, I = P, and the rows themselves are quantized. As in
+of rows, float32 [*B, C]; ``h = weights * act(rows)`` is then rounded to the dtype of the rows and
+quantized. Without an activation, the rows themselves are quantized, and I = P. As in
 ``primitives.py``, a leading axis of sizes is 1 if the batch shares the array. The results of a row
 with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
 The other parameter is ``num_sms``.

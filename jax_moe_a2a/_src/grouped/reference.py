@@ -89,7 +89,7 @@ def dot(
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
     weights, [*B, C, K]. Rows after the last group are zero.
 
-    Spare weights have a separate product, because joined weights would need memory for a copy.
+    Spare weights have a separate product, because joining all weights would need memory for a copy.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)

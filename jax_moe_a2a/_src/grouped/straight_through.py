@@ -141,8 +141,8 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Do not read the orientation of quantized weights that only the transposed product needs, so
-    that a program without gradients does not write it."""
+    """Do not read the orientation of quantized weights that only the transposed product needs. A
+    program without gradients then does not write this orientation."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
     # Rows, w, sizes, perhaps the rows in FP8, values and scales.

@@ -43,8 +43,8 @@ def load_balancing_loss(
     that function therefore returns ``top_k`` times this loss. Switch in transformers returns the
     mean of this loss over sequences.
 
-    A token takes part if at least one of its ids is valid. If all of its scores are 0, they count
-    as equal. Choices count before any capacity drops them. Three variants:
+    A token takes part if at least one of its ids is valid. If all scores of a token are 0, they are
+    treated as equal. Choices that a capacity drops are included. Three variants:
 
     - Each sequence by itself: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
     - First choices only, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``, because
@@ -223,7 +223,7 @@ def update_select_bias(
     after each training step, and store the bias next to the parameters, but not among them: it has
     no gradient.
 
-    The counts must be the choices that tokens *wanted*. Rows that were dropped must count, because
+    The counts must be the choices that tokens *wanted*. They must include dropped rows, because
     otherwise the bias of an overloaded expert rises.
 
     Args:
@@ -376,7 +376,7 @@ def _below_mean(counts: jax.Array) -> jax.Array:
 
 
 def _check_bias(value: object) -> jax.Array:
-    """Return a bias that training changes as an array, or raise an error."""
+    """Return the argument ``bias`` as an array, or raise an error."""
     bias = jnp.asarray(as_array(value))
     if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
         raise TypeError(

@@ -48,7 +48,8 @@ class LayerWeights(NamedTuple):
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
-    """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
+    """Raise an error if the format has a global scale for each token. ``reason`` says why this is
+    an error."""
     scales = None if fmt is None else fmt.token_scales
     if scales is not None:
         raise ValueError(

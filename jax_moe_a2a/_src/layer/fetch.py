@@ -160,7 +160,7 @@ def _routing_of_experts(
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing in which tokens, slots and rows t are the pieces t * num, ..."""
+    """Return the routing of pieces: token, slot or row t becomes the pieces t * num, ..."""
     piece = jnp.arange(num, dtype=jnp.int32)
 
     def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:

@@ -76,8 +76,8 @@ def to_slots(
 
 
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape. If its first axis
-    is not the home experts, return 0."""
+    """Return how many slots of a rank have no weights in an array of this shape. If the first axis
+    is not that of the home experts, return 0."""
     home = placement.num_experts // options.group.size + options.shared_expert
     return options.num_local_experts - home if shape and shape[0] == home else 0
 

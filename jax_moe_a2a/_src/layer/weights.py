@@ -284,7 +284,8 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return the placements of experts, whose axis E, if they have it, is divided over ``lead``."""
+    """Return the placements of experts. If the experts have an axis E, it is divided over
+    ``lead``."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),

@@ -186,7 +186,8 @@ def placement_of(
     xp: ModuleType, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
 ) -> Placement:
     """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
-    an expert are proportional to ``slot_rows``; if those are zero, the first slot has all rows.
+    an expert are proportional to ``slot_rows``; if all of them are zero, the first slot has all
+    rows.
     """
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)

@@ -39,10 +39,10 @@ class Exchange:
         The load of an expert varies more than the load of a rank, so this package drops as few rows
         with a smaller factor.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      shared_expert: True if each rank has one more expert, which receives all tokens of its own
-        rank. The shared expert is the first local expert. Its rows come first, in token order, and
-        use part of the capacity. It counts as choice K of each token, so K must be at most 31. For
-        ``moe``, omit this option, and pass the weights of the shared expert.
+      shared_expert: True if each rank has one more expert, which receives all tokens of its rank.
+        The shared expert is the first local expert. Its rows come first, in token order, and use
+        part of the capacity. It is the additional choice K of each token, so K must be at most 31.
+        For ``moe``, omit this option, and pass the weights of the shared expert.
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` or ``moe_mlp`` completes the sum. A shared expert receives

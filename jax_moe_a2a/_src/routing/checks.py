@@ -29,7 +29,7 @@ GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
 
 
 class RouteArguments(NamedTuple):
-    """The keyword arguments of ``dispatch`` that its route reads; None for omitted ones."""
+    """The keyword arguments of ``dispatch`` that its route reads; None for omitted arguments."""
 
     group: GroupOrAxes | None
     num_experts: int | None
@@ -78,7 +78,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
         )
     sizes = dict(num_tokens=num_tokens, top_k=top_k, group_size=group.size, num_experts=num_experts)
     most_rows = without_capacity(exchange).rows_per_rank(**sizes)
-    if most_rows > INT32_MAX:  # kernels count all rows before they drop any
+    if most_rows > INT32_MAX:  # kernels count all rows before they drop rows
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
             f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "
