@@ -136,8 +136,8 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if a primitive is being lowered whose arrays XLA divides among devices: the
-    program has several devices, and not all of its mesh axes are manual."""
+    """Return True if XLA divides the arrays of the primitive that is being lowered. This is so if
+    the program has several devices, and not all of its mesh axes are manual."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:

@@ -23,12 +23,12 @@ class MoE(nnx.Module):
     """A mixture of experts over a mesh axis: routes tokens, and sums the experts' weighted outputs.
 
     The module holds the parameters of ``moe`` and calls ``moe``, whose documentation describes the
-    layer. Parameters: ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
-    ``w_out`` [E, I, H]; if ``config`` has a bias, also ``router_bias`` [E], ``b_in`` [E, 2, I] and
-    ``b_out`` [E, H]; and if it has a shared expert, also ``shared_w_in`` [H, 2, J],
-    ``shared_w_out`` [J, H] and perhaps its gate ``shared_output_gate`` [H]. With ``select_bias``,
-    the module has a variable ``select_bias`` [E] of type ``SelectBias``, which is not an
-    ``nnx.Param``. Update it after a step::
+    layer. The parameters are ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
+    ``w_out`` [E, I, H]. If ``config`` has a bias, they include ``router_bias`` [E], ``b_in``
+    [E, 2, I] and ``b_out`` [E, H]. If ``config`` has a shared expert, they include ``shared_w_in``
+    [H, 2, J], ``shared_w_out`` [J, H] and perhaps its gate ``shared_output_gate`` [H]. With
+    ``select_bias``, the module has a variable ``select_bias`` [E] of type ``SelectBias``, which is
+    not an ``nnx.Param``. Update it after a step::
 
         load = statistics.load.wanted_per_expert
         model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)

@@ -6,8 +6,8 @@ weights. Dispatch and combine are transposes of each other, and so are their wei
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
-- ``num_leaves``, ``num_choice_arrays``: the number of payload arrays with an entry for each token,
-  and of payload arrays with an entry for each choice of a token.
+- ``num_leaves``, ``num_choice_arrays``: the numbers of two kinds of payload arrays: with an entry
+  for each token, and with an entry for each choice of a token.
 - ``options``: static ``Options``.
 - ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. In
   this case, every array has a leading axis of ranks.

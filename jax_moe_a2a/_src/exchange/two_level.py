@@ -155,9 +155,9 @@ def _levels(
 def _for_hosts(
     payload: Sequence[jax.Array], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return the payload between hosts: leaves, and [T, min(K, H), K] for a choice array [T, K],
-    because each host receives the entries of all choices of a token. Unlike the gradient of leaves,
-    the gradient of choice arrays is not rounded to ``wire_dtype``."""
+    """Return the payload between hosts. Leaves are unchanged. A choice array [T, K] becomes
+    [T, min(K, H), K], because each host receives the entries of all choices of a token. Unlike the
+    gradient of leaves, the gradient of choice arrays is not rounded to ``wire_dtype``."""
     num_tokens, most_hosts = routing.hosts.choice_rank.shape
     arrays = (
         jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))

@@ -117,8 +117,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """If an extension was not built from this clone's sources, raise an error if it belongs to
-    another installation, and warn if it belongs to this package."""
+    """Check that an extension was built from this clone's sources. If it was not, raise an error
+    for an extension of another installation, and warn for an extension of this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

@@ -58,7 +58,7 @@ class Group(GroupValue):
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
-        opened, and for a process that has not announced itself. Such a process may still be
+        opened, or for a process that has not announced itself yet. Such a process may still be
         compiling its program. At most 1e9. If it is less than ``timeout``, ``timeout`` is used.
       on_failure: what executions do after an exchange of the group has failed. With ``"raise"``,
         the next execution in each process raises the error. With ``"nan"``, executions do not
@@ -75,8 +75,8 @@ class Group(GroupValue):
       two_level: True to exchange in two levels: a token crosses to each host once, and each host
         sums before it sends back. Two levels need a mesh, and ``axis_name`` must be the axis over
         at most 32 hosts and the axis over the ranks of a host. Rows and their order stay the same.
-        None means True if the mesh has devices, and one axis is over 2 to 32 hosts, and the other
-        over at least two ranks of each host; otherwise False.
+        None means True if the mesh has devices, one axis is over 2 to 32 hosts, and the other axis
+        is over at least two ranks of each host. Otherwise None means False.
 
     Example:
       Eight devices as two domains of four ranks:

@@ -139,8 +139,9 @@ class GroupValue:
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the groups that exchange in turn: the group itself, or with two levels the ranks
-        of equal local index on all hosts, and then the ranks of a host."""
+        """Return the groups that exchange one after the other. With one level, this is the group
+        itself. With two levels, these are the ranks of equal local index on all hosts, and then the
+        ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -160,8 +161,9 @@ class GroupValue:
         )
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
-        and a group of two levels without devices over it; or None if that is not possible."""
+        """Return two values, or None if the mesh cannot be divided: the mesh with the group's only
+        axis divided into hosts and the ranks of a host, and a group of two levels without devices
+        over this mesh."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)

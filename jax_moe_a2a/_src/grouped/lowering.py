@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
 ``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
-axes of a product in one launch. The rows of all leading axes are then one array, and a table has
-the first row, the number of rows and the weights of each group.
+axes of a product in one launch. The rows of all leading axes are then one array. A table has the
+first row, the number of rows and the index of the weights of each group.
 """
 
 from __future__ import annotations

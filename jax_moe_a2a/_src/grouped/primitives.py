@@ -7,9 +7,9 @@ and its transposes are these two primitives again. Therefore derivatives of any 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
 operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
 the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
-program joins two arrays of weights; ``w`` then has the weights of the first L - S groups. Batching
-adds the leading axes ``B``. All operands have the same number of leading axes. A leading axis of
-``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
+program joins two arrays of weights. In this case, ``w`` has the weights of the first L - S groups.
+Batching adds the leading axes ``B``. All operands have the same number of leading axes. A leading
+axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
@@ -92,8 +92,8 @@ def register(
       composition: what the primitive computes, with jnp and other primitives.
       is_full: a bool for each operand, True if the operand has all leading axes in full; or a
         function of the parameters that returns these bools. The batch may share the other operands.
-      passed: a function of the parameters. It returns the places of the operands that the primitive
-        returns as its last results.
+      passed: a function of the parameters. It returns the indices of the operands that the
+          primitive returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
       cuda: chooses the path on NVIDIA GPUs. None means the composition.
     """

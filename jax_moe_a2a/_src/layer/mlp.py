@@ -81,10 +81,10 @@ def moe_mlp(
     exchanges in the forward pass and two in the backward pass. All JAX transformations work as for
     ``dispatch``, with derivatives of any order.
 
-    For the backward pass, the call keeps the rows [C, H] and the first products [C, I'], and the
-    weighted activations [C, I] if no kernel applies the activation (``explain`` says why). The
-    backward pass computes the activation again, and never needs the second products. Under
-    ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
+    For the backward pass, the call keeps the rows [C, H] and the first products [C, I']. If no
+    kernel applies the activation (``explain`` says why), it also keeps the weighted activations
+    [C, I]. The backward pass computes the activation again, and never needs the second products.
+    Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
     With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). Frozen weights read the rows as
@@ -114,12 +114,12 @@ def moe_mlp(
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If ``experts`` are the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
-        (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
-        they are fetched once for all chunks, and kept. If ``experts`` are the experts of all P / R
-        slots of this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not
-        be quantized yet (``Experts.in_fp8``). A ``Routing`` must be a routing of slots. For a
-        replica, ``activation`` reads the arrays of the replica's rank, so keep these arrays equal
-        on all ranks.
+        (``fetch_experts``). By default, they are fetched again in the backward pass. With
+        ``num_chunks``, they are fetched once for all chunks, and kept. If ``experts`` are the
+        experts of all P / R slots of this rank (``move_experts``), nothing is fetched. Weights to
+        train in FP8 must not be quantized yet (``Experts.in_fp8``). A ``Routing`` must be a routing
+        of slots. For a replica, ``activation`` reads the arrays of the replica's rank, so keep
+        these arrays equal on all ranks.
       return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:

@@ -572,8 +572,8 @@ class _Scope:
         return P(*spec, *(None,) * (array.ndim - len(spec)))
 
     def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
-        """Return True if a placement of tokens divides them over exactly these axes, and if the
-        type of the tokens guarantees this, because all axes are Explicit."""
+        """Return True if a placement of tokens divides them over exactly these axes, and all axes
+        are Explicit. Only then does the type of the tokens guarantee their placement."""
         used = [name for entry in spec[:-1] for name in names_of(entry)]
         is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])

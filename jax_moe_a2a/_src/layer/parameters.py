@@ -184,9 +184,9 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Return an array with a placement over the Explicit axes of the mesh in scope, because over
-    these axes ``shard_map`` refuses an array with any other placement. Over Auto axes, the compiler
-    moves arrays."""
+    """Return an array with a placement over the Explicit axes of the mesh in scope, because
+    ``shard_map`` refuses any other placement over these axes. Over Auto axes, the compiler moves
+    arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}

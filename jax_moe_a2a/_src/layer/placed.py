@@ -3,8 +3,8 @@ weights are fetched.
 
 No array holds the weights of both: products read home weights and spare weights as two arrays.
 Products that quantize the weights themselves read only one array. The experts are then applied
-twice: once to all rows with the home weights, and once, with the spare weights, to the rows from
-the first row of the spare slots on.
+twice: the home weights to all rows, and the spare weights to the rows from the first row of the
+spare slots on.
 """
 
 from __future__ import annotations

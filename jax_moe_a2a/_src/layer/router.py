@@ -28,10 +28,10 @@ class Router:
 
     ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. ``moe`` calls it on
     each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's own arrays:
-    those in ``per_token`` have the axis T in place of the leading axes, and those in ``whole`` are
-    as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None. Ids
-    outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked tokens
-    choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
+    arrays in ``per_token`` have the axis T in place of the leading axes, and arrays in ``whole``
+    are as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None.
+    Ids outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked
+    tokens choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
     ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing function. Define the
     function once, at the top of a module, because JAX traces a program again for each new function.
 

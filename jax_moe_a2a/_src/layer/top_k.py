@@ -63,8 +63,8 @@ class TopK:
       top_in_group: the value of a group is the sum of this many of its highest
           ``scores + select_bias``: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
       renormalize: True if the weights of a token sum to ``scale``. None means True if ``k`` is
-        above 1. With a single choice, a renormalized weight is constant, so that the output does
-        not depend on the logits and trains no router.
+        above 1. With a single choice, a renormalized weight is constant. The output then does not
+        depend on the logits, so the router is not trained.
       scale: a number above 0 that multiplies the weights.
 
     Raises:

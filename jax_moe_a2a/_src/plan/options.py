@@ -49,14 +49,14 @@ class Exchange:
         ceil(T / group.size) consecutive tokens on each rank. None means False, except in ``moe``,
         which adds the sums itself, and decides by the number of tokens. Use True for decoding with
         few tokens, because no token travels.
-      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``, for
-        the sums of a layer's result and of the gradient of the tokens. None means the dtype of each
-        array.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
+        applies to the sums of a layer's result and of the gradient of the tokens. None means the
+        dtype of each array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
         multiple of the format's group size. A layer decodes rows when they arrive, unless its
-        weights are quantized, and computes the gradient as without a format.
+        weights are quantized, and computes the same gradient as without a format.
       num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
         chunks run one after the other, each under ``jax.checkpoint``. None means 1. The rows of
         only one chunk need memory at a time, so a worst-case capacity needs about ``1/num_chunks``
