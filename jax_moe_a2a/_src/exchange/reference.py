@@ -103,7 +103,7 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Return payload and parameters of the dispatch without a format that moves the values and
+    """Return payload and parameters of a dispatch without a format, which moves the values and
     scales of leaves. If rows are decoded, global scales travel with them."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
@@ -379,8 +379,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # In a loop, XLA contracts products and sums to different multiply-adds than outside a loop. The
-    # bits of weighted sums must not depend on their size.
+    # XLA fuses products and sums into multiply-adds, but not into the same ones inside and outside
+    # a loop. The bits of weighted sums must not depend on their size.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)

@@ -488,8 +488,8 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp. The tangents of linear operands need the same primitive, and all other
-    tangents the composition."""
+    """Compute the jvp. The tangents of linear operands use the same primitive. All other tangents
+    use the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     num = len(jax.tree.leaves(o[:4]))
@@ -527,7 +527,7 @@ def _act_dot_jvp(
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
-    """Compute the jvp. The tangent of ct uses the same primitive, and all other tangents use the
+    """Compute the jvp. The tangent of ct uses the same primitive. All other tangents use the
     composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)

@@ -14,7 +14,7 @@ axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
 C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
-of each result; a result is summed over leading axes that are 1.
+of each result. A result is summed over its leading axes of size 1.
 """
 
 from __future__ import annotations

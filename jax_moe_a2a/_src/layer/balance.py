@@ -36,7 +36,8 @@ def load_balancing_loss(
     first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
     arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. For
     the sigmoid scores of one sequence, it is the sequence-wise loss of DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2), which counts the choices of a router without ``select_bias``.
+    (arXiv:2412.19437, section 2.1.2). That loss uses the choices of a router without
+    ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
     token, and over the tokens of all layers together. For scores and ids with an axis of layers,

@@ -40,8 +40,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
       axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
-      A dict with a ``PartitionSpec`` in place of each array. Last axes that are not divided have no
-      entry, as in the placements that XLA returns over Auto axes.
+      A dict with a ``PartitionSpec`` in place of each array. There are no entries for last axes
+      that are not divided, as in the placements that XLA returns over Auto axes.
 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
