@@ -145,7 +145,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Return the two bfloat16 of each scale and byte, in this order, as one uint32."""
+    """Return one uint32 for each scale and each byte: the two bfloat16 numbers, in their order."""
     byte = np.arange(256, dtype=np.uint8)
     nibbles = np.stack([byte & 15, byte >> 4], axis=-1)
     numbers = nibbles.view(jnp.float4_e2m1fn).astype(np.float64)

@@ -379,8 +379,8 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # XLA fuses products and sums into multiply-adds, but not into the same ones inside and outside
-    # a loop. The bits of weighted sums must not depend on their size.
+    # Inside a loop, XLA fuses other products and sums into multiply-adds than outside a loop. The
+    # bits of weighted sums must not depend on their size.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
     return _sum_in_order(terms, indices, zeros, may_unroll=not is_weighted).astype(wire_dtype)

@@ -43,7 +43,7 @@ class Group(GroupValue):
     (``docs/processes.md``).
 
     Args:
-      mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
+      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of its other
         axes is an independent domain. With an abstract mesh or None, the program decides the
         devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the mesh of
         ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one device.
@@ -79,7 +79,7 @@ class Group(GroupValue):
         is over at least two ranks of each host. Otherwise None means False.
 
     Example:
-      Eight devices as two domains of four ranks:
+      Eight devices form two domains of four ranks:
 
       ```python
       import jax

@@ -233,7 +233,7 @@ def local_gpus() -> list[Any]:
         return []
 
 
-OLDEST_CAPABILITY = 9.0  # the build compiles for no older one (tools/nvcc.py)
+OLDEST_CAPABILITY = 9.0  # the oldest for which the build compiles (tools/nvcc.py)
 
 
 def is_new_enough(gpu: jax.Device) -> bool:

@@ -1,4 +1,4 @@
-"""Multiply rows by frozen weights, which exist only in FP8, with derivatives in the rows.
+"""Multiply rows by frozen weights, which exist only in FP8. Only the rows have derivatives.
 
 Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
 computes the product of rows r, ``Q(r) W``. The derivative is defined to be the derivative of

@@ -169,7 +169,8 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if a scale of the argument ``name`` is not finite, where that is known."""
+    """Raise a ValueError if the scales of the argument ``name`` are known, and one is not
+    finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))

@@ -298,8 +298,7 @@ def mlp_and_routing(
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
     """Return the format in which tokens travel if the products are in FP8, or raise an error.
-    Tokens that do not travel to another rank are not quantized before the products, which quantize
-    them."""
+    Tokens that do not travel to another rank remain floats until the products quantize them."""
     if not is_frozen:
         return BlockwiseFp8().travelling if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):

@@ -179,7 +179,7 @@ def moe(
         axis does not exist or is already manual.
 
     Example:
-      Eight devices as two domains of four ranks. ``init_moe`` draws the parameters where they
+      Eight devices form two domains of four ranks. ``init_moe`` draws the parameters where they
       belong:
 
       ```python

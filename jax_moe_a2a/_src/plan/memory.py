@@ -121,7 +121,7 @@ def memory_estimate(
       A ``MemoryEstimate``; print it for a summary.
 
     Example:
-      A capacity of 40,000 rows instead of the worst case, on four ranks:
+      Each of four ranks reserves 40,000 rows instead of the worst case:
 
       ```python
       import jax_moe_a2a as ma

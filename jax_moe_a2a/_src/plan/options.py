@@ -67,8 +67,8 @@ class Exchange:
         and biases are summed over chunks in float32, and rounded once.
 
     Example:
-      Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
-      alignment for 8 local experts:
+      This is the capacity for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and
+      without alignment for 8 local experts:
 
       ```python
       import jax_moe_a2a as ma

@@ -23,7 +23,7 @@ not route again. Such a policy is
 """
 
 
-STATIC = dict(static=True)  # metadata of a field that is no leaf of a pytree
+STATIC = dict(static=True)  # metadata of a field that is not a leaf of a pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Routing(RoutedRows):
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token, without the shared expert's."""
+        """Return the number of choices of each token, without the choice of the shared expert."""
         return self.choice_rank.shape[1] - self.shared_expert
 
     @property
