@@ -152,7 +152,7 @@ def enable(
 
     @functools.wraps(call)
     def checked_call(self: _RoutedMoE, *args: object, **kwargs: object) -> Any:
-        _check_config(self)  # the layer may be older, and select another implementation
+        _check_config(self)  # a layer built before ``enable`` may select another implementation
         return call(self, *args, **kwargs)
 
     @functools.wraps(routed_moe.sparse_matmul)

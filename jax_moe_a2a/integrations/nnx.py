@@ -24,11 +24,11 @@ class MoE(nnx.Module):
 
     The module holds the parameters of ``moe`` and calls ``moe``, whose documentation describes the
     layer. The parameters are ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
-    ``w_out`` [E, I, H]. If ``config`` has a bias, they include ``router_bias`` [E], ``b_in``
-    [E, 2, I] and ``b_out`` [E, H]. If ``config`` has a shared expert, they include ``shared_w_in``
-    [H, 2, J], ``shared_w_out`` [J, H] and perhaps its gate ``shared_output_gate`` [H]. With
-    ``select_bias``, the module has a variable ``select_bias`` [E] of type ``SelectBias``, which is
-    not an ``nnx.Param``. Update it after a step::
+    ``w_out`` [E, I, H]. If ``config`` has a bias, the parameters include ``router_bias`` [E],
+    ``b_in`` [E, 2, I] and ``b_out`` [E, H]. If ``config`` has a shared expert, the parameters
+    include ``shared_w_in`` [H, 2, J], ``shared_w_out`` [J, H] and perhaps its gate
+    ``shared_output_gate`` [H]. With ``select_bias``, the module has a variable ``select_bias`` [E]
+    of type ``SelectBias``, which is not an ``nnx.Param``. Update it after a step::
 
         load = statistics.load.wanted_per_expert
         model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)

@@ -53,7 +53,7 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group are zero, and their results are any values.
+    last group must be zero. Their results may be any values.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
     weights, because they may hold NaN, as in an empty slot whose weights were never written."""

@@ -198,7 +198,7 @@ def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
     if num_leading > 1:
-        # XLA would merge both sums into one, which few blocks of a GPU run.
+        # XLA would merge both sums into one sum, which only few blocks of a GPU would compute.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
@@ -234,7 +234,7 @@ def update_select_bias(
         exactly. Their sum must be below 2**31.
       rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
       recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
-        mean drifts, because more experts are below the mean load than above it, or fewer.
+          mean drifts, because the numbers of experts below and above the mean load differ.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
         if counts already cover the whole batch. Counts may already be the sums over some of these
         axes, because only the sign of their differences matters.

@@ -682,7 +682,7 @@ def _check_experts(
     """Return the number of experts and their weights with JAX arrays, or raise an error.
 
     Args:
-      num_outputs: the number of experts that the router demands, or None.
+      num_outputs: the number of experts that the router requires, or None.
     """
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]

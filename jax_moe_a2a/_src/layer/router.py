@@ -122,7 +122,7 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of experts that a ``RouterLike`` demands, or None. Raise an error if
+    """Return the number of experts that a ``RouterLike`` requires, or None. Raise an error if
     ``router`` is something else, or if it does not fit the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
