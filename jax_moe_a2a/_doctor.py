@@ -4,10 +4,10 @@ The doctor prints one line for each requirement of an exchange on this process's
 with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
 nor a GPU.
 
-With several processes, each process checks its own devices, and then all check the exchange between
-them. Use ``--distributed`` under a launcher that JAX knows, and otherwise ``--coordinator``,
-``--num-processes`` and ``--process-id``. Process 0 prints its table; the other processes print
-only failures.
+With several processes, each process checks its own devices, and then all processes check the
+exchange between them. Use ``--distributed`` under a launcher that JAX knows, and otherwise
+``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0 prints its table; the other
+processes print only failures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ._src.plan.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
-MEETING_SECONDS = 60.0  # time that a process waits for the others
+MEETING_SECONDS = 60.0  # time that a process waits for other processes
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 GUIDE = 'docs/troubleshooting.md, "What each failure looks like"'
@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, and yield each line before the next check runs.
 
-    Requirements of the kernels can fail only on Hopper and newer GPUs, without ``--portable``.
+    Without ``--portable``, a missing requirement of the kernels is a failure on Hopper and newer
+    GPUs. In all other cases it is only a note.
     """
     yield _versions()
     yield _package()
@@ -131,8 +132,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check the exchange between all processes. All must be there, because XLA's collectives would
-    wait forever for a missing process."""
+    """Check the exchange between all processes. All processes must take part, because XLA's
+    collectives would wait forever for a missing process."""
     count = jax.process_count()
     if why := compat.coordination_barrier("jax_moe_a2a/doctor", MEETING_SECONDS):
         yield _failed("processes", why, "read the output of the missing processes")
@@ -195,7 +196,7 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
 
 
 def _num_gpus() -> int:
-    """Return how many GPUs nvidia-smi lists; 0 without it."""
+    """Return how many GPUs nvidia-smi lists, or 0 without nvidia-smi."""
     return _run("nvidia-smi", "-L").count("GPU ")
 
 
@@ -214,7 +215,7 @@ def _supported_cuda(driver: _Driver | None) -> int:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True for a GPU that runs the kernels. Other vendors' capabilities are no numbers."""
+    """Return True for a GPU that runs the kernels. Other vendors' capabilities are not numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     is_number = re.fullmatch(r"\d+\.\d+", capability) is not None
     return is_number and not native.why_no_exchange([device])
@@ -229,8 +230,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels here: the driver decides which nvcc can be used, and pip
-    downloads that of ``NEWEST_CUDA`` if the machine has none."""
+    """Return how to build the kernels here: the driver decides which nvcc can be used. If the
+    machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         steps.append("install a C++ compiler (g++)")
@@ -351,8 +352,8 @@ def _path(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace with the memory outside of XLA's pool; in two levels, the workspace
-    within a host."""
+    """Compare the workspace with the memory outside of XLA's pool. With two levels, compare only
+    the workspace within a host."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     levels = group.levels
@@ -412,8 +413,9 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how a small exchange of the group differs from numpy, or ''. Each expert multiplies
-    its rows by its id plus one. Sums are exact, because all numbers are small multiples of 1/4.
+    """Return how the results of a small exchange differ from the results of NumPy, or ''. Each
+    expert multiplies its rows by its id plus one. Sums are exact, because all numbers are small
+    multiples of 1/4.
     """
     ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
     experts = ranks * local_experts

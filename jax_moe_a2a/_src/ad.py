@@ -22,8 +22,9 @@ def accumulation_dtype(dtype: DTypeLike) -> Any:
 
 
 def carries_tangent(dtype: DTypeLike) -> bool:
-    """Return True if a payload of this dtype is differentiated. Integers are not, and floats of 8
-    bits or fewer are not, because JAX could not add their cotangents without overflow."""
+    """Return True if a payload of this dtype is differentiated. Integers are not differentiated.
+    Floats of 8 bits or fewer are not either, because JAX could not add their cotangents without
+    overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -59,7 +60,7 @@ def jvp_of_moving(
     primals: compat.Primals,
     tangents: compat.Tangents,
 ) -> Any:
-    """Return the results and tangents of ``fn``, of which only some operands have tangents."""
+    """Return the results and tangents of ``fn`` if only some of its operands have tangents."""
 
     def of_moving(*moving: Any) -> Any:
         return fn(*spread(moves, moving, primals))
@@ -106,9 +107,9 @@ def named(tree: Any, name: str) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save: it rounds the floats
-    that it saves by ``lax.reduce_precision``, for which a float8_e4m3fn of 256 or more is a NaN
-    (jax 0.10.2 to 0.12.0). Other arrays are returned unchanged."""
+    """Return floats of 8 bits as integers, which ``jax.checkpoint`` can save. It rounds saved
+    floats with ``lax.reduce_precision``, which turns a float8_e4m3fn of 256 or more into a NaN (jax
+    0.10.2 to 0.12.0). Other arrays are returned unchanged."""
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     return lax.bitcast_convert_type(x, jnp.uint8) if is_narrow else x
 

@@ -25,7 +25,8 @@ from .routing.checks import CheckedIds, GroupOrAxes, RouteArguments, check_route
 from .routing.two_level import AnyRouting
 
 # One primitive both routes and dispatches if a rank has at most this many tokens. The number is
-# measured (docs/history/speed.md): with 4 GPUs and 256 tokens, 64 us instead of 68 us.
+# measured (docs/history/speed.md): with 4 GPUs and 256 tokens, one primitive takes 64 us instead of
+# 68 us.
 FUSED_MAX_TOKENS = 256
 
 
@@ -94,10 +95,10 @@ def dispatch(
 ) -> Recv:
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
-    A token is sent to a rank once, even if several of its experts live on that rank. There it
-    becomes one row for each choice. Rows are sorted by local expert, then source rank, token and
-    choice. The gradient of a token is the sum of the gradients of its rows, computed as in
-    ``combine``, with one rounding to ``wire_dtype``.
+    A token is sent to a rank once, even if several of its experts live on that rank. On that rank,
+    the token becomes one row for each choice of an expert there. Rows are sorted by local expert,
+    then source rank, token and choice. The gradient of a token is the sum of the gradients of its
+    rows, computed as in ``combine``, with one rounding to ``wire_dtype``.
 
     With a ``token_format``, each token is quantized once before it travels. Rows arrive as
     ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
@@ -119,9 +120,9 @@ def dispatch(
       decode: True to decode rows to the dtype of ``x``. Needs a ``token_format``.
       tail: the content of ``rows`` and ``weights`` after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, and saves the time to write zeros. Use
-        it if the experts read only the rows that ``group_sizes`` counts, as ``grouped_dot`` does.
-        Padding within groups is always zero. Gradients do not depend on the rows after the last
-        group.
+        ``"unspecified"`` if the experts read only the rows that ``group_sizes`` includes, as
+        ``grouped_dot`` does. Padding within groups is always zero. Gradients do not depend on the
+        rows after the last group.
 
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and more. C is the capacity, and L the number
@@ -190,29 +191,30 @@ def combine(
 ) -> PyTree:
     """Return the experts' outputs to the source ranks, summed as weight * output for each token.
 
-    Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, the rank of
-    the rows adds the rows of a token in the order of choices, and rounds this partial sum once to
-    ``wire_dtype``. Then the source rank adds the partial sums in the order of ranks. A dropped
-    choice adds nothing. A shared expert's output is the last term of its rank's partial sum. If
-    tokens are replicated, the result is this rank's partial sum; add the partial sums of all ranks
-    with ``lax.psum``. In a group of two levels, the sum of each host is rounded once more.
+    Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, each rank adds
+    its rows of a token in the order of choices, and rounds this partial sum once to ``wire_dtype``.
+    Then the source rank adds the partial sums in the order of ranks. A dropped choice adds nothing.
+    A shared expert's output is the last term of its rank's partial sum. If tokens are replicated,
+    the result is this rank's partial sum; add the partial sums of all ranks with ``lax.psum``. In a
+    group of two levels, the sum of each host is rounded once more.
 
     Args:
       y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.
-        May be a pytree of such arrays if no weights apply.
+        Without weights, ``y`` may be a pytree of these arrays.
       recv: the ``Recv`` of the dispatch, or a ``Routing``, which has no weights.
       weights: ``"recv"`` for ``recv.weights`` (unweighted if ``dispatch`` got no weights), None for
         an unweighted sum, or floats [C].
       wire_dtype: float dtype of the partial sums while they travel, or a token format
         (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as scale). None means the
         dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
-        format's group size. With a group of two levels, a float dtype must not be wider than the
-        dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic in
-        float16 round float64 to float16 through float32.
+        format's group size. With a group of two levels, a float dtype must not have more bits than
+        the dtype of ``y``. The gradient does not depend on ``wire_dtype``. CPUs without arithmetic
+        in float16 round float64 to float16 through float32.
       add: an array that is added to the sums, such as a residual or the output of a shared expert,
         or None. It has the shape, structure and dtypes of the result. It is added last, in float32
         (float64 for float64 rows), before the only rounding of the result. Its gradient is the
-        gradient of the result. Not for replicated tokens: add it to the result of ``lax.psum``.
+        gradient of the result. With replicated tokens, add the array to the result of ``lax.psum``
+        instead.
 
     Returns:
       Sums [T, ...] with the structure and dtypes of ``y``.

@@ -22,8 +22,8 @@ def short(x: Any) -> str:
 
 
 def merge_axes(name: str, array: Any, ndim: int) -> str:
-    """Return the end of a message about an array with an axis of sequences: how to merge it with
-    the axis of the batch. Return "" if the array does not have one axis more than ``ndim``."""
+    """Return the end of a message, which says how to merge the axis of sequences of an array with
+    the axis of the batch. Return "" unless the array has ``ndim`` + 1 axes."""
     if array.ndim != ndim + 1:
         return ""
     rest = "".join(f", {size}" for size in array.shape[2:])
@@ -82,8 +82,8 @@ def check_int(name: str, value: Any, *, least: int, remedy: str = "") -> int:
 
 
 def fitting_experts(num_experts: int, size: int) -> str:
-    """Return the end of a message: numbers of experts that fit the ranks, and a number of ranks
-    that fits the experts."""
+    """Return the end of a message, which suggests numbers of experts that fit the ranks, and a
+    number of ranks that fits the experts."""
     fewer = num_experts // size * size
     near = " or ".join(str(number) for number in (fewer, fewer + size) if number)
     ranks = max(n for n in range(1, size + 1) if num_experts % n == 0) if num_experts else 1

@@ -1,4 +1,4 @@
-"""Wrap all uses of private JAX, and of JAX that differs between supported versions."""
+"""Wrap all uses of private functions of JAX, and of functions that differ between its versions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
-    """Cast all arrays to vary over the same mesh axes: ``axes``, and all axes of any array. Axes
-    that are not manual in the mesh in scope are left out, for example axes of ``vmap``."""
+    """Cast all arrays to vary over the same mesh axes: ``axes``, and every axis over which one of
+    the arrays varies. Axes that are not manual in the mesh in scope are left out, for example axes
+    of ``vmap``."""
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     wanted = frozenset(axis for axis in axes if axis in manual_axes)
     wanted = wanted.union(*(varying_axes(arg) for arg in args))
@@ -76,7 +77,7 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: DTypeLike, tail: tuple
 
 
 def without_dead_code(program: Any) -> Any:
-    """Return the jaxpr of a closed jaxpr without equations whose results nothing uses."""
+    """Return the jaxpr of a closed jaxpr, without the equations whose results are not used."""
     return pe.dce_jaxpr(program.jaxpr, True)[0]
 
 
@@ -114,8 +115,8 @@ def innermost_scope() -> str | None:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; None without one, and inside
-    ``jax.shard_map`` over another mesh, which then has the devices."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without such a mesh,
+    and inside ``jax.shard_map`` over another mesh, because that mesh has the devices."""
     mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
         return None
@@ -135,8 +136,8 @@ def mesh_of_program(ctx: Context) -> Mesh | None:
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Return True if XLA divides arrays of a primitive that is being lowered among devices: the
-    program has several, and not all of its mesh axes are manual."""
+    """Return True if XLA divides the arrays of the primitive that is being lowered. This is so if
+    the program has several devices, and not all of its mesh axes are manual."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
@@ -152,8 +153,8 @@ def lower_for_devices(primitive: Primitive) -> None:
 def register_lowering_per_call(
     primitive: Primitive, *, cuda: Callable[..., Any], others: Callable[..., Any]
 ) -> None:
-    """Register a lowering for CUDA and one for other platforms. JAX does not cache them for calls
-    with equal shapes, because they depend on the scopes around a call."""
+    """Register a lowering for CUDA and one for other platforms. JAX does not cache these lowerings
+    for calls with equal shapes, because they depend on the scopes around a call."""
 
     def rule(ctx: Context, *operands: Any, **params: object) -> Any:
         # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
@@ -169,7 +170,8 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``. Some output is used."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn)``. The rule runs only if at
+    least one output is used."""
 
     def of_any(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         eqn = args[-1]  # newer versions insert the live inputs

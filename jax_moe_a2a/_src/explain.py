@@ -96,18 +96,18 @@ def explain(
 ) -> Explanation:
     """Return which path each exchange and product of a program takes, and why.
 
-    The program is traced like for ``jax.jit``, and neither compiled nor run. The same functions
-    choose the paths when the program is lowered. Equal calls are one row with their number. Calls
-    inside ``jit``, ``shard_map``, loops, branches and derivatives count, so explain
-    ``jax.grad(loss)`` to see the backward pass, too.
+    The program is traced as by ``jax.jit``, but neither compiled nor run. The functions that choose
+    the paths here also choose them when a program is lowered. Equal calls share one row, which has
+    their number. Calls inside ``jit``, ``shard_map``, loops, branches and derivatives are included.
+    To see the backward pass, too, explain ``jax.grad(loss)``.
 
     Args:
       fn: a function, or a function under ``jax.jit``.
       *args: its arguments: arrays, ``jax.ShapeDtypeStruct``, or pytrees of them.
       device: the devices to explain. None means the devices of the program's mesh, or of this
         process if the program has no mesh. A compute capability such as ``"9.0"`` means GPUs of one
-        host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. They
-        need not exist.
+        host, which reach each other's memory; ``"cpu"`` means devices other than NVIDIA GPUs. These
+        devices need not exist.
       **kwargs: its arguments by name.
 
     Returns:

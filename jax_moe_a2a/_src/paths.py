@@ -56,7 +56,7 @@ _explained: ContextVar[NamedGpu | bool] = ContextVar("explained", default=False)
 
 
 def lowering(primitive: compat.Primitive, choose: Callable[..., Choice]) -> Callable[..., Any]:
-    """Keep the chooser of a primitive on NVIDIA GPUs, and return its lowering rule."""
+    """Register the chooser of a primitive for NVIDIA GPUs, and return the lowering rule."""
     choosers[primitive] = choose
 
     def lower(ctx: compat.Context, *operands: Any, **params: object) -> Any:

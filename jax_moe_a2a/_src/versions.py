@@ -1,5 +1,5 @@
-"""Refuse a JAX that is too old, before other modules import what an old JAX lacks, and an
-interpreter that runs without the GIL."""
+"""Refuse an interpreter that runs without the GIL, and a JAX that is too old, before other modules
+import what an old JAX lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def check_jax() -> None:
 
 
 def check_gil() -> None:
-    """Raise an ImportError if the interpreter runs without the GIL: the tests have not run so."""
+    """Raise an ImportError if the interpreter runs without the GIL, because the tests have not run
+    without it."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise ImportError(
             "jax_moe_a2a needs the GIL; found free-threaded Python "

@@ -18,7 +18,7 @@ from .._src.grouped.weights import BLOCK, SCALE_DTYPE, VALUE_DTYPE
 
 _SCALES = "_scale_inv"  # follows the name of a tensor in FP8, and names its scales
 _GROUP = 32  # numbers that share a scale in MXFP4
-_MAX_SCALE = 252  # with which 6, the largest number of 4 bits, is finite in bfloat16
+_MAX_SCALE = 252  # times this, 6, the largest number of 4 bits, is finite in bfloat16
 
 Tensor = TypeVar("Tensor", bound=Any)  # ``_Tensor`` of ``transformers.py``
 
@@ -29,9 +29,9 @@ def in_fp8(
     """Return the tensors and the parameters of a block whose experts may be in FP8.
 
     Args:
-      tensors: of a block of floats, by name.
-      params: of a block of floats, as shapes.
-      names: of tensors or of parameters. They say which weights are in FP8.
+      tensors: the tensors of a block of floats, by name.
+      params: the parameters of a block of floats, as shapes.
+      names: names of tensors or of parameters. They say which weights are in FP8.
     """
     given = {*names}
     weights = {x.param for n, x in tensors.items() if {n + _SCALES, x.param + ".values"} & given}
@@ -52,7 +52,7 @@ def in_fp8(
         quantized[part] = quantized[part].replace(**{field: ma.QuantizedExperts(*arrays)})
         *others, rows, columns = tensor.shape
         squares = (*others, rows // BLOCK, columns // BLOCK)
-        # Files have the layout of QuantizedExperts, so values and scales are the same view.
+        # Files have the layout of QuantizedExperts, so values and scales need the same ``view``.
         view = lambda x, of=tensor.view, lead=lead: of(np.moveaxis(x, -1, 1)[(0,) * len(lead)])
         found[name] = tensor._replace(param=tensor.param + ".values", view=view)
         param = tensor.param + ".scales"
@@ -115,8 +115,8 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
     Raises:
       TypeError: if an array has another dtype.
-      ValueError: if shapes do not fit, or a scale exceeds 252, with which numbers are NaN or may be
-        too large for bfloat16.
+      ValueError: if shapes do not fit, or a scale exceeds 252. With larger scales, numbers are NaN
+          or may be too large for bfloat16.
     """
     codes, powers = (np.atleast_1d(as_numpy(array)) for array in (packed, scales))
     for name, array, other in (("packed", codes, "int8"), ("scales", powers, "float8_e8m0fnu")):
@@ -145,7 +145,7 @@ def decode_mxfp4(packed: object, scales: object) -> np.ndarray:
 
 @functools.cache
 def _pairs() -> np.ndarray:
-    """Return the two bfloat16 of each scale and byte, in this order, as one uint32."""
+    """Return one uint32 for each scale and each byte: the two bfloat16 numbers, in their order."""
     byte = np.arange(256, dtype=np.uint8)
     nibbles = np.stack([byte & 15, byte >> 4], axis=-1)
     numbers = nibbles.view(jnp.float4_e2m1fn).astype(np.float64)

@@ -23,8 +23,8 @@ class MoE(linen.Module):
     ``linen.Partitioned``: they carry their placement, which ``linen.get_partition_spec`` returns.
     For this reason, ``linen.scan`` and ``linen.vmap`` over layers need
     ``metadata_params={linen.PARTITION_NAME: None}``, or the name of a mesh axis. ``linen.unbox``
-    returns plain arrays, which the module accepts, too. With ``select_bias``, that variable is in
-    the collection ``"router_state"``.
+    returns plain arrays, which the module accepts, too. With ``select_bias``, the variable
+    ``select_bias`` is in the collection ``"router_state"``.
     """
 
     config: ma.MoEConfig
@@ -36,7 +36,7 @@ class MoE(linen.Module):
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
-        _layer_of(self)  # which raises the errors of options
+        _layer_of(self)  # raises the errors of options
         super().__post_init__()
 
     def experts(self, params: Mapping[str, Any]) -> ma.Experts:
@@ -45,8 +45,8 @@ class MoE(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, ma.MoEStatistics]:
-        """Apply the layer to the tokens of all ranks: as a call of ``nnx.MoE``, except that
-        ``module.experts(params)`` is the argument of ``quantize_experts``."""
+        """Apply the layer to the tokens of all ranks, like a call of ``nnx.MoE``. The only
+        difference is that the argument of ``quantize_experts`` is ``module.experts(params)``."""
         layer = _layer_of(self)
         shapes, specs = named(layer.shapes()), layer.specs()
         drawn = layer.init(self.make_rng("params")) if self.is_initializing() else {}

@@ -64,8 +64,8 @@ _SIGNATURES = {
 }
 
 _ENABLED = "while jax_moe_a2a computes the experts"
-# Options of MaxText that ask for something other than its default result, and the only value that
-# ``enable`` accepts.
+# Options of MaxText that ask for something other than its default result, each with the only value
+# that ``enable`` accepts.
 _REQUIRED: dict[str, Any] = dict(
     sparse_matmul=True,
     te_moe_block=False,
@@ -148,11 +148,11 @@ def enable(
     @functools.wraps(init)
     def checked_init(self: _RoutedMoE, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
-        _check_config(self)  # some schedules build the layer and then go around its methods
+        _check_config(self)  # some schedules build the layer and then bypass its methods
 
     @functools.wraps(call)
     def checked_call(self: _RoutedMoE, *args: object, **kwargs: object) -> Any:
-        _check_config(self)  # the layer may be older, and select another implementation
+        _check_config(self)  # a layer built before ``enable`` may select another implementation
         return call(self, *args, **kwargs)
 
     @functools.wraps(routed_moe.sparse_matmul)
@@ -170,7 +170,8 @@ def enable(
 
 
 def disable() -> None:
-    """Restore the methods of MaxText that ``enable`` replaced. Do nothing if there are none."""
+    """Restore the methods of MaxText that ``enable`` replaced. Do nothing if ``enable`` replaced
+    none."""
     while _replaced:
         name, method = _replaced.popitem()
         setattr(importlib.import_module("maxtext.layers.moe").RoutedMoE, name, method)
@@ -317,7 +318,7 @@ def _moe_body(
     pre_bias_logits = get("pre_bias_logits")
     choice = get("input_ids"), get("forced_routed_experts")
     weights, ids = layer.get_topk(gate_logits, pre_bias_logits, rngs, *choice)
-    if choice[1] is not None:  # MaxText accepts any id outside of the range for no expert
+    if choice[1] is not None:  # for MaxText, any id outside the range means no expert
         ids = jnp.where((ids >= 0) & (ids < layer.num_experts), ids, -1)
 
     # MaxText divides tokens in no other mode.
@@ -340,7 +341,7 @@ def _moe_body(
         tokens, row_weights = (tokens.astype(jnp.float32) * scale).astype(layer.dtype), None
     b_out = get("wo_bias")
     if b_out is not None and axes.tensor:
-        # The tensor axis adds partial sums, in which each bias counts once.
+        # Partial sums are added over the tensor axis, and each bias must be added only once.
         b_out = jnp.where(lax.axis_index(axes.tensor) == 0, b_out, 0)
     gate_and_up = lambda *names: jnp.stack([arrays[name] for name in names], axis=-2)
     experts = ma.Experts(
@@ -401,7 +402,7 @@ def _has_loss(layer: _RoutedMoE) -> bool:
 
 
 def _is_loss_of_sequences(layer: _RoutedMoE) -> bool:
-    """Return True if the loss for balance is that of Megatron-LM, of whole sequences."""
+    """Return True if the loss for balance is Megatron-LM's loss of whole sequences."""
     selected = getattr(layer.config, "moe_use_megatron_seq_aux_loss", False)
     return selected and layer.config.routed_score_func == "sigmoid"
 

@@ -22,13 +22,13 @@ class SelectBias(nnx.Variable):
 class MoE(nnx.Module):
     """A mixture of experts over a mesh axis: routes tokens, and sums the experts' weighted outputs.
 
-    The module holds the parameters of ``moe`` and applies it, so the layer is described there.
-    Parameters: ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and ``w_out``
-    [E, I, H]; if ``config`` has a bias, also ``router_bias`` [E], ``b_in`` [E, 2, I] and ``b_out``
-    [E, H]; and if it has a shared expert, also ``shared_w_in`` [H, 2, J], ``shared_w_out`` [J, H]
-    and perhaps its gate ``shared_output_gate`` [H]. With ``select_bias``, the module has a variable
-    ``select_bias`` [E] of type ``SelectBias``, which is not an ``nnx.Param``. Update it after a
-    step::
+    The module holds the parameters of ``moe`` and calls ``moe``, whose documentation describes the
+    layer. The parameters are ``router_kernel`` [H, E], ``w_in`` [E, H, 2, I] (gate at index 0) and
+    ``w_out`` [E, I, H]. If ``config`` has a bias, the parameters include ``router_bias`` [E],
+    ``b_in`` [E, 2, I] and ``b_out`` [E, H]. If ``config`` has a shared expert, the parameters
+    include ``shared_w_in`` [H, 2, J], ``shared_w_out`` [J, H] and perhaps its gate
+    ``shared_output_gate`` [H]. With ``select_bias``, the module has a variable ``select_bias`` [E]
+    of type ``SelectBias``, which is not an ``nnx.Param``. Update it after a step::
 
         load = statistics.load.wanted_per_expert
         model.select_bias[...] = ma.update_select_bias(model.select_bias[...], load, rate=1e-3)
@@ -94,12 +94,12 @@ class MoE(nnx.Module):
             ``placement``, in the home form, because parameters have E experts. Further arguments:
             ``replay``, ids of the experts to use, as in ``Router.replay``. ``per_token`` and
             ``whole``, arrays for a function ``choose``, as in ``Router``. ``experts``, in
-            ``dtype``, to use in place of the module's: to quantize once for several calls, pass
-            ``ma.quantize_experts(model.experts, trainable=True)``.
+            ``dtype``, to use in place of the module's experts. To quantize only once for several
+            calls, pass ``ma.quantize_experts(model.experts, trainable=True)``.
 
         Returns:
           Weighted sums in ``dtype`` with the shape of ``x``; and ``MoEStatistics`` with the losses,
-          the load, which counts drops, and ``outputs``.
+          the load, which includes dropped rows, and ``outputs``.
         """
         bias = None if self.select_bias is None else self.select_bias[...]
         return self.layer(self._arrays(), x, select_bias=bias, **options)

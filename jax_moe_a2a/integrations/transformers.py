@@ -31,7 +31,7 @@ Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the con
 class _Family:
     """What a family of models has in its block and in its configuration.
 
-    Names of fields are those of the configuration, and other names those of the block's tensors.
+    Fields have their names in the configuration. Other names are names of the block's tensors.
     """
 
     width: str = "moe_intermediate_size"
@@ -62,7 +62,7 @@ class _Family:
 
     @property
     def fields(self) -> set[str]:
-        """The fields that tell families apart."""
+        """Return the fields by which families are told apart."""
         optional = {x for x in (self.renormalize, self.scale) if isinstance(x, str)}
         groups = {"n_group"} if self.top_in_group else set()
         return {self.width, *self.shared_width} | optional | groups
@@ -133,20 +133,22 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def from_state_dict(
     state_dict: Mapping[str, object], config: Config, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the parameters of one block of a model of a family that the page of this module lists.
+    """Return the parameters of one block of a model. The page of this module lists the supported
+    families.
 
     A block may have one tensor for all experts, as in transformers 5, or one for each expert, as in
-    transformers 4 and in published files. Values and dtypes are unchanged, and copied.
+    transformers 4 and in published files. Values are copied. Values and dtypes do not change.
 
-    FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128 weights,
-    return experts in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by ``decode_mxfp4``.
+    For FP8 files like those of DeepSeek-V3, with ``weight_scale_inv`` for squares of 128 x 128
+    weights, the returned experts are in FP8. MXFP4 of GPT-OSS is decoded to bfloat16, as by
+    ``decode_mxfp4``.
 
     Args:
-      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or of
-        such files. Names without the prefix are ignored. Gradients by name are converted in the
-        same way.
+      state_dict: tensors by name: PyTorch, numpy or JAX arrays of floats of 16 bits or more, or the
+        tensors of such FP8 or MXFP4 files. Names without the prefix are ignored. Gradients by name
+        are converted in the same way.
       config: the model's configuration: an object of transformers, or the content of its
-        ``config.json`` as a dict. If it has a ``text_config``, this is read.
+        ``config.json`` as a dict. If it has a ``text_config``, the fields are read from there.
       prefix: the name of the block, such as ``"model.layers.3.mlp"``, or in files of Mixtral
         ``"model.layers.3.block_sparse_moe"``. Omit it if the state dict holds one block only.
 
@@ -209,7 +211,7 @@ def to_state_dict(
       prefix: as in ``from_state_dict``.
       per_expert: True for tensors of each expert, as in transformers 4 and in published files;
         False for tensors of all experts, as in transformers 5. GPT-OSS and Llama 4 always have
-        the latter.
+        tensors of all experts.
 
     Returns:
       numpy arrays by name. ``to_torch`` makes PyTorch tensors of them.
@@ -451,7 +453,8 @@ def _tensors(family: _Family, sizes: ma.MoEConfig, per_expert: bool) -> dict[str
 def _block(
     config: Config, sizes: ma.MoEConfig, per_expert: bool, names: Collection[str]
 ) -> tuple[dict[str, _Tensor], dict[str, Any]]:
-    """Return tensors and parameters of a block. Names of either say which weights are in FP8."""
+    """Return tensors and parameters of a block. The names of the tensors or of the parameters say
+    which weights are in FP8."""
     family = _family_of(config)
     tensors, params = _tensors(family, sizes, per_expert), _parameters(config)
     return (tensors, params) if family.inputs_first else _quantized.in_fp8(tensors, params, names)
@@ -511,7 +514,7 @@ def _checked(
 
 
 def _check_names(argument: str, names: Iterable[str], expected: Iterable[str], remedy: str) -> None:
-    """Raise an error unless the names are those that are expected."""
+    """Raise an error unless the names are the expected names."""
     missing, unexpected = sorted({*expected} - {*names}), sorted({*names} - {*expected})
     if not missing and not unexpected:
         return

@@ -43,7 +43,7 @@ class DispatchArguments(NamedTuple):
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
-    choice_arrays: list[jax.Array]  # the router weights, if there are any, with the shared expert's
+    choice_arrays: list[jax.Array]  # the weights of router and shared expert, or none
     options: Options
 
     @property
@@ -81,8 +81,9 @@ class DispatchArguments(NamedTuple):
 
     @property
     def _scales_of_choices(self) -> list[jax.Array]:
-        """Return the bits of the tokens' global scales as a choice array, uint32 [T, K], as the
-        kernels deliver them to quantized rows; [] without such scales, or if rows are decoded."""
+        """Return the bits of the tokens' global scales as a choice array, uint32 [T, K], which the
+        kernels deliver with quantized rows. Return [] without such scales, or if rows are
+        decoded."""
         fmt, source = self.options.token_format, self.source
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
@@ -99,7 +100,7 @@ class DispatchArguments(NamedTuple):
         return reference.encoded(self.payload, **self.params)
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return the ``Recv`` of the results of a dispatch that quantizes."""
+        """Return a ``Recv`` made of the results of a dispatch that quantizes."""
         scales_of_choices, fmt = self._scales_of_choices, self.options.token_format
         end = len(moved) - len(scales_of_choices)
         first = end - len(self.choice_arrays)
@@ -112,7 +113,7 @@ class DispatchArguments(NamedTuple):
         return recv_of(routing, rows, weights[0] if weights else None, scales)
 
     def recv_of_encoded(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
-        """Return the ``Recv`` of the results of a dispatch that does not quantize."""
+        """Return a ``Recv`` made of the results of a dispatch that does not quantize."""
         if self.options.decode:
             num_leaves, dtypes = len(self.leaves), [x.dtype for x in self.leaves]
             found = reference.decoded(moved, dtypes, self.params["options"])

@@ -37,8 +37,8 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     checked: CheckedIds, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids and dispatch in one primitive, over one level. Payload and parameters are those of
-    ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
+    """Route ids and dispatch in one primitive, over one level. Payload and parameters are the same
+    as for ``DISPATCH``. Return the routing, and the results of ``DISPATCH``."""
     planned, plan_options = _planned(*checked)
     params.update(group=checked.options.domain, plan_options=plan_options)
     plan, moved = bind_routed_dispatch(planned, payload, **params)
@@ -66,8 +66,8 @@ def bind_start(
     """Bind the start of an exchange with a routing. Return the arrays in flight, and a function
     that binds the done, and maps the arrays in flight to the results of the exchange.
 
-    With two levels, a dispatch is whole at its start, and a combine at its done, because XLA's
-    collectives between hosts would not overlap with other work.
+    With two levels, the start of a dispatch or the done of a combine runs the whole exchange,
+    because XLA's collectives between hosts would not overlap with other work.
     """
     if isinstance(routing, TwoLevelRouting):
         whole = lambda arrays: bind(exchange, arrays, routing, **params)

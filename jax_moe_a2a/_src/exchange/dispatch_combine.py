@@ -4,9 +4,10 @@ A dispatch with a format is linear except for the rounding, and has the derivati
 without a format. The global scales of the tokens may be its last operand.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
-last group, which its transpose, a combine, does not read. The transpose of a combine writes zeros
-to these rows, because the function that computed the rows may read their cotangent. With
-``tail="unspecified"``, a combine declares that the function does not, and has such a transpose.
+last group. The transpose of the dispatch, a combine, does not read these values. The transpose of a
+combine writes zeros after the last group, because the function that computed the rows may read
+their cotangent. If the combine has ``tail="unspecified"``, that function does not read this
+cotangent, and the transpose leaves it unspecified.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of an exchange of only the kept leaves and choice arrays."""
-    first = params["num_leaves"]  # of the choice arrays
+    first = params["num_leaves"]  # index of the first choice array
     of_leaves, of_choices = keep[:first], keep[first : first + params["num_choice_arrays"]]
     options = params["options"] if any(of_leaves) else params["options"].unencoded
     if options.num_addends:
@@ -197,9 +198,9 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 # Derivatives. Let P be the linear map of the exchange.
 #   jvp: d(P x) = P dx. transpose: P^T. It is a combine for a dispatch, and a dispatch for a
-#   combine. With an addend a, the tangent is P dx + da, rounded once, and the cotangent of a is
-#   that of the result. Only arrays with a tangent move, because P moves each array separately. With
-#   a format, decoded rows have the derivative of P (straight-through), and quantized rows have no
+#   combine. With an addend a, the tangent is P dx + da, rounded once, and a has the cotangent of
+#   the result. Only arrays with a tangent move, because P moves each array separately. With a
+#   format, decoded rows have the derivative of P (straight-through), and quantized rows have no
 #   derivative.
 
 
@@ -248,13 +249,13 @@ def added_tangents(d_addends: compat.Tangents) -> list[Any]:
 
 
 def cotangents_of_addends(addends: Sequence[Any], cotangents: compat.Tangents) -> list[Any]:
-    """Return the cotangents of addends, given those of the results."""
+    """Return the cotangents of addends from the cotangents of the results."""
     pairs = zip(addends, cotangents, strict=False)  # a choice array has no addend
     return [ct if ad.is_undefined_primal(x) else None for x, ct in pairs]
 
 
 def of_transpose(exchange: Record, options: Options) -> Options:
-    """Return the options of the exchange that ``exchange`` transposes to."""
+    """Return the options of the transpose of ``exchange``."""
     tail = "zero" if exchange.is_outward else options.tail
     return options.unencoded._replace(tail=tail, num_addends=0)
 

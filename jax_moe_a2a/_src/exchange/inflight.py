@@ -45,7 +45,8 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays. A second call raises an error. Messages name the caller ``user``."""
+        """Return the arrays. A second call raises an error. The message names ``user``, the
+        caller."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got an InFlight that was already used. After "
@@ -136,7 +137,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return arrays and tree. No array is available before all arrays are."""
+    """Return arrays and tree unchanged. No array is available before all arrays are available."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     tied = tie(*arrays, *select(is_array, leaves))
@@ -153,5 +154,5 @@ def _refuse(inflight: InFlight) -> NoReturn:
     )
 
 
-# Registered as a pytree whose flattening raises, so that the error says what is wrong.
+# Flattening this pytree raises an error, which says what is wrong.
 jax.tree_util.register_pytree_node(InFlight, _refuse, lambda of, _: of)

@@ -26,8 +26,8 @@ from .record import Record, split_routing
 
 # True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
 DEFAULT_CUDA_GRAPHS = True
-# SMs of calls. These numbers are measured; cuda/tuning.h has their reasons. The handler limits a
-# budget to the SMs of the GPU.
+# The default numbers of SMs of calls are measured; cuda/tuning.h has their reasons. The handler
+# limits a budget to the SMs of the GPU.
 DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
 FEW_TOKENS = native.tuning("FEW_TOKENS")
 FEW_BYTES = native.tuning("FEW_BYTES")
@@ -62,7 +62,7 @@ class CallPlacement(NamedTuple):
 
 
 def _placement_of(ctx: compat.Context, params: dict[str, Any]) -> CallPlacement | str:
-    """Return where the kernels run a call, or why it takes the portable path."""
+    """Return where the kernels run a call, or why the call takes the portable path."""
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "the call has an array without elements"
@@ -103,9 +103,10 @@ def register(
     Args:
       reference: computes the results from the operands and parameters.
       kernels: ``kernels(ctx, call_placement, *operands, **params)`` returns a function that emits
-        custom calls and returns the results, or raises ``Refused``. It reads only types of ``ctx``.
-      unfused: ``unfused(**params)`` returns what replaces ``reference`` on GPUs, or None. The
-        replacement binds other exchanges, which may run the kernels.
+        custom calls and returns the results, or raises ``Refused``. ``kernels`` reads only types of
+        ``ctx``.
+      unfused: ``unfused(**params)`` returns a function that replaces ``reference`` on GPUs, or
+        None. The replacement binds other exchanges, which may run the kernels.
     """
 
     def of_only_rank(*operands: jax.Array, **params: object) -> list[Any]:
@@ -155,7 +156,7 @@ def register(
 
 
 def check_platforms(group: Group, platforms: Sequence[str]) -> None:
-    """Raise a ValueError if the group requires the kernels, which other platforms lack."""
+    """Raise a ValueError if the group requires the kernels, and a platform has no kernels."""
     if group.implementation == "cuda":
         raise ValueError(
             "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
@@ -164,7 +165,7 @@ def check_platforms(group: Group, platforms: Sequence[str]) -> None:
 
 
 def check_may_refuse(group: Group, primitive: compat.Primitive, why: str) -> None:
-    """Raise a ValueError if the group requires the kernels, which do not support a call."""
+    """Raise a ValueError if the group requires the kernels, and they do not support a call."""
     if group.implementation == "cuda":
         raise ValueError(
             f"implementation must be None or 'portable' for a {primitive} that the kernels do not "
@@ -252,8 +253,8 @@ def custom_call(
     )
     # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
     # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
-    # the copy. Each result has a separate barrier, because XLA removes unused results from a shared
-    # barrier. Two equal calls with different used results would then not be merged.
+    # the copy. Each result has a separate barrier. From a shared barrier, XLA would remove unused
+    # results, and would then not merge two equal calls of which the program uses different results.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -301,8 +302,8 @@ def lower_by_kernels(
     """Choose the calls of an exchange, or of its start or done, and return the function that emits
     them and returns the results.
 
-    The operands of a done's calls are the operands of the start, so that XLA keeps them in place,
-    and the arrays in flight, which become the results.
+    The calls of a done have two kinds of operands: the operands of the start, so that XLA keeps
+    them in place, and the arrays in flight, which become the results.
     """
     sources, is_outward = exchange.layouts(**params).sources, exchange.is_outward
     num_results = len(sources)
@@ -381,11 +382,11 @@ _lower_hold = mlir.lower_fun(_hold, multiple_results=True)
 def _held(
     ctx: compat.Context, arrays: Sequence[compat.Value], avals: Sequence[compat.Aval]
 ) -> list[Any]:
-    """Return arrays in the calls' layout, after one barrier, so that XLA does not copy them between
-    start and done. The done must read the memory of the start.
+    """Return arrays in the layout of the calls. One barrier keeps XLA from copying the arrays
+    between start and done. The done must read the memory of the start.
 
     Without the barrier, XLA's dynamic_slice_fusion would fuse a call with slices of its operands,
-    and with the update of a larger array by a result. XLA would also make one copy for the start
-    and one for the done of each constant, and of each array in a different layout.
+    and with the update of a larger array by a result. XLA would also copy each constant, and each
+    array in a different layout, once for the start and once for the done.
     """
     return list(_lower_hold(ctx.replace(avals_in=avals, avals_out=avals), *arrays))

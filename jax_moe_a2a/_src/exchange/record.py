@@ -6,11 +6,11 @@ weights. Dispatch and combine are transposes of each other, and so are their wei
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
-- ``num_leaves``, ``num_choice_arrays``: the number of payload arrays with an entry for each token,
-  and of payload arrays with an entry for each choice of a token.
+- ``num_leaves``, ``num_choice_arrays``: the numbers of two kinds of payload arrays: with an entry
+  for each token, and with an entry for each choice of a token.
 - ``options``: static ``Options``.
-- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. Every
-  array then has a leading axis of ranks.
+- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. In
+  this case, every array has a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..plan.plan import RoutingArrays
 
 NUM_ROUTING = len(RoutingArrays._fields)
 
-# The axes of an operand or result that belong to the exchange; payload axes follow.
+# The first axes of an operand or result, which belong to the exchange. Payload axes follow.
 Layout = tuple[str, ...]
 TOKEN: Layout = ("T",)
 CHOICE: Layout = ("T", "K")
@@ -37,8 +37,9 @@ ROW: Layout = ("C",)
 
 
 class Options(NamedTuple):
-    """The options of an exchange, without the options of its routing. They are the checked options
-    of the caller, or the static parameter of the primitive. A combine has no format.
+    """The options of an exchange, without the options of its routing. The same class holds the
+    checked options of the caller and the static parameter of the primitive. A combine has no
+    format.
 
     Derive options by ``_replace``, so that a new option reaches each part of an exchange."""
 
@@ -56,7 +57,7 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return 2 if rows stay quantized, values and scales, otherwise 1."""
+        """Return 2 (values and scales) if rows stay quantized, otherwise 1."""
         return 1 if self.token_format is None or self.decode else 2
 
     @property

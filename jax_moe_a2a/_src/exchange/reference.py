@@ -31,9 +31,9 @@ from ..group.group import Group
 from ..plan.plan import TAIL_ROW, PlanOptions, RoutePlan, RoutingArrays, plan_route
 from .record import Options, Record, split_routing
 
-# XLA:CPU compiles a sum of few terms in half the time of a loop. If terms are many or large, a loop
-# adds them, because otherwise the program would grow with their number, and XLA might hold all of
-# them in memory.
+# XLA:CPU compiles a sum of few terms in half the time of a loop. Many or large terms are added by a
+# loop: otherwise the program would grow with their number, and XLA might hold all of them in
+# memory.
 MAX_UNROLLED_TERMS = 16
 MAX_UNROLLED_BYTES = 4 * 2**20
 
@@ -93,7 +93,7 @@ def encode_and_decode(
     options: Options,
     **params: object,
 ) -> list[jax.Array]:
-    """Encode leaves, move values and scales as leaves by ``dispatch``, and decode rows."""
+    """Encode leaves, dispatch their values and scales like leaves, and decode the rows."""
     payload, routing = split_routing(operands)
     parts, of_parts = encoded(payload, num_leaves, num_choice_arrays, options)
     moved = dispatch(*parts, *routing, **of_parts, **params)
@@ -103,7 +103,7 @@ def encode_and_decode(
 def encoded(
     payload: Sequence[jax.Array], num_leaves: int, num_choice_arrays: int, options: Options
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Return payload and parameters of the dispatch without a format that moves the values and
+    """Return payload and parameters of a dispatch without a format, which moves the values and
     scales of leaves. If rows are decoded, global scales travel with them."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     choice_arrays, token_scales = rest[:num_choice_arrays], rest[num_choice_arrays:]
@@ -122,7 +122,7 @@ def decoded(
     moved: Sequence[jax.Array], dtypes: Sequence[DTypeLike], options: Options
 ) -> list[jax.Array]:
     """Return the results of a dispatch with a format, from the results of the dispatch of
-    ``encoded``. The leaves have these dtypes."""
+    ``encoded``. ``dtypes`` are the dtypes of the leaves."""
     if not options.decode:
         return list(moved)
     first = 2 * len(dtypes)
@@ -294,8 +294,8 @@ def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
-    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return the entry of
-    ``otherwise``, one for each index, or zeros."""
+    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return zeros, or the
+    entry of ``otherwise``, which has one entry for each index."""
     taken = take_any_rows(x, index)
     filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
     rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
@@ -305,7 +305,7 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. It does this even
     # if integers are selected and then reinterpreted as floats. To prevent this, add a term that is
     # always zero, because no index reaches the number of rows of x. The compiler does not know that
-    # it is zero, and selects integers.
+    # the term is zero, so it selects integers.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 
@@ -318,17 +318,18 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. Slots that no token uses hold any token,
-    because no rank reads them, and XLA:CPU would compile a mask once for each rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. Slots that no token uses hold any token. No
+    mask clears them, because no rank reads them, and XLA:CPU would compile the mask once for each
+    rank."""
     return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(
     landed: jax.Array, routing: RoutingArrays, *, of_choices: bool, tail_value: Any
 ) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this rank;
-    or the entries of these choices in slots [R, T, K, ...] of a choice array. Rows after the last
-    group have the value ``tail_value``."""
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of an expert
+    of this rank. From slots [R, T, K, ...] of a choice array, copy the entries of these choices.
+    Rows after the last group have the value ``tail_value``."""
     index = routing.row_rank * landed.shape[1] + routing.row_slot
     if of_choices:
         index = index * landed.shape[2] + routing.row_k
@@ -378,7 +379,7 @@ def send_sums(
             terms.append(term)
         return terms
 
-    # In a loop, XLA contracts products and sums to different multiply-adds than outside a loop. The
+    # Inside a loop, XLA fuses other products and sums into multiply-adds than outside a loop. The
     # bits of weighted sums must not depend on their size.
     is_weighted = any(weights is not None for _, weights in pairs)
     indices = jnp.moveaxis(routing.slot_rows, 2, 0)
@@ -392,8 +393,9 @@ def _sum_in_order(
     *,
     may_unroll: bool = True,
 ) -> jax.Array:
-    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other. They
-    are [..., *P] like ``zeros`` for an index [...], and [N, ..., *P] for all indices."""
+    """Sum the arrays ``terms(index)`` over the indices int32 [N, ...], one after the other.
+    ``terms`` returns [..., *P] like ``zeros`` for an index [...], and [N, ..., *P] for all
+    indices."""
     num_indices = len(indices)
     if num_indices == 0:  # a loop traces its body even for no indices, and the body reads an index
         return zeros
@@ -401,8 +403,8 @@ def _sum_in_order(
     if may_unroll and num_indices * zeros.nbytes <= MAX_UNROLLED_BYTES:
         sums, found = zeros, terms(indices)
         if num_indices > 1:
-            # No index has this value, so the first term is zero. If XLA knew this, it would omit
-            # the first addition, and the sum of negative zeros would be a negative zero.
+            # No index has this value, so the first term is zero. XLA must not know this, because it
+            # would omit the first addition, and the sum of negative zeros would be a negative zero.
             never = indices[0] == np.iinfo(np.int32).min
             sums += expand_like(never.astype(zeros.dtype), zeros)
         for i in range(num_indices):
@@ -532,8 +534,8 @@ def _exchange(
     group: Group,
     emulated: bool,
 ) -> jax.Array:
-    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``, which also has
-    the arrays ``received_with`` of its rank."""
+    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``. Further
+    arguments of ``receive`` are the arrays ``received_with`` of its rank."""
     if emulated:
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
         return jax.vmap(receive)(sent, routing, *received_with)
@@ -555,8 +557,8 @@ def _merge(x: jax.Array, num_axes: int) -> jax.Array:
 MAX_GATHERED_BYTES = 4 * 2**20
 
 # This is a primitive, because on CPUs a different implementation compiles faster for small blocks.
-# It has no derivative and no batching rule, because the portable path is traced when a program is
-# lowered.
+# It has no derivative and no batching rule, because the portable path is traced only when a program
+# is lowered, after these transformations.
 swap_p = compat.Primitive("moe_a2a_swap")
 
 

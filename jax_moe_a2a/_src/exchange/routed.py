@@ -31,10 +31,10 @@ from .rules import is_own_axis, move_or_broadcast
 route_p = compat.Primitive("moe_a2a_route")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
-# The identity on the ids of a group whose devices the program decides. JAX reuses a lowered program
-# for other devices, but lowers a program with this primitive again for each device assignment. The
-# other primitives cannot have this property, because it requires devices, and an export may have
-# none.
+# This primitive returns the ids of a group whose devices the program decides. JAX may reuse a
+# lowered program for other devices, but it lowers a program with this primitive again for each
+# device assignment. The other primitives cannot have this property, because it requires devices,
+# and an exported program may have none.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
@@ -47,7 +47,7 @@ def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
 def bind_route(
     ids: jax.Array, *, group: Group, emulated: bool, plan_options: PlanOptions
 ) -> RoutePlan:
-    """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
+    """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same leading axes."""
     (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
     ids = _for_own_devices(ids, group)
     return RoutePlan.of_results(
@@ -162,7 +162,8 @@ def _route_batch(
 def _routed_batch(
     axis_data: Any, args: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Batch the primitive over the group's own axis, and a route and a dispatch otherwise."""
+    """Batch the primitive if ``vmap`` is over the group's axis; otherwise a route and a
+    dispatch."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
         size = axis_data.size
@@ -209,7 +210,7 @@ def _lower_route(
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
         # choices per expert (for each choice index if rows may drop), and tokens for this rank
         int32(batch, group.size, chunks, levels * options.num_local_experts + 1),
-        int32(batch, chunks, group.size),  # own tokens per destination
+        int32(batch, chunks, group.size),  # this rank's tokens per destination
     ]
     attributes = _attributes(params) | dict(tokens_per_chunk=tokens_per_chunk, parts=options.parts)
     return _call(ctx, call_placement, "route", [ids], attributes, scratch)
@@ -245,8 +246,8 @@ def _call(
     attributes: dict[str, Any],
     scratch: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """Choose a call of the ids, this device's rank and others, whose last results are scratch.
-    Return the function that emits it."""
+    """Choose a call whose operands are the ids, this device's rank and the other ``operands``, and
+    whose last results are ``scratch``. Return the function that emits the call."""
     (ids, *payload), (ids_aval, *payload_avals) = operands, ctx.avals_in
     ranks = (call_placement.group.size,) * call_placement.lead
     rank_aval = compat.result_aval(ids_aval, ranks, jnp.dtype(jnp.int32))

@@ -71,7 +71,7 @@ def move_or_broadcast(x: jax.Array, dim: int | None, to: int, size: int) -> Any:
 
 
 def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
-    """Return True if ``vmap`` is over the group's own axis, which must be its only one."""
+    """Return True if ``vmap`` is over the group's own axis. The group must have no other axis."""
     if axis_data.name not in group.axes:
         return False
     if emulated or len(group.axes) > 1:
@@ -94,10 +94,10 @@ def batch(
 ) -> tuple[list[Any], list[Any]]:
     """Bind one exchange for the whole batch.
 
-    There are three cases. Over the group's own axis, the primitive is bound with ``emulated``. If
-    the batch shares the routing, the batch becomes the first axis after the rows, so each row is
-    larger. If the routing is batched, the batch is merged into the tokens and rows of one larger
-    routing.
+    There are three cases. If ``vmap`` is over the group's own axis, the primitive is bound with
+    ``emulated``. If the batch shares the routing, the batch becomes the first axis after the rows,
+    so each row is larger. If the routing is batched, the batch is merged into the tokens and rows
+    of one larger routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)

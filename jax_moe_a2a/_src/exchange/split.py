@@ -1,9 +1,9 @@
 """Define split phases: the halves of an exchange, and the tie, which orders halves and other work.
 
-Each half is linear, and a half of a weighted exchange is bilinear. A start transposes to a done of
-the transposed exchange, and a done transposes to a start. So the backward pass is split as well,
-and the work between the halves stays between them. Both halves must move the same arrays. Therefore
-all arrays that can have tangents take part in a derivative, even if a tangent is zero.
+Each half is linear, except that a half of a weighted exchange is bilinear. A start transposes to a
+done of the transposed exchange, and a done transposes to a start. So the backward pass is split as
+well, and the work between the halves stays between them. Both halves must move the same arrays.
+Therefore all arrays that can have tangents take part in a derivative, even if a tangent is zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: jax.Array) -> list[Any]:
-    """Return the arrays. None of them is available before all operands are."""
+    """Return the arrays. No result is available before all operands are available."""
     return tie_p.bind(*arrays)
 
 
@@ -189,8 +189,8 @@ ad.primitive_jvps[tie_p] = lambda primals, tangents: (
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = lambda args, dims: (tie(*args), dims)
 compat.register_dce_rule(tie_p, _tie_dce)
-# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
-# tie returns arrays in flight, too.
+# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. No
+# policy may save the results of a tie either, because a tie may return arrays in flight.
 compat.never_save(tie_p)
 
 for _whole in (DISPATCH, COMBINE, WEIGHTED_COMBINE):

@@ -1,13 +1,14 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
-A token first travels between ranks of equal local index (level ``hosts``), and crosses to a host
+A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
 once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
 within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
 batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
-lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. So the route within a host,
-which drops rows in the order of choices, relayed tokens and ranks, drops those of a flat group.
+lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops
+rows in the order of choices, relayed tokens and ranks, so it drops the same rows as the route of a
+flat group.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # Rows must be sorted by source host before relaying rank, as with one level. So each local
-    # expert becomes H experts, one for each source host.
+    # As with one level, rows must be sorted by source host first, and then by relaying rank. So
+    # each local expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)
@@ -136,7 +137,7 @@ def bind(
 def _levels(
     routing: TwoLevelRouting, params: dict[str, Any]
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two functions, which bind an exchange between hosts and within a host."""
+    """Return two functions: the first binds an exchange between hosts, the second within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
         def bind(
@@ -154,9 +155,9 @@ def _levels(
 def _for_hosts(
     payload: Sequence[jax.Array], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return the payload between hosts: leaves, and [T, min(K, H), K] for a choice array [T, K],
-    because each host receives the entries of all choices of a token. Unlike the gradient of leaves,
-    the gradient of choice arrays is not rounded to ``wire_dtype``."""
+    """Return the payload between hosts. Leaves are unchanged. A choice array [T, K] becomes
+    [T, min(K, H), K], because each host receives the entries of all choices of a token. Unlike the
+    gradient of leaves, the gradient of choice arrays is not rounded to ``wire_dtype``."""
     num_tokens, most_hosts = routing.hosts.choice_rank.shape
     arrays = (
         jnp.broadcast_to(x[:, None], (num_tokens, most_hosts, x.shape[1]))

@@ -79,7 +79,8 @@ def _combine_calls(
 def _dispatch_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted dispatch, which weighs rows as they arrive."""
+    """Return the call of a weighted dispatch. The call multiplies rows by weights as they
+    arrive."""
     if call_placement.group.size == 1:
         raise Refused("XLA's fusion is faster on a single rank")  # docs/history/speed.md
     num_rows, num_weights = params["num_leaves"], params["num_choice_arrays"]
@@ -125,7 +126,7 @@ WEIGHTED_DISPATCH = Record(
 # Derivatives of the weighted combine y = C(sum_i w_i r_i), with C the combine and D the dispatch:
 #   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)), the same primitive with other pairs.
 #   transpose: a weighted dispatch. With G = D(ct), ct(r_i) = w_i G and ct(w_i) = <r_i, G>.
-# An addend has the derivatives of the addend of a combine.
+# An addend has the same derivatives as the addend of a combine.
 
 
 def combine_jvp(
@@ -186,8 +187,8 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each. So no tangent has the fused
-#   form, which needs no transpose.
+#   jvp: the jvp of the unfused form, in which G and dG move once each. So tangents never use the
+#   fused form, and it needs no transpose.
 
 
 def _dispatch_jvp(

@@ -5,8 +5,8 @@ primitive.
 pre [*B, C, I'], the product before the activation; weights [*B, C] float32; and sizes [*B, L]. Its
 results are ``ct_pre = weights * act'(pre) * ct_h``, ``h = weights * act(pre)``, ``ct_weights =
 <ct_h, act(pre)>``, and ct_pre in ``BlockwiseFp8``: values [*B, C, I'] and scales [*B, C, I' / 128].
-Batching and rows without a token are as in ``primitives.py``. The derivatives are those of the
-composition, and the numbers in FP8 have none.
+Batching and the treatment of rows without a token are as in ``primitives.py``. The derivatives are
+those of the composition; the numbers in FP8 have no derivatives.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _kernel(
             weights.reshape(flat),
             ct_h.reshape(*flat, columns),
         ),
-        # A lane reads its numbers before it writes them. XLA would copy the product, which the
-        # forward pass reads, too.
+        # h overwrites ct_h, because a lane reads its numbers before it writes them. ct_pre does not
+        # overwrite pre: XLA would copy pre, because the forward pass reads it, too.
         {3: 3},
         num_sms=num_sms or 0,
         **activation.attributes,

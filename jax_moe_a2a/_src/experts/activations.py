@@ -57,12 +57,12 @@ class FusedActivation:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
     def width(self, intermediate: int) -> int:
-        """Return I' for I."""
+        """Return I', the number of columns before the activation, for I columns after it."""
         return 2 * intermediate if self.gated else intermediate
 
     @property
     def code(self) -> int:
-        """The kernels' number of the kind."""
+        """Return the number that stands for the kind of activation in the kernels."""
         return list(KINDS).index(self.kind)
 
     @property
@@ -101,7 +101,7 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * _normal_cdf(x)
 
 
-# In the order of Activation in cuda/gemm (tests/test_layout.py compares).
+# The order is that of Activation in cuda/gemm (tests/test_layout.py compares them).
 KINDS: dict[str, Function] = {
     "silu": jax.nn.silu,
     "gelu": _gelu,
@@ -200,8 +200,8 @@ def _has_x64() -> bool:
 
 
 def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
-    """Return a digest of the value and the tangent of a function, which depends neither on names
-    nor on the shape of rows. Return '' if the function cannot equal a listed one."""
+    """Return a digest of the value and the tangent of a function. The digest depends neither on
+    names nor on the shape of rows. Return '' if the function cannot equal a listed one."""
 
     def value_and_tangent(x: jax.Array, dx: jax.Array) -> Any:
         return jax.jvp(fn, (x,), (dx,))

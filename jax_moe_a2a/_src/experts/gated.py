@@ -29,9 +29,9 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
     """Return the gated form of an activation, for ``moe_mlp``: [..., 2I] -> [..., I].
 
     The first half of the last axis is the gate, the second half is the up projection, and the
-    result is ``activation(gate) * up``. It is computed in float32 (float64 for float64) and rounded
-    once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, and ``gated(jax.nn.gelu)`` is
-    GEGLU (Shazeer, arXiv:2002.05202).
+    result is ``activation(gate) * up``. The result is computed in float32 (float64 for float64) and
+    rounded once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, and
+    ``gated(jax.nn.gelu)`` is GEGLU (Shazeer, arXiv:2002.05202).
 
     Args:
       activation: an elementwise function.

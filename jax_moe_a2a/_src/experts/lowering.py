@@ -76,8 +76,8 @@ def dot_bias(o: Any, *, num_sms: int | None) -> jax.Array:
 def _product(
     operands: Any, columns: int, keep: bool, num_sms: int | None, attributes: dict[str, Any]
 ) -> list[jax.Array]:
-    """Call the kernel with an activation in the epilogue of a ``Product``. Return the activations,
-    which have this number of columns, and with ``keep`` also the product."""
+    """Call the kernel with an activation in its epilogue, for the operands of a ``Product``. Return
+    the activations, which have ``columns`` columns, and with ``keep`` also the product."""
     rows, w, bias, weights, sizes = operands
     ws = arrays_of(w)
     num_rows, width = rows.shape[-2], ws[0].shape[-1]
@@ -128,7 +128,7 @@ def act_dot_grad(
         aliases={3: 0},  # a warp reads its elements before it writes them
         **activation.attributes,
     )
-    # Adds in the order of columns. XLA cannot change this order.
+    # This sum adds in the order of columns. XLA cannot change this order.
     ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_dots)))
     return [
         ct_pre.reshape(pre.shape),

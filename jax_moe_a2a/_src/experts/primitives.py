@@ -9,35 +9,37 @@ w_in and w_out (``grouped/totals.py``), which are then its last results, too.
 - ``dot_bias_p`` computes ``h w_out + weights * b_out``.
 - ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
   ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``. With ``passes``,
-  d_w_out is the tangent of a total, which is its second result.
-- ``act_dot_grad_p`` has all that its transpose needs of one product, ``ct_h = ct_y w_out^T``:
-  ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``.
-  The transpose in w_out is then the outer product of h and ct_y, or its sum with a total.
+  d_w_out is the tangent of a total, and is also the second result.
+- ``act_dot_grad_p`` computes what the transpose needs from one product, ``ct_h = ct_y w_out^T``:
+  ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``. The transpose
+  in w_out is then the outer product of h and ct_y, or its sum with a total.
 
 A forward pass with gradients therefore needs no separate pass over rows. It keeps rows and pre, but
 not y. Further derivatives are the derivatives of the compositions below. Derivatives of any order
 exist, because the compositions consist of grouped products and jnp.
 
-Weights that are trained in FP8 are ``QuantizedExperts`` of ``encode_source``, whose products
-are those of ``grouped/straight_through.py``, and their tangents are those of the source. Then
+Weights that are trained in FP8 are ``QuantizedExperts`` that ``encode_source`` returns. Their
+products are those of ``grouped/straight_through.py``, and their tangents are the tangents of the
+source. With these weights:
 
 - ``act_dot_p`` computes ``h w_out`` from pre in place of ``dot_act_p`` and ``dot_bias_p``; h exists
   in FP8 only.
-- ``act_dot_tangent_p`` is also linear in d_rows, of which d_pre has the term ``d_rows w_in``. So
-  its transpose has the product of ct_pre by w_in^T, and ``act_grad_p`` (``act_grad.py``) quantizes
-  ct_pre where it computes it.
+- ``act_dot_tangent_p`` is also linear in d_rows, because d_pre has the term ``d_rows w_in``. So its
+  transpose includes the product of ct_pre and w_in^T, and ``act_grad_p`` (``act_grad.py``)
+  quantizes ct_pre in the pass that computes it.
 
 Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
 N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
 w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
 unspecified. The parameter ``tree`` says which operands are given (``ExpertOperands``, ``Product``,
-``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of home and spare
-ones, as the operands ``w`` and ``spare`` of ``grouped_dot_p``: then all of them are.
+``TangentOperands``, ``Gradient``). Each array of weights or biases may be a tuple of a home and a
+spare array, like the operands ``w`` and ``spare`` of ``grouped_dot_p``. Either all of these arrays
+are tuples, or none is.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
-pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
-may have any values there: the caller selects the weights of rows with a token, and the transpose of
-this select drops the values.
+pre and ct_y hold. The derivative with respect to a weight is computed even if the weight is 0. In
+rows without a token, this derivative may have any value: the caller selects the weights of rows
+with a token, and the transpose of this select drops the value.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ BIAS_ROWS = 8
 
 
 class ExpertOperands(NamedTuple):
-    """The operands of ``experts_p``. Biases may be None. Both weights are in FP8, or neither."""
+    """The operands of ``experts_p``. Biases may be None. Either both weights are in FP8, or neither
+    is."""
 
     rows: Any
     w_in: Any
@@ -115,8 +118,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. Some of the first four, in which it is linear, may be
-    None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four, of
+    which some may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any
@@ -139,7 +142,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# Operands with all leading axes in full.
+# The operands that have all leading axes in full.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 
@@ -149,7 +152,7 @@ def _bind(primitive: compat.Primitive, operands: Any, **params: object) -> Any:
 
 
 def _places(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Return the places of the operands in place of the operands."""
+    """Return the structure of the operands, with the index of each operand in its place."""
     return tree.unflatten(range(tree.num_leaves))
 
 
@@ -176,7 +179,8 @@ def _dot(
     transposed: bool = False,
     **params: Any,
 ) -> jax.Array:
-    """Return products of rows, unspecified after the last group, in FP8 by weights in FP8."""
+    """Return products of rows and weights, unspecified after the last group. If the weights are in
+    FP8, so are the products."""
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, transposed=transposed, **params)
     return unspecified_dot(rows, w, sizes, num_sms, transposed=transposed)
@@ -390,7 +394,7 @@ def _experts_jvp(
 def _dot_of(
     rows: jax.Array, d_w: Any, sizes: jax.Array, num_sms: int | None, passes: bool
 ) -> Sequence[Any]:
-    """Return the product of rows by a tangent of weights, and the tangent for the next product."""
+    """Return the product of rows and a tangent of weights, and the tangent for the next product."""
     if passes:
         return bind_passing(rows, d_w, sizes, num_sms)
     return _dot(rows, d_w, sizes, num_sms), d_w
@@ -405,8 +409,8 @@ def _bias_terms(
 
 
 def _tangents(tree: jax.tree_util.PyTreeDef, tangents: compat.Tangents) -> Any:
-    """Return the operands' tangents, one for each tuple of home and spare arrays, and those of the
-    sources of weights in FP8."""
+    """Return the operands' tangents. A tuple of home and spare arrays has one tangent, and weights
+    in FP8 have the tangent of their source."""
     d = tree.unflatten(tangents)
     return d._replace(
         **{name: all_or_none(_floats(x)) for name, x in d._asdict().items() if name != "totals"}
@@ -484,8 +488,8 @@ def _tangent_jvp(
     passes: bool,
     **params: object,
 ) -> Any:
-    """Compute the jvp. The tangents of linear operands use the same primitive, and all other
-    tangents use the composition."""
+    """Compute the jvp. The tangents of linear operands use the same primitive. All other tangents
+    use the composition."""
     o, d = tree.unflatten(primals), _tangents(tree, tangents)
     outs = _bind(act_dot_tangent_p, o, passes=passes, **params)
     num = len(jax.tree.leaves(o[:4]))
@@ -523,7 +527,7 @@ def _act_dot_jvp(
 
 
 def _grad_jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> Any:
-    """Compute the jvp. The tangent of ct uses the same primitive, and all other tangents use the
+    """Compute the jvp. The tangent of ct uses the same primitive. All other tangents use the
     composition."""
     (ct, *others), (d_ct, *d_others) = primals, tangents
     outs = bind(act_dot_grad_p, *primals, **params)
@@ -569,8 +573,8 @@ def _grad_transpose(
 
 
 def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias:
-    pre alone is then a grouped product."""
+    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias,
+    because pre alone is then a grouped product."""
     if all(used):
         return [True] * len(eqn.invars), eqn
     if used[0]:

@@ -3,9 +3,9 @@
 docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
 every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
 inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
-backend may omit the rounding to a narrow float that is converted back at once. Floats are only
-multiplied and compared. Each result is exact or rounded once, and it is not subnormal where this
-matters.
+backend may omit a rounding to a narrow float if the result is converted back at once. Therefore
+floats are only multiplied and compared. Each result is exact or rounded once, and it is not
+subnormal where this matters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Quantized(NamedTuple):
 
 
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Return the only leaf of a format, an array as ``global_scale``, and its static fields."""
+    """Return the leaf of a format, ``global_scale`` if it is an array, and the static fields."""
     static = dict(vars(fmt))
     if isinstance(static.get("global_scale", 1.0), int | float | np.number):
         return (), tuple(static.items())
@@ -76,7 +76,7 @@ def _unflatten(kind: type[TokenFormat], static: Any, leaves: Sequence[Any]) -> T
 class TokenFormat:
     """The common interface of all token formats: groups along the last axis, each with a scale.
 
-    A format is a pytree, of which only an array as ``global_scale`` is a leaf.
+    A format is a pytree. Its only leaf is ``global_scale``, if this is an array.
 
     If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
     scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
@@ -331,10 +331,10 @@ class NvFp4(TokenFormat):
 
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array, which may be traced and is
-        clipped to this range. An array is [], equal on all ranks; or one scale for each token: [T]
-        for tokens [T, ..., H], which travels with its row. To use the full range of the format,
-        pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 * 448). All
-        numbers with a scale that is negative, infinite or NaN decode to NaN.
+        clipped to this range. The array is [], equal on all ranks; or [T], with one scale for each
+        of the tokens [T, ..., H]. Each scale then travels with its token. To use the full range of
+        the format, pass the largest magnitude of the tensor, or of each token, divided by 2688 (6 *
+        448). If a scale is negative, infinite or NaN, all numbers with this scale decode to NaN.
     """
 
     global_scale: float | jax.Array = 1.0
@@ -383,7 +383,7 @@ class NvFp4(TokenFormat):
         return groups
 
     def _check_token_scales(self, x: jax.Array, remedy: str = "") -> None:
-        """Raise a ValueError if scales of tokens do not match ``x``: tokens, or their values."""
+        """Raise a ValueError if scales of tokens do not match ``x``, the tokens or their values."""
         scales = self.token_scales
         if scales is not None and scales.shape != x.shape[:-1][: scales.ndim]:
             raise ValueError(
@@ -392,8 +392,8 @@ class NvFp4(TokenFormat):
             )
 
     def _global_scale_bits(self, num_axes: int) -> tuple[jax.Array, jax.Array]:
-        """Return the bits of the global scale, clipped to its range, and whether it is valid, with
-        axes of size one until scales of tokens have ``num_axes`` axes."""
+        """Return the bits of the global scale, clipped to its range, and whether the scale is
+        valid. If tokens have scales, both results get axes of size one, up to ``num_axes`` axes."""
         scale = jnp.asarray(self.global_scale, jnp.float32)
         if scale.ndim:
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
@@ -490,9 +490,9 @@ def _exponent(magnitude: jax.Array) -> jax.Array:
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32, rounded to nearest,
-    ties to even, and 448 at most. Magnitudes are bits of a float32; subnormal ones count as
-    zero."""
+    """Return magnitude / 2**exponent as codes (uint32) of float8_e4m3fn. The values are rounded to
+    nearest, ties to even, and are at most 448. Magnitudes are bits of a float32; subnormal numbers
+    are treated as zero."""
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
@@ -507,9 +507,9 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32, rounded to nearest, ties
-    to even, and 6 at most; 0 if the scale is 0. To avoid a division, y is compared with the scale
-    times the midpoint of two neighbouring values, which is exact."""
+    """Return y / scale, for y >= 0, as codes (uint32) of float4_e2m1fn. The values are rounded to
+    nearest, ties to even, and are at most 6; they are 0 if the scale is 0. To avoid a division, y
+    is compared with the scale times the midpoint of two neighbouring values, which is exact."""
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
@@ -523,8 +523,9 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x; both are normal
-    and positive. XLA:GPU's division is not correctly rounded, so integers are divided by digits."""
+    """Return 1 / x as float32, rounded to nearest, from the bits of a float32 x. Both x and 1 / x
+    are normal and positive. XLA:GPU's division is not correctly rounded, so integers are divided by
+    digits."""
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
     rest = jnp.full_like(bits, MIN_NORMAL)

@@ -5,7 +5,7 @@ distributions, one for each major version of CUDA. The extras ``cuda12`` and ``c
 them.
 
 A program that is started in a clone of the repository imports the clone's sources, and uses the
-extension of the installed package if that was built from the same sources.
+extension of the installed package if this extension was built from the same sources.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _find_wheel() -> ModuleSpec | None:
 
 
 def _check_sources(module: ModuleType, file: Path) -> None:
-    """If an extension was not built from this clone's sources, raise an error if it belongs to
-    another installation, and warn if it belongs to this package."""
+    """Check that an extension was built from this clone's sources. If it was not, raise an error
+    for an extension of another installation, and warn for an extension of this package."""
     if getattr(module, "sources", "") == sources_digest():
         return
     if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():

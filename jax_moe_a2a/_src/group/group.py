@@ -43,7 +43,7 @@ class Group(GroupValue):
     (``docs/processes.md``).
 
     Args:
-      mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
+      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of its other
         axes is an independent domain. With an abstract mesh or None, the program decides the
         devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the mesh of
         ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one device.
@@ -52,13 +52,13 @@ class Group(GroupValue):
       size: number of ranks. It is required without a mesh. With a mesh, it must equal the product
         of the axes.
       num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
-        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. For None, and for an operation
-        that the mapping lacks, the package chooses, and split exchanges use fewer SMs. A launch
-        never uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
+        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. The package chooses for None, and
+        for an operation that the mapping lacks; split exchanges then use fewer SMs. A launch never
+        uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
-        opened, and for a process that has not announced itself. Such a process may still be
+        opened, or for a process that has not announced itself yet. Such a process may still be
         compiling its program. At most 1e9. If it is less than ``timeout``, ``timeout`` is used.
       on_failure: what executions do after an exchange of the group has failed. With ``"raise"``,
         the next execution in each process raises the error. With ``"nan"``, executions do not
@@ -66,20 +66,20 @@ class Group(GroupValue):
         still end in all processes. ``check`` reports the failure in both cases. See "When an
         exchange fails" in ``docs/troubleshooting.md``.
       implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
-        and is an error if they cannot run; with two levels, they must run within each host. None
-        selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap`` over
-        the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
+        and leads to an error if they cannot run; with two levels, they must run within each host.
+        None selects the kernels if they can run, otherwise the portable path. Inside ``jax.vmap``
+        over the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
         ranks on one GPU, in one launch.
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the
         package choose.
       two_level: True to exchange in two levels: a token crosses to each host once, and each host
         sums before it sends back. Two levels need a mesh, and ``axis_name`` must be the axis over
         at most 32 hosts and the axis over the ranks of a host. Rows and their order stay the same.
-        None chooses two levels if the mesh has devices, and the two axes are 2 to 32 hosts and at
-        least two ranks of each host.
+        None means True if the mesh has devices, one axis is over 2 to 32 hosts, and the other axis
+        is over at least two ranks of each host. Otherwise None means False.
 
     Example:
-      Eight devices as two domains of four ranks:
+      Eight devices form two domains of four ranks:
 
       ```python
       import jax
@@ -99,7 +99,7 @@ class Group(GroupValue):
     def path(self) -> str:
         """Return ``"cuda"`` if the kernels run on the group's devices, otherwise ``"portable"``.
 
-        With two levels of which only the level within a host runs on the kernels, return
+        If the group has two levels, and only the level within a host runs on the kernels, return
         ``"cuda within hosts, portable between"``. This is normal for a group over several hosts.
         ``explain`` says why a program takes the portable path. If the devices belong to several
         processes, ``path`` waits until all of them have announced themselves, so read it in all
@@ -127,8 +127,8 @@ class Group(GroupValue):
         """Return why the kernels do not run on the group's devices, or ''.
 
         With two levels, each reason begins with its level. If the devices belong to several
-        processes, the property waits until all of them have announced themselves, except for
-        ``explain``, to which it raises ``Unknown``. If a group over two mesh axes could run the
+        processes, the property waits until all of them have announced themselves. For ``explain``,
+        it does not wait, and raises ``Unknown``. If a group over two mesh axes could run the
         kernels within each host, the reason says so, and is also a Python warning.
         """
         if self.two_level:
@@ -138,7 +138,7 @@ class Group(GroupValue):
             reasons = {"within": within, "between": between}
             return "; ".join(f"{where} hosts: {why}" for where, why in reasons.items() if why)
         group = self.placed_on(compat.mesh_in_context())
-        announce(group)  # even if this process has its answer, because another one may wait
+        announce(group)  # even if this process has its answer, because another process may wait
         if why := _why_no_workspace(group):
             return why
         if paths.named_gpu():
@@ -235,9 +235,9 @@ class Group(GroupValue):
         """Report what the workspace has mapped on each device of this process.
 
         Devices are in the order of domains and ranks. The workspace for split exchanges has
-        separate entries. The workspace for replicated tokens, which has no landing zones, also has
-        separate entries. If programs of other processes grow the workspace, the reported size is
-        updated with the next program of this process.
+        separate entries, and so has the workspace for replicated tokens, which has no landing
+        zones. If programs of other processes grow the workspace, the reported size is updated with
+        the next program of this process.
 
         Returns:
           One ``DeviceMemory`` per mapping. The tuple is empty on the portable path and while the
@@ -366,7 +366,7 @@ def _topology_of(group: Group) -> native.Topology:
 
 
 def _places(group: Group) -> list[_Place]:
-    """Return the places of this level where a workspace may be open."""
+    """Return the topologies of this level that may have an open workspace, with their devices."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []
@@ -380,6 +380,6 @@ def _places(group: Group) -> list[_Place]:
 
 
 def _all_places(group: Group) -> list[_Place]:
-    """Return the distinct places of all levels and of replicated tokens."""
+    """Return the distinct results of ``_places`` for all levels and for replicated tokens."""
     groups = (*group.levels, group.single_rank)
     return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))

@@ -204,8 +204,8 @@ def why_not(
     topology: Topology,
     is_colocated: bool,
 ) -> tuple[str, int]:
-    """Return why the kernels do not support a call, or '', and the bytes of a ring half that it
-    needs (``cuda/calls/why_not.h``). Operands and results are the types of a rank."""
+    """Return two values: why the kernels do not support a call, or ''; and the bytes of a ring half
+    that the call needs (``cuda/calls/why_not.h``). Operands and results are the types of a rank."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated
@@ -233,7 +233,7 @@ def local_gpus() -> list[Any]:
         return []
 
 
-OLDEST_CAPABILITY = 9.0  # the build compiles for no older one (tools/nvcc.py)
+OLDEST_CAPABILITY = 9.0  # the oldest for which the build compiles (tools/nvcc.py)
 
 
 def is_new_enough(gpu: jax.Device) -> bool:
@@ -246,8 +246,8 @@ def why_no_exchange(gpus: Iterable[Any]) -> str:
     for gpu in gpus:
         if not is_new_enough(gpu):
             return f"{gpu} is older than Hopper (compute capability {OLDEST_CAPABILITY})"
-        # CUDA C++ Programming Guide, "Compute Capabilities": 99 KiB for a block on 12.x, and 227
-        # KiB (kMaxSharedBytes in cuda/tuning.h) on 9.0, 10.x and 11.0.
+        # CUDA C++ Programming Guide, "Compute Capabilities": a block has 99 KiB of shared memory on
+        # 12.x, and 227 KiB (kMaxSharedBytes in cuda/tuning.h) on 9.0, 10.x and 11.0.
         if gpu.compute_capability.startswith("12."):
             return f"{gpu} has 99 KiB of shared memory for a block, less than the kernels need"
     return ""

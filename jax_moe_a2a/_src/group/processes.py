@@ -173,8 +173,8 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return a text that must be equal in two installations. It has no digest of the compiled
-    library, because two builds of the same sources may differ."""
+    """Return a text that must be equal in all processes. The text contains no digest of the
+    compiled library, because two builds of the same sources may differ."""
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -94,7 +94,7 @@ class GroupValue:
         )
 
     def __repr__(self) -> str:
-        """Return the arguments that make this group, except those that equal their defaults."""
+        """Return the arguments that make this group, except arguments that equal their defaults."""
         shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shown = {name: value for name, value in shown.items() if value != _DEFAULTS[name]}
         if self.mesh is not None:
@@ -134,13 +134,14 @@ class GroupValue:
 
     @functools.cached_property
     def single_rank(self) -> Self:
-        """Return a group of the same devices in which each rank is a domain of its own."""
+        """Return a group of the same devices in which each domain has one rank."""
         return self._with(axis_name=(), size=1, two_level=False)
 
     @functools.cached_property
     def levels(self) -> tuple[Self, ...]:
-        """Return the groups that exchange in turn: the group itself, or with two levels the ranks
-        of equal local index on all hosts, and then the ranks of a host."""
+        """Return the groups that exchange one after the other. With one level, this is the group
+        itself. With two levels, these are the ranks of equal local index on all hosts, and then the
+        ranks of a host."""
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -160,8 +161,9 @@ class GroupValue:
         )
 
     def divided_by_hosts(self, mesh: Mesh | None) -> tuple[Mesh, Self] | None:
-        """Return the mesh with the group's only axis divided into hosts and the ranks of a host,
-        and a group of two levels without devices over it; or None if that is not possible."""
+        """Return two values, or None if the mesh cannot be divided: the mesh with the group's only
+        axis divided into hosts and the ranks of a host, and a group of two levels without devices
+        over this mesh."""
         if mesh is None or len(self.axes) > 1:
             return None
         hosts = hosts_of(mesh, self.axes)
@@ -227,7 +229,7 @@ def spans_processes(group: GroupValue) -> bool:
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Raise an error unless an argument is a number of seconds, up to ``MOST_SECONDS``."""
+    """Raise an error unless an argument is a number of seconds, and at most ``MOST_SECONDS``."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
     if not 0 < seconds <= MOST_SECONDS:
@@ -303,7 +305,7 @@ def hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 def are_hosts_and_ranks(hosts: np.ndarray) -> bool:
     """Return True if the first axis is 2 to 32 hosts, and the second axis several ranks of a host,
-    given the host of each rank [domains, first axis, second axis]."""
+    where ``hosts`` is the host of each rank [domains, first axis, second axis]."""
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MAX_TOP_K and num_ranks >= 2):
         return False

@@ -2,8 +2,8 @@
 
 ``act_encode_p`` has the operands rows [*B, C, P] and sizes [*B, L]. Its results are values
 [*B, C, I] and scales [*B, C, I / 128]. With an ``activation``, the last operand holds the weights
-of rows, float32 [*B, C]; ``h = weights * act(rows)`` is rounded to the dtype of the rows and then
-quantized. Without an activation, I = P, and the rows themselves are quantized. As in
+of rows, float32 [*B, C]; ``h = weights * act(rows)`` is then rounded to the dtype of the rows and
+quantized. Without an activation, the rows themselves are quantized, and I = P. As in
 ``primitives.py``, a leading axis of sizes is 1 if the batch shares the array. The results of a row
 with weight 0 are exact zeros, whatever the row holds. Rows after the last group are unspecified.
 The other parameter is ``num_sms``.
@@ -61,7 +61,7 @@ def bind_act_encode(
 
 def why_no_act_encode(num_rows: int, num_groups: int, width: int) -> str:
     """Return why no kernel activates and quantizes a product [num_rows, width] on the GPUs of this
-    process; '' if it does."""
+    process, or ''."""
     return lowered.why_no_call(num_rows, num_groups, width)
 
 
@@ -91,7 +91,7 @@ def _kernel(
     num_sms: int | None,
 ) -> list[jax.Array]:
     lead, (num_rows, width) = lead_of(rows), rows.shape[-2:]
-    # The product before or after has the same table, so XLA computes it once.
+    # The product before or after has the same table, so XLA computes the table once.
     groups = lowered.table(
         sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
     )

@@ -31,35 +31,37 @@ def grouped_dot(
 
     The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
     package computes it for bfloat16 and float16. On GPUs of compute capability 10.x, cuBLASLt 13.3
-    to 13.6 does. Otherwise ``lax.ragged_dot`` does. ``explain`` says which. All JAX transformations
-    work, with derivatives of any order. A ``vmap`` over any of the arrays is one launch of the
-    kernel.
+    to 13.6 computes it, and otherwise ``lax.ragged_dot``. ``explain`` says which of them runs. All
+    JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays is
+    one launch of the kernel.
 
     Neither the result nor a derivative depends on the rows after the last group, or on the weights
     of an empty group, which may hold NaN. The gradient of these weights is zero. Sums are computed
     in float32 (float64 for float64) and rounded once.
 
     Rows and weights may be quantized to ``BlockwiseFp8``, as ``dispatch`` with this format and
-    ``quantize_experts`` return them. docs/fp8.md defines such a product. It has no derivatives.
+    ``quantize_experts`` return them. docs/fp8.md defines the product of quantized arrays, which has
+    no derivatives.
 
     Args:
       rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
-        For example, they are ``recv.rows`` of a ``dispatch``. With quantized weights, a
-        ``Quantized`` with row-major scales, or an object with ``qvalue`` and ``scale``, or
+        For example, they are ``recv.rows`` of a ``dispatch``. With quantized weights, the rows are
+        a ``Quantized`` with row-major scales, or an object with ``qvalue`` and ``scale``, or
         bfloat16, float16 or float32, which the call quantizes.
       w: [L, K, N] with the dtype of ``rows``: the weights of each group; or ``QuantizedExperts``.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
-        most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0. Outside
-        ``jax.jit`` the check reads the sizes, so the call waits until the device has computed them.
+        most C. Otherwise sizes are cut where their sum exceeds C, and a negative size counts as 0.
+        Outside ``jax.jit`` the check reads the sizes, so the call waits until the device has
+        computed them.
       tail: the content of the result after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
-        ``rows``, and saves the time to write zeros. Use it if these rows are only read by functions
-        that ignore them, as ``combine`` and ``grouped_dot`` do.
+        ``rows``, and saves the time to write zeros. Use ``"unspecified"`` if all functions that get
+        the result ignore these rows, as ``combine`` and ``grouped_dot`` do.
       num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
         Other work can then run on the other SMs. Other implementations ignore it.
-      preferred_element_type: dtype of the result of quantized arrays: bfloat16, which None means,
-        or float32. It must be None for other arrays.
+      preferred_element_type: dtype of the product of quantized arrays: bfloat16 or float32. None
+          means bfloat16. It must be None for arrays that are not quantized.
 
     Returns:
       [C, N] with the dtype of ``rows``; with ``preferred_element_type`` if they are quantized.

@@ -1,4 +1,4 @@
-"""Multiply rows by frozen weights, which exist only in FP8, with derivatives in the rows.
+"""Multiply rows by frozen weights, which exist only in FP8. Only the rows have derivatives.
 
 Let Q be the rounding to ``BlockwiseFp8``, and W the numbers of the weights. ``grouped_dot_fp8_p``
 computes the product of rows r, ``Q(r) W``. The derivative is defined to be the derivative of
@@ -10,8 +10,8 @@ tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W`
   derivative without Q. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
-``QuantizedExperts``: the home weights, and the spare weights if the last groups have them. The
-parameter ``tree`` has their structure. The other parameters are those of ``grouped_dot_p``.
+``QuantizedExperts``: the home weights, and the spare weights if the last groups have spare weights.
+The parameter ``tree`` has their structure. The other parameters are those of ``grouped_dot_p``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def dot_of_frozen(
 
     Args:
       w: weights without a source, or a tuple of home and spare weights.
-      tail: of the product and its derivatives, as in ``grouped_dot``.
+      tail: the tail of the product and of its derivatives, as in ``grouped_dot``.
     """
     params: dict[str, Any] = dict(dtype=rows.floats.dtype, tail=tail, num_sms=None)
     product = bind_dot_fp8(rows.encoded, w, sizes, **params)
@@ -86,7 +86,7 @@ def _dot(
     weights = tree.unflatten(leaves)
     if not quantizes or rows.shape[-1] % BLOCK:
         home, *spare = (decode_experts(w.values, w.scales, rows.dtype) for w in weights)
-        # They are [L, N, K].
+        # The decoded weights are [L, N, K].
         return bind_dot(rows, home, sizes, *spare, transposed=not transposed, **params)
     if transposed:
         weights = tuple(map(transposed_experts, weights))

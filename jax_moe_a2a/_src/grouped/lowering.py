@@ -1,8 +1,8 @@
 """Lower grouped products on NVIDIA GPUs to the kernel, cuBLASLt, or ``lax.ragged_dot``.
 
 ``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
-axes of a product in one launch. The rows of all leading axes are then one array, and a table has
-the first row, the number of rows and the weights of each group.
+axes of a product in one launch. The rows of all leading axes are then one array. A table has the
+first row, the number of rows and the index of the weights of each group.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 CAPABILITY = "9.0"  # kGemmCapability in cuda/gemm/grouped_gemm.h
 # The first version of cuBLAS whose grouped products are used on GPUs of a major compute capability,
-# and the first version that is not used. Release notes of cuBLAS and its users report wrong results
-# of other versions: before 13.3, gradients of groups without rows; from 13.7 on, products on
-# Blackwell.
+# and the first version that is not used. Release notes and users of cuBLAS report that other
+# versions return wrong results: before 13.3, gradients of groups without rows; from 13.7 on,
+# products on Blackwell.
 LIBRARY_VERSIONS = {"10": ((13, 3), (13, 7))}
 NO_WEIGHTS = -1  # in the table of groups: the results are zeros
 
@@ -102,8 +102,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def sizes_of(rows: Any, sizes: Any, weights: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the rows and groups of all leading axes together, and the last two sizes of the
-    weights: the sizes of ``why_no_kernel``."""
+    """Return the sizes for ``why_no_kernel``: the numbers of rows and of groups over all leading
+    axes together, and the last two sizes of the weights."""
     batch, (k, n) = math.prod(lead_of(rows)), weights[-2:]
     return batch * rows.shape[-2], batch * sizes.shape[-1], k, n
 
@@ -154,8 +154,8 @@ def by_kernel(
     composition: Callable[..., Any],
     what: str = "not fused",
 ) -> Callable[..., Choice]:
-    """Return a chooser by ``native.choose_kernel``. ``why_not`` returns the reason for the types of
-    the operands and the parameters."""
+    """Return a chooser that calls ``native.choose_kernel``. ``why_not`` returns the reason against
+    the kernel, from the types of the operands and the parameters."""
 
     def choose(ctx: compat.Context, *operands: compat.Value, **params: object) -> Choice:
         why = why_not(*ctx.avals_in, **params)
@@ -238,7 +238,7 @@ def kernel_outer(
 def add_outer(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, *, num_sms: int | None
 ) -> jax.Array:
-    """Add the products to the total in its memory."""
+    """Add the products to the total, in the memory of the total."""
     batch = lead_of(x)
     groups = table(sizes, batch, x.shape[-2], (*batch, sizes.shape[-1]), has_tail=False)
     flat_total = flat(total, 3)
@@ -255,8 +255,9 @@ def flat(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.Array, jax.Array]:
-    """Return the leading axes and the number of matrices of weights, as ``table`` needs them, and
-    the flat weights and ``other``. A group has the same index in both.
+    """Return three values: the leading axes and the number of matrices of weights, as ``table``
+    needs them; the flat weights; and ``other``, also flat. A group has the same index in both
+    arrays.
 
     Args:
       w: weights [..., L, K, N].
@@ -310,7 +311,7 @@ def call(
     counters: int = 1,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Call a kernel, and return its results without the counters, its last result."""
+    """Call a kernel, and return its results except the last one, the counters."""
     all_results = [*results, jax.ShapeDtypeStruct((counters,), jnp.int32)]
     attributes["num_sms"] = num_sms or 0
     return native.call_product(target, all_results, operands, aliases, **attributes)[:-1]

@@ -7,14 +7,14 @@ and its transposes are these two primitives again. Therefore derivatives of any 
 The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
 operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. The weights of
 the last S groups may be one more operand of ``grouped_dot_p``, ``spare [*B, S, K, N]``, so that no
-program joins two arrays of weights; ``w`` then has the weights of the first L - S groups. Batching
-adds the leading axes ``B``. All operands have the same number of leading axes. A leading axis of
-``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
+program joins two arrays of weights. In this case, ``w`` has the weights of the first L - S groups.
+Batching adds the leading axes ``B``. All operands have the same number of leading axes. A leading
+axis of ``w``, ``sizes`` or ``spare`` is 1 if the batch shares the array.
 
 Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
 ``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
 C, N] to [*B, C, K]. ``parts`` of ``grouped_outer_p`` has the leading axes and the number of groups
-of each result; a result is summed over leading axes that are 1.
+of each result. A result is summed over its leading axes of size 1.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def register(
       composition: what the primitive computes, with jnp and other primitives.
       is_full: a bool for each operand, True if the operand has all leading axes in full; or a
         function of the parameters that returns these bools. The batch may share the other operands.
-      passed: a function of the parameters. It returns the places of the operands that the primitive
-        returns as its last results.
+      passed: a function of the parameters. It returns the indices of the operands that the
+          primitive returns as its last results.
       batch: a batching rule to use in place of ``is_full`` and ``passed``.
-      cuda: chooses its path on NVIDIA GPUs. None is the composition.
+      cuda: chooses the path on NVIDIA GPUs. None means the composition.
     """
 
     def checked(*avals: Any, **params: Any) -> Any:
@@ -221,7 +221,7 @@ def outers_like(
     """Return the cotangents of arrays of weights, and None for known arrays.
 
     Args:
-      ct: the one of ``x`` and ``y`` that is a cotangent.
+      ct: the cotangent, which is also passed as ``x`` or as ``y``.
     """
     avals = [aval_of(w) for w in ws]
     is_wanted = list(map(ad.is_undefined_primal, ws))
@@ -255,8 +255,8 @@ def _outer_transpose(
 def _with_batch(
     args: Sequence[jax.Array], dims: Sequence[int | None], is_full: Sequence[bool]
 ) -> tuple[list[Any], int]:
-    """Return operands with the batch as a leading axis, so that it runs in one launch, and its
-    size. Operands for which ``is_full`` has no bool may be shared."""
+    """Return operands with the batch as a leading axis, and the size of the batch. The whole batch
+    then runs in one launch. Operands for which ``is_full`` has no bool may be shared."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
 
     def with_axis(arg: Any, dim: int | None, is_full: bool) -> Any:

@@ -54,7 +54,7 @@ grouped_dot_fp8_p = compat.Primitive("moe_a2a_grouped_dot_fp8")
 
 
 def is_quantized(rows: object, w: object) -> bool:
-    """Return True if rows or weights are quantized, so that their product is one in FP8."""
+    """Return True if rows or weights are quantized, so that their product is in FP8."""
     return any(isinstance(x, QuantizedExperts) or as_quantized(x) is not None for x in (rows, w))
 
 
@@ -106,7 +106,7 @@ def check_experts(name: str, w: object, *, may_be_pairs: bool = False) -> Quanti
     """Return quantized weights, or raise an error.
 
     Args:
-      name: of the argument.
+      name: the name of the argument.
       w: weights whose values are [L, N, K].
       may_be_pairs: True to accept the values [L, 2, I, K], too.
     """

@@ -53,7 +53,7 @@ def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply rows [C, K] by w [L, K, N], or rows [C, N] by the transposed weights. Rows after the
-    last group are zero, and their results are any values.
+    last group must be zero. Their results may be any values.
 
     ``lax.ragged_dot`` may multiply zeros by the weights of groups without rows. Zeros replace these
     weights, because they may hold NaN, as in an empty slot whose weights were never written."""
@@ -89,7 +89,7 @@ def dot(
     """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
     weights, [*B, C, K]. Rows after the last group are zero.
 
-    Spare weights have a separate product, because joined weights would need memory for a copy.
+    Spare weights have a separate product, because joining all weights would need memory for a copy.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)
@@ -124,9 +124,9 @@ def outer(
     dtype: jnp.dtype,
     **_: object,
 ) -> list[jax.Array]:
-    """Return for each group the sum of the outer products of its rows. For each of ``parts``, which
-    are its leading axes and its number of groups, the result is [*part, K, N]. The part is also
-    summed over its leading axes of size 1."""
+    """Return for each group the sum of the outer products of its rows. Each of ``parts``, which
+    consists of leading axes and a number of groups, has a result [*part, K, N]. This result is also
+    summed over the leading axes of size 1."""
     found, first = [], 0
     for *lead, num in parts:
         shape = (*lead_of(x), num, x.shape[-1], y.shape[-1])

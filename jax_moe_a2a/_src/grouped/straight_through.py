@@ -1,18 +1,18 @@
-"""Multiply rows and weights that are quantized on the way, with the derivatives of the product.
+"""Multiply rows and weights after quantizing them, with the derivatives of the product of floats.
 
 Let Q be the rounding to ``BlockwiseFp8``. ``straight_through_dot_p`` computes ``Q(r) Q(w)`` for
 rows r and weights w or, if its parameter ``quantizes`` is False, ``r w``. Its derivative is defined
-as that of ``r w``: quantization counts as the identity.
+to be the derivative of ``r w``: quantization counts as the identity.
 
 - jvp: ``dr w + r dw``, with ``quantizes=False``.
 - transpose in rows: ``Q(ct) Q(w^T)``, with ``quantizes=True``. The derivative of this product is
-  again that of the product without Q. So derivatives of any order exist.
+  again the derivative without Q. So derivatives of any order exist.
 - transpose in weights: the outer product of rows and ct, without Q.
 
-The other parameters and the operands are those of ``grouped_dot_p``; values and scales of rows if,
-with the parameter ``encoded``, Q(r) is given; and values, scales and perhaps transposed values of
-``encode_source`` if Q(w) is given. The axis that a quantized product sums over has a size that
-is a multiple of 128.
+The other parameters and the first operands are those of ``grouped_dot_p``. If Q(r) is given
+(parameter ``encoded``), its values and scales follow. If Q(w) is given, the values, the scales and
+perhaps the transposed values of ``encode_source`` follow. A quantized product sums over an axis
+whose size is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _jvp(primals: compat.Primals, tangents: compat.Tangents, **params: Any) -> A
 
 
 def _dce(used: Sequence[bool], eqn: compat.Equation) -> tuple[list[bool], Any]:
-    """Do not read the orientation of quantized weights that only the transposed product needs, so
-    that a program without gradients does not write it."""
+    """Do not read the orientation of quantized weights that only the transposed product needs. A
+    program without gradients then does not write this orientation."""
     num = len(eqn.invars)
     reads_all = eqn.params["transposed"] or not eqn.params["quantizes"]
     # Rows, w, sizes, perhaps the rows in FP8, values and scales.

@@ -46,15 +46,17 @@ passing_dot_p.multiple_results = True
 
 
 def total_of(w: jax.Array, given: jax.Array | None = None) -> jax.Array:
-    """Return the total of weights of any shape. A ``given`` total adds its tangent to theirs."""
+    """Return the total of weights of any shape. A ``given`` total adds its tangent to the tangent
+    of the weights."""
     zeros = jnp.zeros(w.shape, accumulation_dtype(w.dtype)) if given is None else given
     total, w = compat.align_varying([zeros, w], ())
     return _total_of(_batched_with(total, w), w)
 
 
 def _batched_with(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Return x, batched under ``vmap`` if the other array is. A traced ``custom_jvp`` needs results
-    that are batched like their tangents (jax 0.12.0). XLA removes the selection."""
+    """Return x, which becomes batched under ``vmap`` if the other array is batched. A traced
+    ``custom_jvp`` needs results that are batched like their tangents (jax 0.12.0). XLA removes the
+    selection."""
     return lax.select(False, other.astype(x.dtype), x)
 
 
@@ -178,7 +180,8 @@ def _add_outer(
 def _add_outer_by_product(
     total: jax.Array, x: jax.Array, y: jax.Array, sizes: jax.Array, **params: object
 ) -> jax.Array:
-    """Round the products before the sum, like other paths, which have no float32 results."""
+    """Add products that are already rounded, because paths without the kernel have no float32
+    results."""
     lead, dtype = total.shape[:-3], x.dtype
     outer = bind_outer(x, y, sizes, lead=lead, dtype=dtype, tail="unspecified", **params)
     return total + outer.astype(total.dtype)

@@ -2,8 +2,8 @@
 
 ``encode_squares_p`` quantizes weights [*B, L, K, N], or [*B, L, K, 2, I] with ``k_axis=-3``. Its
 results are the scales, the values with K as the last axis if ``turned``, and the values in the
-order of the weights if ``plain``. ``QuantizedExperts`` has their shapes. As the composition of
-integer operations, it has no gradient: tangents are zeros.
+order of the weights if ``plain``. ``QuantizedExperts`` has their shapes. It has no gradient, like
+the composition of integer operations: tangents are zeros.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def decode_experts(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> ja
 
 
 def transposed_experts(w: QuantizedExperts) -> QuantizedExperts:
-    """Return the weights transposed: those by which the gradient of rows is multiplied."""
+    """Return the transposed weights, by which the gradient of rows is multiplied."""
     values = jnp.swapaxes(w.values, -1, -2) if w.transposed is None else w.transposed
     return QuantizedExperts(values, jnp.swapaxes(w.scales, -1, -2))
 
@@ -169,7 +169,8 @@ def check_squares(name: str, values: Any, scales: Any, shape: tuple[int, ...]) -
 
 
 def check_scales(name: str, scales: Any) -> None:
-    """Raise a ValueError if a scale of the argument ``name`` is not finite, where that is known."""
+    """Raise a ValueError if the scales of the argument ``name`` are known, and one is not
+    finite."""
     if not is_known(scales):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(scales)))
@@ -213,9 +214,10 @@ def encode_experts(
 
 
 def encode_source(w: QuantizedExperts) -> QuantizedExperts:
-    """Return weights to train with values: those given, or those of the source. Both orientations
-    come from one reading, and a policy of ``jax.checkpoint`` can save them by their name. Values
-    are integers (``as_bits``), which ``from_bits`` turns back."""
+    """Return weights to train, together with their values: the given values, or else the quantized
+    source. The source is read once for both orientations, and a policy of ``jax.checkpoint`` can
+    save them by their name. Values are integers (``as_bits``), which ``from_bits`` converts
+    back."""
     if w.values is not None:
         found = jax.tree.map(as_bits, dataclasses.replace(w, source=None))
     else:
@@ -238,7 +240,7 @@ def _encode_squares(w: jax.Array, **params: Any) -> list[jax.Array]:
 
 def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> list[jax.Array]:
     """Quantize by XLA, which reads the weights once for the scales and once for each orientation of
-    the values, because no array is transposed before it is quantized."""
+    the values. No array is transposed before it is quantized."""
     n, k_axis = w.shape[-1], k_axis + w.ndim
     w = _in_whole_squares(w, (k_axis, w.ndim - 1))
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -n % BLOCK)])
@@ -252,8 +254,8 @@ def _composition(w: jax.Array, *, k_axis: int, turned: bool, plain: bool) -> lis
 
 
 def _in_whole_squares(w: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Gather those of both axes whose parts, over Explicit mesh axes, are not whole squares. Over
-    Auto axes, the compiler does so."""
+    """Over Explicit mesh axes, gather each of the two axes whose parts are not whole squares. Over
+    Auto axes, the compiler gathers."""
     sharding = jax.typeof(w).sharding
     spec = list(sharding.spec)
     for axis in axes:

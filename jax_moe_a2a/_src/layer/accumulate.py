@@ -24,11 +24,11 @@ def accumulate_grads(loss: Callable[..., Any], *, has_aux: bool = False) -> Call
     the loss returned. Call it for each micro-batch of a step, for example in ``lax.scan``, with the
     totals as the carry. All transformations inside and around the call work.
 
-    Kernels add the gradients of expert weights in the memory of their totals, without rounding, if
-    the auxiliary result of the loss holds the totals that the layer returned: in ``MoEStatistics``,
-    or in the second result of ``moe_mlp`` with ``return_totals``. Pass these totals to a second use
-    of the same experts with ``experts.replace(totals=...)``. All other gradients are computed
-    before they are added.
+    If the auxiliary result of the loss holds the totals that the layer returned, kernels add the
+    gradients of expert weights in the memory of their totals, without rounding. The layer returns
+    totals in ``MoEStatistics``, or in the second result of ``moe_mlp`` with ``return_totals``. Pass
+    these totals to a second use of the same experts with ``experts.replace(totals=...)``. All other
+    gradients are computed before they are added.
 
     Args:
       loss: maps parameters, a pytree of float arrays, and other arguments to a scalar; or to a pair

@@ -12,8 +12,8 @@ from ..routing.checks import GroupOrAxes, axes_of
 class Axes:
     """The mesh axes of a layer, and what each of them divides.
 
-    Where a layer has no other axes, the name of the axis of experts, a tuple of names, or a
-    ``Group`` may stand for ``Axes``. Over axes that are not named, all devices repeat the work.
+    If a layer has no other axes, the name of the axis of experts, a tuple of names, or a ``Group``
+    may replace ``Axes``. Over axes that are not named, all devices repeat the work.
     """
 
     experts: GroupOrAxes

@@ -1,4 +1,5 @@
-"""Balance the load of experts: losses of the router, and the bias that its choice adds."""
+"""Balance the load of experts: losses of the router, and the bias that the choice of experts adds
+to scores."""
 
 from __future__ import annotations
 
@@ -35,32 +36,33 @@ def load_balancing_loss(
     first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
     arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. For
     the sigmoid scores of one sequence, it is the sequence-wise loss of DeepSeek-V3
-    (arXiv:2412.19437, section 2.1.2), which counts the choices of a router without ``select_bias``.
+    (arXiv:2412.19437, section 2.1.2). That loss uses the choices of a router without
+    ``select_bias``.
 
     ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
-    token, and over the tokens of all layers together. For scores and ids with an axis of layers, it
-    therefore returns ``top_k`` times this loss. Switch in transformers returns the mean of this
-    loss over sequences.
+    token, and over the tokens of all layers together. For scores and ids with an axis of layers,
+    that function therefore returns ``top_k`` times this loss. Switch in transformers returns the
+    mean of this loss over sequences.
 
-    A token takes part if at least one of its ids is valid. If all of its scores are 0, they count
-    as equal. Choices count before any capacity drops them. Three variants:
+    A token takes part if at least one of its ids is valid. If all scores of a token are 0, they are
+    treated as equal. Choices that a capacity drops are included. Three variants:
 
     - Each sequence by itself: ``jax.vmap(load_balancing_loss)(scores, ids).mean()``.
     - First choices only, as in Switch and GShard (arXiv:2006.16668): ``ids[..., :1]``, because
       ``TopK`` returns the best expert first.
     - All micro-batches of a step (Qiu et al., arXiv:2501.11873): ``counts`` of the micro-batches
-      before this one. ``f`` then counts their choices, too, and ``P`` is that of this call.
+      before this one. ``f`` then includes their choices, and ``P`` is the mean over this call only.
 
     Args:
-      scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or others, such as
-        sigmoids.
+      scores: floats [..., E], not negative: the ``scores`` of ``TopK``, or other scores, such as
+          sigmoids.
       ids: integers [..., K]: the ``ids`` of ``TopK``. Ids outside [0, E), such as -1, are
         not counted.
-      counts: integers or floats [E], which are added to the choices of ``ids``, or None: how many
-        choices of all ranks chose each expert in earlier micro-batches, 0 at first. Add
-        ``statistics.load.wanted_per_expert`` of each. They have no gradient.
+      counts: integers or floats [E], or None: how many choices of all ranks chose each expert in
+          earlier micro-batches. They are added to the choices of ``ids``, and have no gradient.
+          Start with zeros, and add ``statistics.load.wanted_per_expert`` after each micro-batch.
       axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
-        shares then count all tokens, and the loss is equal on these ranks. The axes must be in
+        shares then include all tokens, and the loss is equal on these ranks. The axes must be in
         scope. None means the tokens of this call only. The call sums 2E + 1 numbers by
         ``lax.psum``, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
         ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
@@ -112,7 +114,8 @@ def shares_of(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scores of tokens divided by their sum [..., E], and whether tokens take part
     [...]. Scores of other tokens are 0."""
     is_token = ((ids >= 0) & (ids < scores.shape[-1])).any(axis=-1, keepdims=True)
-    # Divided by the largest score first, a sum is at least 1, and its derivative cannot overflow.
+    # Scores are first divided by the largest score. Their sum is then at least 1, and its
+    # derivative cannot overflow.
     largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     has_scores = is_token & (largest != 0)
     ratios = jnp.where(has_scores, scores, 1) / jnp.where(has_scores, largest, 1)
@@ -187,8 +190,7 @@ def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax
 def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
     """Return the sums over all leading axes of [..., E] and of arrays [...] as one array.
 
-    XLA computes the columns where it adds them, and makes no array of them, as it would of a
-    concatenation.
+    XLA computes the columns while it adds them. It would write a concatenation of them to an array.
     """
     size, num_leading = first.shape[-1], first.ndim - 1
     column = lax.iota(jnp.int32, size + len(others)).reshape(*(1,) * num_leading, -1)
@@ -196,7 +198,7 @@ def sum_of_columns(first: jax.Array, *others: jax.Array) -> jax.Array:
     for i, x in enumerate(others):
         columns = jnp.where(column == size + i, x[..., None].astype(first.dtype), columns)
     if num_leading > 1:
-        # XLA would merge both sums into one, which few blocks of a GPU run.
+        # XLA would merge both sums into one sum, which only few blocks of a GPU would compute.
         columns = lax.optimization_barrier(columns.sum(axis=-2))
     return columns.sum(axis=tuple(range(columns.ndim - 1)))
 
@@ -222,7 +224,7 @@ def update_select_bias(
     after each training step, and store the bias next to the parameters, but not among them: it has
     no gradient.
 
-    The counts must be the choices that tokens *wanted*. Rows that were dropped must count, because
+    The counts must be the choices that tokens *wanted*. They must include dropped rows, because
     otherwise the bias of an overloaded expert rises.
 
     Args:
@@ -232,7 +234,7 @@ def update_select_bias(
         exactly. Their sum must be below 2**31.
       rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
       recenter: True to subtract the mean of the new bias, which changes no choice. Otherwise the
-        mean drifts, because more experts are below the mean load than above it, or fewer.
+          mean drifts, because the numbers of experts below and above the mean load differ.
       axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
         if counts already cover the whole batch. Counts may already be the sums over some of these
         axes, because only the sign of their differences matters.
@@ -287,8 +289,8 @@ def quantile_select_bias(
     next bias = b - mean(b)
     ```
 
-    ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated in its bin. In
-    contrast to ``update_select_bias``, there is no rate: a skewed router is balanced after a few
+    ``TopK.bias_histogram`` counts ``r`` in bins, and the quantile is interpolated within its bin.
+    In contrast to ``update_select_bias``, there is no rate: a skewed router is balanced after a few
     steps. Call it once after each training step. If small batches make the bias noisy, average it:
     ``0.9 * bias + 0.1 * next_bias``.
 
@@ -299,7 +301,7 @@ def quantile_select_bias(
         micro-batches.
       k: the number of experts of each token, 1 or more and below E.
       axis_name: names of mesh axes over which histograms are first summed, such as ``"data"``, or
-        None if they are those of the whole batch already.
+          None if the histograms already cover the whole batch.
 
     Returns:
       The new bias, with the shape and dtype of ``bias``. If no token was counted, it is ``bias``.
@@ -340,7 +342,8 @@ def quantile_select_bias(
         raise ValueError(f"k must be below the number of experts, {num_experts}; got {k}")
     counts = sum_over(axes, histogram.astype(_sum_dtype(histogram.dtype)))
     num_tokens = counts.sum(axis=-1, dtype=counts.dtype)
-    # The tokens times k / E, as an integer minus a part of 1. A product of all may not fit.
+    # The number of tokens times k / E is ``rank`` - ``part``, with ``part`` in [0, 1). The product
+    # of all tokens and k may not fit into the dtype.
     whole, rest = jnp.divmod(num_tokens, num_experts)
     rank = whole * k - (-rest * k) // num_experts
     part = ((-rest * k) % num_experts).astype(bias.dtype) / num_experts
@@ -374,7 +377,7 @@ def _below_mean(counts: jax.Array) -> jax.Array:
 
 
 def _check_bias(value: object) -> jax.Array:
-    """Return a bias that training changes as an array, or raise an error."""
+    """Return the argument ``bias`` as an array, or raise an error."""
     bias = jnp.asarray(as_array(value))
     if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
         raise TypeError(

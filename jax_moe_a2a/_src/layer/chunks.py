@@ -48,7 +48,8 @@ class LayerWeights(NamedTuple):
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:
-    """Raise an error if the format has a global scale for each token, which ``reason`` forbids."""
+    """Raise an error if the format has a global scale for each token. ``reason`` says why this is
+    an error."""
     scales = None if fmt is None else fmt.token_scales
     if scales is not None:
         raise ValueError(
@@ -73,7 +74,7 @@ def in_chunks(
       tokens: arrays [T, ...], which are divided. Numbers and None are passed to all chunks.
       weights: JAX arrays. Their gradients are summed over the chunks in float32. Values and scales
         of ``QuantizedExperts`` have no gradient.
-      totals: of the experts, or without arrays.
+      totals: the totals of the experts, or a value without arrays.
 
     Raises:
       TypeError: if an argument is a routing of all tokens.

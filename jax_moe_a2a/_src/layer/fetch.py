@@ -44,7 +44,7 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
     Args:
       w: array [E / R, ...], or a pytree of arrays with this first axis: the weights of this rank's
-        experts. Any dtype, for example FP8 values and their scales.
+        experts. Any dtype is allowed, for example FP8 values and their scales.
       placement: a placement in the home form for these ranks, without leading axes, equal on all
         ranks. Its arrays may be traced.
       group: the ranks, as in ``route``. A group of two levels is not supported.
@@ -54,9 +54,9 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
       for an empty slot.
 
     Raises:
-      TypeError: if an argument has the wrong type or dtype, or the placement other shapes.
-      ValueError: if an argument has the wrong shape, the placement has other ranks or not the home
-        form, or the group has two levels.
+      TypeError: if an argument has the wrong type or dtype, or the placement has other shapes.
+      ValueError: if an argument has the wrong shape, the placement has other ranks or lacks the
+          home form, or the group has two levels.
 
     Example:
       Two ranks have two experts and a spare slot each. Both spare slots have expert 0:
@@ -160,7 +160,7 @@ def _routing_of_experts(
 
 
 def _in_pieces(routing: RoutingArrays, num: int) -> RoutingArrays:
-    """Return the routing in which tokens, slots and rows t are the pieces t * num, ..."""
+    """Return the routing of pieces: token, slot or row t becomes the pieces t * num, ..."""
     piece = jnp.arange(num, dtype=jnp.int32)
 
     def numbered(x: jax.Array, axis: int, numbers: bool = True) -> jax.Array:

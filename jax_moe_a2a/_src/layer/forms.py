@@ -5,9 +5,9 @@ A form maps rows, weights, the sizes of their groups and totals of the weights t
 
 - *fused*: kernels apply the activation and its derivative. With weights that are trained in FP8,
   they also quantize.
-- *composed*: products around passes of the activation. The products of weights that are trained in
-  FP8 quantize rows. Adapters add to the products.
-- *frozen*: products read rows and weights in FP8, which arrive so. The weights have no gradient.
+- *composed*: products around passes of the activation. With weights that are trained in FP8, the
+  products quantize the rows. Adapters add to the products.
+- *frozen*: products read rows and weights that are already in FP8. The weights have no gradient.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .weights import Activation, Experts, Totals
 
 
 class Form(Protocol):
-    """How a rank applies its experts. Fields of ``weights`` may be tuples of home and spare ones,
-    unless they are trained in FP8."""
+    """How a rank applies its experts. Fields of ``weights`` may be tuples of home and spare
+    weights, unless the weights are trained in FP8."""
 
     def __call__(
         self, rows: Rows, weights: Experts, sizes: jax.Array, totals: Totals, /
@@ -53,14 +53,14 @@ class Form(Protocol):
 def choose_form(
     weights: Experts, activation: Activation, rows: jax.ShapeDtypeStruct, tail: Tail
 ) -> tuple[Form, bool]:
-    """Return the form for experts, and True if it reads weights of rows as 1 or 0 without router
-    weights.
+    """Return the form for experts, and a bool: True if, without router weights, the form reads the
+    weights of rows as 1 or 0.
 
     Args:
       weights: in the form of ``flat``.
-      activation: of the experts.
+      activation: the activation of the experts.
       rows: shape and dtype of the rows.
-      tail: of the dispatch.
+      tail: the tail of the dispatch.
     """
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
     # A listed activation replaces the user's function on all paths, because its derivatives exist
@@ -120,7 +120,7 @@ def _composed(
     """Apply experts by two products.
 
     Args:
-      multiply: as ``_multiply``.
+      multiply: a function like ``_multiply``.
       activate: maps first products, rows and sizes to rows for the second product.
     """
 
@@ -216,7 +216,7 @@ def _activate(
     token before the activation, and are zero after it.
     """
     has_token = is_row[:, None]
-    # The first row holds a token if any row does. Otherwise 0.5 is in the domain of most functions.
+    # If any row holds a token, the first row does. Otherwise use 0.5, which most functions accept.
     first = jnp.where(has_token[:1], unfused_p.bind(product[:1], why=why), 0.5)
     act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)

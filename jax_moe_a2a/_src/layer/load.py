@@ -49,9 +49,10 @@ class ExpertLoad:
     def max_over_mean(self) -> jax.Array:
         """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
 
-        Dropped rows count as load. It is 1 if all ranks have the same load, and 0 without any load.
-        Without shared experts, a capacity factor of ``max_over_mean`` would have dropped nothing.
-        With shared experts, the factor may have to be larger, because their rows count here.
+        Dropped rows are part of the load. The result is 1 if all ranks have the same load, and 0
+        without any load. Without shared experts, a capacity factor of ``max_over_mean`` would have
+        dropped nothing. With shared experts, the factor may have to be larger, because their rows
+        count here.
         """
         return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
 
@@ -157,12 +158,13 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
 
 @scopes.load
 def counts_of(routing: AnyRouting) -> jax.Array:
-    """Return this rank's part of the counts of all ranks, with 0 for everything that other ranks
-    count.
+    """Return this rank's terms of the sums over all ranks. Numbers that only other ranks count are
+    0.
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
     be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
-    rows, and its dropped rows. Otherwise exactly the choices have rows.
+    rows, and its dropped rows. Otherwise each choice has exactly one row, so these counts are not
+    needed.
     """
     rank, ids, num_experts = own_rank(routing.group), routing.topk_ids, routing.num_experts
     num_ranks = routing.group.size
@@ -180,7 +182,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
         return choices
     here = routing.group_sizes
     if routing.alignment > 1:
-        # Rows with a token come first in each group, but group sizes count padding, too.
+        # Rows with a token come first in each group. Group sizes include padding.
         row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None]
         ends = jnp.cumsum(here, dtype=jnp.int32)[None]
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)

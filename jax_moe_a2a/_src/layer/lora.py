@@ -59,7 +59,7 @@ def add_product(
 
 
 def merge(w: Any, lora: LoRA | None, num_lead: int) -> jax.Array:
-    """Return weights, with ``num_lead`` axes before K, with their adapter."""
+    """Return weights with their adapter added. The weights have ``num_lead`` axes before K."""
     if isinstance(w, QuantizedExperts):
         raise TypeError(
             "merge_lora needs float weights; got QuantizedExperts. Merge, then quantize"

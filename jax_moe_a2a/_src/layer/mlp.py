@@ -81,10 +81,10 @@ def moe_mlp(
     exchanges in the forward pass and two in the backward pass. All JAX transformations work as for
     ``dispatch``, with derivatives of any order.
 
-    For the backward pass, the call keeps the rows [C, H] and the first products [C, I'], and the
-    weighted activations [C, I] if no kernel applies the activation (``explain`` says why). The
-    backward pass computes the activation again, and never needs the second products. Under
-    ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
+    For the backward pass, the call keeps the rows [C, H] and the first products [C, I']. If no
+    kernel applies the activation (``explain`` says why), it also keeps the weighted activations
+    [C, I]. The backward pass computes the activation again, and never needs the second products.
+    Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
     With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). Frozen weights read the rows as
@@ -114,11 +114,12 @@ def moe_mlp(
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If ``experts`` are the E / R home experts, the placement
         must have the home form. The weights of spare slots are fetched in one exchange
-        (``fetch_experts``), and by default fetched again in the backward pass; with ``num_chunks``
-        they are fetched once for all chunks, and kept. If they are those of all P / R slots of
-        this rank (``move_experts``), nothing is fetched. Weights to train in FP8 must not be
-        quantized yet (``Experts.in_fp8``). A ``Routing`` must be one of slots. Arrays that
-        ``activation`` reads are those of a replica's rank: keep them equal on all ranks.
+        (``fetch_experts``). By default, they are fetched again in the backward pass. With
+        ``num_chunks``, they are fetched once for all chunks, and kept. If ``experts`` are the
+        experts of all P / R slots of this rank (``move_experts``), nothing is fetched. Weights to
+        train in FP8 must not be quantized yet (``Experts.in_fp8``). A ``Routing`` must be a routing
+        of slots. For a replica, ``activation`` reads the arrays of the replica's rank, so keep
+        these arrays equal on all ranks.
       return_totals: True to also return the totals that ``accumulate_grads`` reads.
 
     Returns:
@@ -236,7 +237,7 @@ def mlp_and_routing(
 ) -> tuple[jax.Array, AnyRouting, Totals]:
     """Return the result of ``moe_mlp``, the routing of its tokens, and totals.
 
-    With a placement, the routing is one of slots.
+    With a placement, the routing is a routing of slots.
 
     Args:
       totals: the totals of the weights that the call shares with other calls.
@@ -248,7 +249,7 @@ def mlp_and_routing(
     is_frozen = in_fp8 and not given.is_trained_in_fp8
     exchange = route_arguments.exchange
     if in_fp8:
-        if given.w_in.k > hidden:  # padded before tokens travel, because rows are more than tokens
+        if given.w_in.k > hidden:  # pad before tokens travel: there are more rows than tokens
             x = jnp.pad(x, ((0, 0), (0, given.w_in.k - hidden)))
         group = topk_ids.group if isinstance(topk_ids, AnyRouting) else route_arguments.group
         travels = group is None or check_scope(group).size > 1
@@ -288,16 +289,16 @@ def mlp_and_routing(
         y, totals = form(rows, given, recv.group_sizes, totals)
     routing = recv.routing
     back = check_combine(y, routing, None, exchange.wire_dtype)
-    # The tail, too: only grouped products read the gradient of y, and they ignore rows after the
-    # last group.
+    # The tail is unspecified, too, because only grouped products read the gradient of y, and they
+    # ignore rows after the last group.
     back = back._replace(options=arguments.options.unencoded)
     sums = back.sums(bind(COMBINE, back.payload, routing, **back.params))
     return sums if y.shape[1] == hidden else sums[:, :hidden], routing, totals
 
 
 def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) -> TokenFormat | None:
-    """Return the format in which tokens travel to products in FP8, or raise an error. Tokens that
-    do not travel to another rank stay as they are, because the products quantize them."""
+    """Return the format in which tokens travel if the products are in FP8, or raise an error.
+    Tokens that do not travel to another rank remain floats until the products quantize them."""
     if not is_frozen:
         return BlockwiseFp8().travelling if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):

@@ -50,7 +50,7 @@ from .weights import (
 )
 
 OUTPUTS = "logits", "choices"
-# Tokens whose terms of losses are added first, before the sums of all tokens.
+# The terms of losses are first added for this many tokens each, and then for all tokens.
 TOKENS_PER_SUM = 64
 
 
@@ -85,8 +85,8 @@ class MoEStatistics(NamedTuple):
         return self.load.invalid_per_rank.sum(axis=-1)
 
     def summary(self) -> dict[str, jax.Array]:
-        """Return scalars for a training log, by name: what Weights & Biases, TensorBoard or a print
-        shows.
+        """Return scalars for a training log, by name, for example to show them in Weights & Biases
+        or TensorBoard, or to print them.
 
         It works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for example of
         layers or steps, have a summary of arrays with these axes.
@@ -134,15 +134,15 @@ def moe(
 
     - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
       first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
-      padded; padding chooses no expert and counts in no statistics. If all axes are Explicit and
-      ``x`` is already divided over exactly these axes, its placement is kept.
+      padded; padding chooses no expert and is not included in any statistics. If all axes are
+      Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
     - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
       (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of
       data, all devices hold the same tokens.
     - Experts are divided over their axes. Over the tensor axis, the I columns of each expert
       are divided, and partial sums are added in the dtype of ``x``. All other axes of the mesh
-      repeat the work. A ``UserWarning`` names them once, if they divide ``x``, or may divide it:
-      JAX does not know how Auto axes divide an array in ``jax.jit``.
+      repeat the work. If these axes divide ``x``, or may divide it, a ``UserWarning`` names them
+      once. (JAX does not know how Auto axes divide an array in ``jax.jit``.)
 
     Args:
       x: tokens, floats [..., H] of 16 bits or more.
@@ -179,7 +179,7 @@ def moe(
         axis does not exist or is already manual.
 
     Example:
-      Eight devices as two domains of four ranks. ``init_moe`` draws the parameters where they
+      Eight devices form two domains of four ranks. ``init_moe`` draws the parameters where they
       belong:
 
       ```python
@@ -358,7 +358,8 @@ def _open_gates(x: jax.Array, output_gate: jax.Array) -> jax.Array:
 
 
 def _biased_once(experts: Experts, tensor: str | None) -> Experts:
-    """Return experts whose last biases count once in the sum of the parts over the tensor axis."""
+    """Return experts whose last biases are added only once when the parts over the tensor axis are
+    summed."""
     if experts.b_out is None or tensor is None:
         return experts
     return experts.replace(b_out=jnp.where(lax.axis_index(tensor) == 0, experts.b_out, 0))
@@ -476,7 +477,7 @@ class _Tokens(NamedTuple):
 
     @property
     def unpadded(self) -> P:
-        """The placement while padding is added and removed. Padded axes are not divided."""
+        """Return the placement while padding is added and removed. Padded axes are not divided."""
         spec = (*self.spec, *(None,) * (len(self.padding) - len(self.spec)))
         return P(*(None if more else axes for axes, more in zip(spec, self.padding)))
 
@@ -545,12 +546,12 @@ class _Scope:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The further axes over which tokens are divided."""
+        """Return the further axes over which tokens are divided."""
         return names_of(self.axes.data)
 
     @property
     def of_tokens(self) -> tuple[str, ...]:
-        """The axes over which tokens are divided."""
+        """Return the axes over which tokens are divided."""
         return (*self.data, *self.group.axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -571,8 +572,8 @@ class _Scope:
         return P(*spec, *(None,) * (array.ndim - len(spec)))
 
     def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
-        """Return True if a placement of tokens divides them over exactly these axes, and if the
-        type of the tokens says so, because all axes are Explicit."""
+        """Return True if a placement of tokens divides them over exactly these axes, and all axes
+        are Explicit. Only then does the type of the tokens guarantee their placement."""
         used = [name for entry in spec[:-1] for name in names_of(entry)]
         is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])
@@ -633,8 +634,8 @@ def _check_scope(axes: Axes) -> _Scope:
     if not is_known:
         raise _no_devices(f"the abstract mesh {dict(here.shape)}", group)
     if not isinstance(group, Group):
-        # JAX may use the traced program again with other devices, so the group must not have any.
-        # Only the choice of two levels reads the devices.
+        # JAX may use the traced program again with other devices, so the group must not hold
+        # devices. Only the choice of two levels reads the devices.
         two_level = Group(compat.mesh_in_context(), group).two_level
         group = Group(here, group, two_level=two_level)
     of_devices = of_group if isinstance(of_group, Mesh) else compat.mesh_in_context()
@@ -681,7 +682,7 @@ def _check_experts(
     """Return the number of experts and their weights with JAX arrays, or raise an error.
 
     Args:
-      num_outputs: the number of experts that the router demands, or None.
+      num_outputs: the number of experts that the router requires, or None.
     """
     found = check_weights(experts, x)
     num = num_weights = found.w_in.shape[0]

@@ -24,7 +24,7 @@ from .weights import Activation, Experts, Names, check_type, specs_of
 
 def shortest(spec: P) -> P:
     """Return a placement without trailing entries of None, as XLA returns the placements of results
-    over Auto axes. JAX counts each form as a signature of a jitted function."""
+    over Auto axes. For a jitted function, a placement in another form is another signature."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -40,8 +40,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
       axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
-      A dict with a ``PartitionSpec`` in place of each array. Last axes that are not divided have no
-      entry, as in the placements that XLA returns over Auto axes.
+      A dict with a ``PartitionSpec`` in place of each array. There are no entries for last axes
+      that are not divided, as in the placements that XLA returns over Auto axes.
 
     Raises:
       TypeError: if ``moe`` does not accept the type of ``axes``, or a parameter is not a ``Router``
@@ -149,13 +149,14 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
         call must be under ``jax.set_mesh``. None leaves the placement to JAX.
 
     Returns:
-      A dict with ``router``, which is a ``Router`` with a kernel [H, E]; with ``experts``, which
-      are ``Experts`` with ``w_in`` [E, H, 2, I] and ``w_out`` [E, I, H]; and, with
-      ``shared_hidden``, with ``shared``, which are ``Experts`` with ``w_in`` [H, 2, J] and
-      ``w_out`` [J, H], without biases, and with an ``output_gate`` [H] if ``shared_gate``.
+      A dict with ``router``, a ``Router`` with a kernel [H, E], and ``experts``, which are
+      ``Experts`` with ``w_in`` [E, H, 2, I] and ``w_out`` [E, I, H]. If the config has
+      ``shared_hidden``, the dict also has ``shared``, which are ``Experts`` with ``w_in`` [H, 2, J]
+      and ``w_out`` [J, H], without biases; they have an ``output_gate`` [H] if the config has
+      ``shared_gate``.
 
     Raises:
-      TypeError: if ``config`` is no ``MoEConfig``.
+      TypeError: if ``config`` is not a ``MoEConfig``.
 
     Example:
       ```python
@@ -183,8 +184,9 @@ def init_moe(key: jax.Array, config: MoEConfig, axes: AxesLike | None = None) ->
 
 
 def place(array: jax.Array, spec: P) -> jax.Array:
-    """Return an array with a placement over the Explicit axes of the mesh in scope, where
-    ``shard_map`` refuses another one. Over Auto axes, the compiler moves arrays."""
+    """Return an array with a placement over the Explicit axes of the mesh in scope, because
+    ``shard_map`` refuses any other placement over these axes. Over Auto axes, the compiler moves
+    arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     every = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, of_axis in every if of_axis is AxisType.Explicit}

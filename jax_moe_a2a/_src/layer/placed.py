@@ -3,8 +3,8 @@ weights are fetched.
 
 No array holds the weights of both: products read home weights and spare weights as two arrays.
 Products that quantize the weights themselves read only one array. The experts are then applied
-twice: once to all rows with the home weights, and once, with the spare weights, to the rows from
-the first row of the spare slots on.
+twice: the home weights to all rows, and the spare weights to the rows from the first row of the
+spare slots on.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def to_slots(
 
 
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
-    """Return how many slots of a rank have no weights in an array of this shape. If its first axis
-    is not the home experts, return 0."""
+    """Return how many slots of a rank have no weights in an array of this shape. If the first axis
+    is not that of the home experts, return 0."""
     home = placement.num_experts // options.group.size + options.shared_expert
     return options.num_local_experts - home if shape and shape[0] == home else 0
 
@@ -128,8 +128,8 @@ def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> 
     return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
 
 
-# What is computed from an array of weights without arithmetic would keep the weights. Numbers in
-# FP8 must not be kept either (``named``).
+# The primitives that only move or rearrange fetched weights: to keep their results would keep the
+# weights. Numbers of weights in FP8 must not be kept either (``named``).
 _OF_FETCHED = {DISPATCH.primitive, compat.name_p, lax.reshape_p, lax.slice_p}
 _OF_FETCHED |= {encode_squares_p, lax.bitcast_convert_type_p}
 
@@ -149,7 +149,8 @@ def _only(rows: Rows, is_kept: jax.Array) -> Rows:
 
 @jax.custom_jvp
 def _with_gradients_of(rows: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """Return rows unchanged. Only kept rows have tangents: other gradients may hold any values."""
+    """Return rows unchanged. Only kept rows have tangents, because the gradients of other rows may
+    hold any values."""
     del is_kept
     return rows
 

@@ -28,12 +28,12 @@ class Router:
 
     ``choose`` may be a function ``choose(tokens, logits, per_token, whole)``. ``moe`` calls it on
     each rank with the rank's T tokens [T, H] and logits [T, E], and with the router's own arrays:
-    those in ``per_token`` have the axis T in place of the leading axes, and those in ``whole`` are
-    as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None. Ids
-    outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked tokens
-    choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
-    ``whole``: over Explicit axes, JAX refuses arrays of the enclosing function. Define the function
-    once, at the top of a module: JAX traces a program again for another function.
+    arrays in ``per_token`` have the axis T in place of the leading axes, and arrays in ``whole``
+    are as passed. It returns ``RouterChoices`` with ids [T, K], and either scores [T, E] or None.
+    Ids outside [-1, E) choose nothing, and the statistics count them as ``num_invalid``. Masked
+    tokens choose nothing, whatever the function returns. Pass traced arrays in ``per_token`` and
+    ``whole``, because over Explicit axes, JAX refuses arrays of the enclosing function. Define the
+    function once, at the top of a module, because JAX traces a program again for each new function.
 
     Example:
       A hash layer chooses the expert from a token's id. Its weight is the sigmoid of the logit:
@@ -122,7 +122,7 @@ def map_arrays(router: Any, per_token: Callable[[Any], Any], whole: Callable[[An
 
 
 def num_outputs(router: Any, tokens: Any) -> int | None:
-    """Return the number of experts that a ``RouterLike`` demands, or None. Raise an error if
+    """Return the number of experts that a ``RouterLike`` requires, or None. Raise an error if
     ``router`` is something else, or if it does not fit the tokens [..., H]."""
     own = router.router if isinstance(router, Replay) else router
     if isinstance(own, RouterChoices):
@@ -240,7 +240,7 @@ def choose_experts(
 
 
 def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterChoices:
-    """Return choices, and -1 and 0 for masked tokens."""
+    """Return choices in which masked tokens have the ids -1, and zeros as weights and scores."""
     if mask is None:
         return choices
     rest = jax.tree.map(lambda x: jnp.where(mask[:, None], x, 0), choices)

@@ -20,7 +20,8 @@ from ..routing.checks import as_int32
 from ..routing.choices import RouterChoices
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]
-# Comparisons of two scores that take less time than sorting: 128 tokens have 2**23 for 256 experts.
+# The most comparisons of two scores that take less time than sorting. With 256 experts, 128 tokens
+# need 2**23 comparisons.
 MOST_COMPARISONS = 2**24
 
 
@@ -47,7 +48,7 @@ class TopK:
       scale=2.5)``, with ``select_bias`` |
     | Llama 4 | ``TopK(1, score="sigmoid")``, with ``weigh_input`` of ``Experts`` |
 
-    Tests compare these routers, except for their random noise, and their gradients with those of
+    Tests compare these routers and their gradients, without random noise, with those of
     transformers. GPT-OSS adds a bias to its logits first, and applies the softmax to the logits of
     the chosen experts only, which is equal to the renormalized softmax. DeepSeek-V3 adds 1e-20 to
     the sum of the chosen scores. This class subtracts logarithms instead, so weights differ by 1e-6
@@ -59,11 +60,11 @@ class TopK:
       num_groups: divides the experts into this many groups of consecutive experts. A token then
         chooses from its best groups only. None means that a token may choose all experts.
       top_groups: number of groups that a token may choose from. Needs ``num_groups``.
-      top_in_group: the value of a group is the sum of its highest ``scores + select_bias``, of this
-        many experts: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+      top_in_group: the value of a group is the sum of this many of its highest
+          ``scores + select_bias``: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
       renormalize: True if the weights of a token sum to ``scale``. None means True if ``k`` is
-        above 1. With a single choice, a renormalized weight is constant, so that the output does
-        not depend on the logits and trains no router.
+        above 1. With a single choice, a renormalized weight is constant. The output then does not
+        depend on the logits, so the router is not trained.
       scale: a number above 0 that multiplies the weights.
 
     Raises:
@@ -141,10 +142,10 @@ class TopK:
 
         Returns:
           A ``RouterChoices`` with ids [..., K], the best expert first, weights [..., K] and scores
-          [..., E]. The scores of each token are divided by their sum, so that sigmoids that are too
-          small for float32 count in a balance loss, too. Masked tokens have the ids -1 and zeros.
-          Weights and scores are differentiable in the logits, and are float32, or float64 for
-          float64 logits.
+          [..., E]. The scores of each token are divided by their sum, so that a balance loss
+          includes even sigmoids that are too small for float32. Masked tokens have the ids -1 and
+          zeros. Weights and scores are differentiable in the logits, and are float32, or float64
+          for float64 logits.
 
         Raises:
           TypeError: if an argument has the wrong type or dtype.
@@ -154,7 +155,8 @@ class TopK:
         if select_bias is not None:
             select_bias = check_bias("select_bias", select_bias, logits.shape[-1])
         log_scores, scores, probs = self._scores(logits)
-        # Logits have the order of their scores, and stay apart where scores round to one number.
+        # Logits have the same order as their scores, and still differ where scores round to one
+        # number.
         keys = logits if select_bias is None and self.num_groups is None else scores
         keys = lax.stop_gradient(keys)
         if select_bias is not None:
@@ -220,8 +222,9 @@ class TopK:
           select_bias: floats [E], as in a call.
           mask: as in a call. Masked tokens are not counted.
           num_bins: N. Bins of equal width reach from ``min(select_bias) - 1`` to
-            ``max(select_bias) + 1``, which has all such biases, because scores are in [0, 1]. Pass
-            more bins if scores are small, as those of a softmax over many experts.
+            ``max(select_bias) + 1``, which includes all of these biases, because scores are in
+            [0, 1]. Pass more bins if scores are small, like the scores of a softmax over many
+            experts.
 
         Returns:
           [E, N] int32: numbers of tokens.
@@ -256,7 +259,8 @@ class TopK:
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits, 0 in masked tokens, and the mask with an axis of experts, or raise."""
+        """Return logits with 0 in masked tokens, and the mask with an axis of experts, or raise an
+        error."""
         logits = check_logits(logits)
         num_experts = logits.shape[-1]
         if self.k > num_experts:
@@ -289,7 +293,7 @@ class TopK:
             )
 
     def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return log scores up to a number for each token, scores, and normalized scores."""
+        """Return log scores (up to a constant for each token), scores, and normalized scores."""
         is_softmax = self.score == "softmax"
         # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
         log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
@@ -303,7 +307,8 @@ class TopK:
         ids: jax.Array,
         counts: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the weights of choices. Only choices that count have a share of a sum."""
+        """Return the weights of choices. Choices that ``counts`` excludes are not part of a token's
+        sum."""
         if not (self.k > 1 if self.renormalize is None else self.renormalize):
             return _at(scores, ids) * self.scale
         chosen = _at(log_scores, ids)
@@ -321,8 +326,9 @@ def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     if keys.size * num <= MOST_COMPARISONS:
         return _best_by_rank(keys, number)
     values, ids = lax.top_k(keys, number)
-    # A program over Auto axes on GPUs or TPUs whose result is the ids alone would return zeros
-    # (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id, prevents it.
+    # If the only result of a program over Auto axes on GPUs or TPUs is the ids, it would return
+    # zeros (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id,
+    # prevents it.
     return values, jnp.minimum(ids, num - 1)
 
 

@@ -1,4 +1,4 @@
-"""Define the weights of experts as one pytree, in the layout that every function has."""
+"""Define the weights of experts as one pytree, in the layout that every function uses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Experts:
     are leaves of a pytree, and the activation is static. A shared expert, which all tokens have, is
     the same without the axis E. In ``jax.shard_map``, E is the number L of experts of the rank.
 
-    Either weights of both products are arrays with the dtype of the tokens, or both are
+    The weights of both products are either arrays with the dtype of the tokens, or
     ``QuantizedExperts``, whose products are in FP8 (docs/fp8.md). Tokens are then bfloat16 or
     float32, and sizes of weights are multiples of 128 (``padded``). Quantized weights of a shared
     expert have the axis E, of size 1, and are decoded to the dtype of the tokens.
@@ -104,7 +104,8 @@ class Experts:
     """Set by ``accumulate_grads``, and valid only while the weights stay unchanged."""
 
     def replace(self, **fields: Any) -> Experts:
-        """Return the experts with other fields. Other weights have no totals."""
+        """Return the experts with other fields. If weights are replaced, the experts have no
+        totals."""
         if not fields.keys().isdisjoint(WEIGHTS):
             fields.setdefault("totals", None)
         return dataclasses.replace(self, **fields)
@@ -115,15 +116,15 @@ class Experts:
         Each call of a layer quantizes the weights once, and keeps a byte for each weight for its
         backward pass. Weights keep their gradients: quantization counts as the identity. To
         quantize only once for several micro-batches, call ``quantize_experts(experts,
-        trainable=True)`` instead. Both return ``padded`` experts.
+        trainable=True)`` instead. Both calls return ``padded`` experts.
         """
         return self.padded().map_weights(lambda w: QuantizedExperts(source=w))
 
     def padded(self, *, outputs: bool = True) -> Experts:
         """Return the experts with zeros up to multiples of 128 on the axes H and I.
 
-        Layers in FP8 accept them for tokens of H features. Results and gradients keep their values
-        if the activation maps zeros to zeros, and gradients of the zeros are zeros.
+        Layers in FP8 accept them for tokens of H features. If the activation maps zeros to zeros,
+        results and gradients keep their values, and the gradients of the added zeros are zeros.
 
         Args:
           outputs: False to leave the last axis of ``w_out`` and ``b_out`` as it is, because only
@@ -144,12 +145,13 @@ class Experts:
     def with_lora(
         self, key: jax.Array, *, rank: int, scale: float = 1.0, dtype: DTypeLike | None = None
     ) -> Experts:
-        """Return the experts with a new ``LoRA`` of a rank r for each of their weights.
+        """Return the experts with a new ``LoRA`` of rank r for each of their weights.
 
-        As in its paper, ``a`` is normal, here with the variance 1 / K, and ``b`` is zero, so the
-        experts compute what they computed before. Kernels need a multiple of 8 as rank. Without
-        ``dtype``, it is that of float weights, or bfloat16 next to FP8. ``moe_partition_specs``
-        returns where to store the adapters.
+        As in the paper on LoRA, ``a`` is drawn from a normal distribution, here with the variance 1
+        / K, and ``b`` is zero, so the outputs of the experts do not change. The kernels need a rank
+        that is a multiple of 8. Without ``dtype``, adapters have the dtype of float weights, or
+        bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where to store the
+        adapters.
         """
         dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
         lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
@@ -160,7 +162,7 @@ class Experts:
         """Return the experts with their adapters added to their weights, and without adapters.
 
         Weights become ``w + scale * a b``, computed in float32 (float64 for float64) and rounded
-        once. Weights in FP8 are a TypeError.
+        once. Weights in FP8 raise a TypeError.
         """
         lead = len(self.w_out.shape) - 2
         w_in, w_out = merge(self.w_in, self.lora_in, lead), merge(self.w_out, self.lora_out, lead)
@@ -201,10 +203,11 @@ def quantize_experts(
     Args:
       w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
         bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
-        ``Experts``, where K is a multiple of 128. Or weights that are already quantized, whose
-        numbers do not change: a ``Quantized``, or an object with ``qvalue`` and ``scale`` like a
-        ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes, and scales are
-        float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before the last.
+        ``Experts``, where K is a multiple of 128. They may also be weights that are already
+        quantized, whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
+        ``scale`` like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes,
+        and scales are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before
+        the last.
       transposed: True to also keep the orientation that the gradient of rows reads.
       trainable: True to keep this orientation, and ``w`` as the ``source`` with the gradients.
 
@@ -281,7 +284,8 @@ def paired(home: Experts, spare: Experts) -> Experts:
 def specs_of(
     experts: Experts, lead: tuple[Names, ...], tensor: Names, fsdp: Names = None
 ) -> Experts:
-    """Return the placements of experts, whose axis E, if they have it, is divided over ``lead``."""
+    """Return the placements of experts. If the experts have an axis E, it is divided over
+    ``lead``."""
     gate = (None,) * (len(experts.w_in.shape) - len(lead) - 2)
     specs = dict(
         w_in=P(*lead, fsdp, *gate, tensor),

@@ -33,11 +33,12 @@ def choose_slots(
 
     Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
-    should receive from all ranks. Its other rows fill what the other slots should still receive.
+    should receive from all ranks. Its other rows go to the other slots, up to the rows that these
+    slots should still receive.
 
-    With ``counts``, the rows of each slot differ from its share only by rounding. Without it, each
-    rank assumes that every rank has as many rows of the expert as it has itself, and spreads its
-    other rows evenly.
+    With ``counts``, the rows of each slot differ from its share only by rounding. Without
+    ``counts``, each rank assumes that all ranks have equally many rows of the expert, and spreads
+    its other rows evenly.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
     which may be in different slots.
@@ -142,8 +143,8 @@ def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
 def gather_counts(ids: ArrayLike, *, num_experts: int, group: GroupOrAxes) -> jax.Array:
     """Return how many choices of each rank choose each expert, equal on all ranks.
 
-    It is one ``jax.lax.all_gather`` of E numbers. Its sum over ranks is the load for a plan of this
-    step: ``plan_placement(counts.sum(0), ...)``.
+    The call makes one ``jax.lax.all_gather`` of E numbers. The sum of its result over ranks is the
+    load for a plan of this step: ``plan_placement(counts.sum(0), ...)``.
 
     Args:
       ids: integers [T, K], the expert of each choice of this rank's tokens. Ids outside [0, E) are

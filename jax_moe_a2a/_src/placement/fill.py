@@ -50,7 +50,7 @@ def fill_loop(xp: Any, experts: Any, rows: Any, *, spare: int, most: int, min_ro
     """
     num_ranks, num_local = experts.shape
     total = rows.sum(dtype=np.int32)
-    # Even over ``most`` slots, an expert may have more rows per slot than the mean load of a rank.
+    # Even if an expert has ``most`` slots, its rows per slot may exceed the mean load of a rank.
     target = xp.maximum(-(-total // num_ranks), -(-rows.max() // most))
     rank_index = xp.arange(num_ranks, dtype=np.int32)[:, None]
     slot_index = xp.arange(num_local + spare, dtype=np.int32)[None, :]

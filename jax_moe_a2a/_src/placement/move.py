@@ -19,20 +19,21 @@ def move_experts(
     """Return the weights of experts in other slots, bit for bit.
 
     ``target`` alone puts weights from the order of experts into slots, ``source`` alone puts them
-    back, and both together move them from one placement to the next. Apply the call to whatever
-    else has the axis of experts, such as the moments of an optimizer.
+    back, and both together move them from one placement to the next. Also move all other arrays
+    with the axis of experts, such as the moments of an optimizer.
 
-    JAX arrays keep their placement over Auto and Explicit axes, so the parts of their first axis
-    divide the number of slots. A device receives one expert of each part at a time. Inside
-    ``jax.jit``, over Auto axes, the compiler places the result. NumPy arrays stay NumPy arrays.
+    JAX arrays keep their placement over Auto and Explicit axes, so the number of slots must be a
+    multiple of the number of parts of their first axis. A device receives one expert of each part
+    at a time. Inside ``jax.jit``, over Auto axes, the compiler places the result. NumPy arrays stay
+    NumPy arrays.
 
     Args:
       w: array [N, ...], or a pytree of arrays with this first axis, such as ``Experts``. N is the
         number of slots of ``source``, or E without ``source``.
       source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
         slots, the first one is read.
-      target: the ``Placement`` of the result, or None. Ranks may be others than those of
-        ``source``. Placements have no leading axes, and any form.
+      target: the ``Placement`` of the result, or None. It may have another number of ranks than
+          ``source``. Placements have no leading axes, and may have any form.
 
     Returns:
       [N', ...] like ``w``, where N' is the number of slots of ``target``, or E. Empty slots hold
@@ -40,7 +41,8 @@ def move_experts(
 
     Raises:
       TypeError: if a placement has the wrong type or leading axes.
-      ValueError: if both are None or have other experts, or an array has another first axis.
+      ValueError: if both placements are None, if their numbers of experts differ, or if the first
+          axis of an array does not fit.
 
     Example:
       ```python

@@ -32,8 +32,8 @@ def plan_placement(
     """Plan replicas of popular experts, and how many rows each replica should receive.
 
     The plan fills the emptiest rank that has an empty spare slot: a replica of the largest expert
-    of the fullest rank takes the rows that the rank lacks. It repeats this until all ranks have the
-    mean load, or no spare slot helps.
+    of the fullest rank takes the rows that the emptiest rank lacks. It repeats this until all ranks
+    have the mean load, or no spare slot helps.
 
     Without the home form, experts first move: each expert, from the largest to the smallest, moves
     to the emptiest rank that has room. With ``spare=0``, this is the whole plan.
@@ -53,10 +53,10 @@ def plan_placement(
 
     Returns:
       The placement, with the shapes of ``Placement.identity(E, R, spare=spare)`` after the leading
-      axes of ``load``. It holds NumPy arrays, or JAX arrays if ``load`` is a JAX array: then the
-      call can be part of a program, and its plan is equal to NumPy's, bit for bit. The static field
-      ``home`` of the placement is the argument ``home``, even if a plan with ``home=False`` moves
-      nothing.
+      axes of ``load``. If ``load`` is a JAX array, the placement holds JAX arrays, and the call can
+      be part of a program. Otherwise it holds NumPy arrays. Both plans are equal, bit for bit. The
+      static field ``home`` of the placement is the argument ``home``, even if a plan with
+      ``home=False`` moves nothing.
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):

@@ -30,9 +30,9 @@ class Placement:
     several slots has *replicas*. The ranks exchange rows as if each slot were a separate expert:
     ``choose_slots`` turns the ids of experts into the ids of slots.
 
-    A placement is a pytree of int32 arrays, so another placement of the same shapes does not
-    compile a program again. The number of ranks and the form are static. All arrays may have the
-    same leading axes, for example for layers.
+    A placement is a pytree of int32 arrays, so a program is not compiled again for another
+    placement of the same shapes. The number of ranks and the form are static. All arrays may have
+    the same leading axes, for example for layers.
 
     In the *home form*, rank ``r`` has its experts ``r * E / R``, ... in its first E / R slots, in
     their order, as without a placement. Only the *spare* slots after them differ. Training uses
@@ -68,8 +68,8 @@ class Placement:
     def from_slots(cls, slot_experts: ArrayLike, num_experts: int, *, num_ranks: int) -> Placement:
         """Return the placement of a table of slots, which may come from another system.
 
-        Such a table is ``physical_to_logical_map`` of vLLM and SGLang, and the first result of
-        ``rebalance_experts`` of EPLB.
+        Examples of tables are ``physical_to_logical_map`` of vLLM and SGLang, and the first result
+        of ``rebalance_experts`` of EPLB.
 
         Args:
           slot_experts: integers [..., P], known outside ``jax.jit``: the expert of each slot, -1
@@ -186,7 +186,8 @@ def placement_of(
     xp: ModuleType, slot_experts: Any, slot_rows: Any, num_experts: int, home: bool
 ) -> Placement:
     """Return the placement of a valid table of slots, int32 [R, P / R]. The shares of the slots of
-    an expert are proportional to ``slot_rows``; if those are zero, the first slot has all rows.
+    an expert are proportional to ``slot_rows``; if all of them are zero, the first slot has all
+    rows.
     """
     num_slots = slot_experts.size
     experts = xp.arange(num_experts, dtype=np.int32)
@@ -228,7 +229,7 @@ def running_sum(xp: ModuleType, x: Any, axis: int = 0) -> Any:
 
 
 def map_leading(xp: ModuleType, function: Callable[..., Any], *arrays: Any, ndim: int = 1) -> Any:
-    """Call a function for arrays of ``ndim`` axes, for each index of the axes before them."""
+    """Call a function of arrays with ``ndim`` axes once for each index of the axes before them."""
     if arrays[0].ndim == ndim:
         return function(*arrays)
     inner = lambda *arrays: map_leading(xp, function, *arrays, ndim=ndim)

@@ -121,7 +121,7 @@ def memory_estimate(
       A ``MemoryEstimate``; print it for a summary.
 
     Example:
-      A capacity of 40,000 rows instead of the worst case, on four ranks:
+      Each of four ranks reserves 40,000 rows instead of the worst case:
 
       ```python
       import jax_moe_a2a as ma
@@ -218,7 +218,8 @@ def memory_estimate(
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
         within,
-        # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
+        # ``within.routing_bytes`` includes the index of each row's relayed token. The index of its
+        # original token, ``row_token``, needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         wire_bytes=between.wire_bytes + within.wire_bytes,
         collective_bytes=2 * relayed * buffer_bytes if hosts > 1 else 0,

@@ -13,7 +13,7 @@ from ..checks import check_bool, check_factor, check_int
 from ..formats.formats import TokenFormat, as_wire_dtype
 from .capacity import Sizes
 
-KEEP_ALL = ". Omit {} to drop no row"  # libraries in which a number such as -1 means this exist
+KEEP_ALL = ". Omit {} to drop no row"  # in some libraries, a number such as -1 means this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,24 +39,24 @@ class Exchange:
         The load of an expert varies more than the load of a rank, so this package drops as few rows
         with a smaller factor.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      shared_expert: True if each rank has one more expert, which receives all tokens of its own
-        rank. The shared expert is the first local expert. Its rows come first, in token order, and
-        use part of the capacity. It counts as choice K of each token, so K must be at most 31. For
-        ``moe``, omit this option, and pass the weights of the shared expert.
+      shared_expert: True if each rank has one more expert, which receives all tokens of its rank.
+        The shared expert is the first local expert. Its rows come first, in token order, and use
+        part of the capacity. It is the additional choice K of each token, so K must be at most 31.
+        For ``moe``, omit this option, and pass the weights of the shared expert.
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` or ``moe_mlp`` completes the sum. A shared expert receives
         ceil(T / group.size) consecutive tokens on each rank. None means False, except in ``moe``,
         which adds the sums itself, and decides by the number of tokens. Use True for decoding with
         few tokens, because no token travels.
-      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``, for
-        the sums of a layer's result and of the gradient of the tokens. None means the dtype of each
-        array.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
+        applies to the sums of a layer's result and of the gradient of the tokens. None means the
+        dtype of each array.
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
         multiple of the format's group size. A layer decodes rows when they arrive, unless its
-        weights are quantized, and computes the gradient as without a format.
+        weights are quantized, and computes the same gradient as without a format.
       num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
         chunks run one after the other, each under ``jax.checkpoint``. None means 1. The rows of
         only one chunk need memory at a time, so a worst-case capacity needs about ``1/num_chunks``
@@ -67,8 +67,8 @@ class Exchange:
         and biases are summed over chunks in float32, and rounded once.
 
     Example:
-      Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
-      alignment for 8 local experts:
+      This is the capacity for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and
+      without alignment for 8 local experts:
 
       ```python
       import jax_moe_a2a as ma

@@ -80,8 +80,8 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 
 
 def renumbered_ids(ids: jax.Array, rank: jax.Array, sizes: Sizes) -> jax.Array:
-    """Return the ids of an ordinary routing with the effect of shared experts or replicated tokens:
-    int32 [T, K], or [T, K + 1] with a shared expert. An id of -1 sends nothing.
+    """Return ids with which an ordinary routing has the effect of shared experts or replicated
+    tokens: int32 [T, K], or [T, K + 1] with a shared expert. An id of -1 sends nothing.
 
     Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
     its rank, and is the last choice of each token of this rank. With replicated tokens, only the

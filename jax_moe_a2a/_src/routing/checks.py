@@ -29,7 +29,7 @@ GroupOrAxes: TypeAlias = Group | str | tuple[str, ...]
 
 
 class RouteArguments(NamedTuple):
-    """The keyword arguments of ``dispatch`` that its route reads; None for omitted ones."""
+    """The keyword arguments of ``dispatch`` that its route reads; None for omitted arguments."""
 
     group: GroupOrAxes | None
     num_experts: int | None
@@ -78,7 +78,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
         )
     sizes = dict(num_tokens=num_tokens, top_k=top_k, group_size=group.size, num_experts=num_experts)
     most_rows = without_capacity(exchange).rows_per_rank(**sizes)
-    if most_rows > INT32_MAX:  # kernels count all rows before they drop any
+    if most_rows > INT32_MAX:  # kernels count all rows before they drop rows
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
             f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "
@@ -163,8 +163,9 @@ def axes_of(group: object, argument: str = "group") -> tuple[str, ...]:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group, or the group that names of axes stand for. Raise an error if its axes or
-    its mesh do not match those in scope, or if it requires the CUDA kernels and they cannot run."""
+    """Return the group itself, or the group for which names of axes stand. Raise an error if its
+    axes or its mesh do not match those in scope, or if it requires the CUDA kernels and they cannot
+    run."""
     axes = axes_of(group)
     if not isinstance(group, Group):
         return Group(axis_name=axes, size=math.prod(_sizes_in_scope(axes, repr(group))))

@@ -39,7 +39,7 @@ class TwoLevelRouting(RoutedRows):
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token, without the shared expert's."""
+        """Return the number of choices of each token, without the choice of the shared expert."""
         return self.ranks.choice_rank.shape[1] - self.shared_expert
 
     def check(self, argument: str) -> None:

@@ -23,7 +23,7 @@ not route again. Such a policy is
 """
 
 
-STATIC = dict(static=True)  # metadata of a field that is no leaf of a pytree
+STATIC = dict(static=True)  # metadata of a field that is not a leaf of a pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Routing(RoutedRows):
     Do not change the arrays of a routing: ``dispatch`` and ``combine`` check their dtypes and
     shapes, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
-    A shared expert is the first local expert and the last choice of each token: L counts it, and K
-    is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
+    A shared expert is the first local expert and the last choice of each token: L includes it, and
+    K is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
     out as if their ids were -1.
     """
 
@@ -151,7 +151,7 @@ class Routing(RoutedRows):
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token, without the shared expert's."""
+        """Return the number of choices of each token, without the choice of the shared expert."""
         return self.choice_rank.shape[1] - self.shared_expert
 
     @property
@@ -170,8 +170,8 @@ def check_arrays(
 ) -> None:
     """Check dtype and shape of the arrays that an exchange reads, whose names begin with ``level``.
 
-    The check protects memory, because kernels read all arrays with sizes that they take from some
-    arrays.
+    The check protects memory, because kernels take sizes from some of the arrays, and read all
+    arrays with these sizes.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
