@@ -12,10 +12,10 @@ namespace moe_a2a::gemm {
 // The next work of a cluster: a tile of results for each of its blocks.
 //
 // The two blocks of a cluster have neighbouring tiles along m, which need the same columns of b. If
-// a group has an odd number of tiles along m, blocks share the last row of tiles: they have
+// a group has an odd number of tiles along m, the blocks share the last row of tiles: they have
 // neighbouring tiles along n, which need the same rows of a.
 struct alignas(16) Work {
-  int32_t start, size;  // rows of the group; a negative size: there is no more work
+  int32_t start, size;  // rows of the group; the size is negative if no work is left
   int32_t weight;
   uint32_t tile;  // along m << 16 | along n << 1 | shares a
 
@@ -116,7 +116,7 @@ class Walk {
   int first_group_ = 0;
   int before_ = 0;             // tiles of groups before first_group_
   int start_, size_, weight_;  // the group of this lane
-  int count_, end_;            // its tiles; these and the tiles of the lanes before
+  int count_, end_;  // tiles of this group; tiles of this lane's and all earlier lanes' groups
 };
 
 }  // namespace moe_a2a::gemm

@@ -13,7 +13,7 @@ struct TensorMap {
   int element_bytes;  // 1, 2 or 4
   const void* data;
   int64_t columns;
-  // A ragged array is rows of groups (gemm/form.h); others are [planes, rows, columns].
+  // A ragged array is rows of groups (gemm/form.h). Other arrays are [planes, rows, columns].
   bool is_ragged;
   int64_t rows, planes;
   int box_columns, box_rows;
