@@ -27,7 +27,7 @@ enum class ErrorKind : uint32_t {
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
   kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
-  kStopped = 7     // another rank has failed, and its process has the reason; `seen` is the poison
+  kStopped = 7  // another rank has failed, and that rank's process has the reason; seen: the poison
 };
 
 // The poison is the word that a failing rank stores to all ranks. It is never 0. Its fields are,

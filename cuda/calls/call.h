@@ -5,7 +5,7 @@
 // Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
-//   kHasHalves                     whether it has a start and a done, too
+//   kHasHalves whether the call also has a start and a done
 //   Params                         the kernel's parameters
 //   kOperation                     the kernel's name in error messages
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
@@ -36,7 +36,7 @@ namespace moe_a2a {
 // The call as its first rank on the device sees it.
 struct CallContext {
   RankView view;      // its signature has what does not depend on the call's arrays
-  bool is_colocated;  // all ranks share the device and the launch
+  bool is_colocated;  // true: all ranks share the device and the launch
   int64_t num_sms;    // blocks that a launch may have for each rank
 };
 

@@ -1,4 +1,4 @@
-// Launchers of the kernels. They only launch: no allocation, no synchronization.
+// Launchers of the kernels. They only launch, and neither allocate nor synchronize.
 #pragma once
 
 #include <cuda_runtime_api.h>
