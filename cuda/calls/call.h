@@ -5,7 +5,7 @@
 // Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
-//   kHasHalves whether the call also has a start and a done
+//   kHasHalves                     whether the call also has a start and a done
 //   Params                         the kernel's parameters
 //   kOperation                     the kernel's name in error messages
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if

@@ -64,8 +64,8 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Any order of drops other than the right one then keeps other rows: each part of the order (choice
-// index, token, source) decides about rows.
+// Changes the routing so that each part of the order of drops (choice index, token, source) decides
+// about rows. Any wrong order then keeps other rows.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {

@@ -42,8 +42,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if the capacity of a rank holds the choices with some index of a token for some
-// sources, but not for all of them.
+// Returns true if, for some token and choice index, the capacity of a rank holds the choices of
+// some sources but not of all sources.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation
