@@ -39,7 +39,7 @@ struct FailureFill {
 #define MOE_A2A_NAME(name) #name,
 
 // Integer arrays of the routing that the exchanges read, in the order of a call's operands. The
-// lowering in Python has the same order (tests/test_layout.py compares).
+// lowering in Python has the same order, which tests/test_layout.py checks.
 // clang-format off
 #define MOE_A2A_ROUTING_ARRAYS(each)                      \
   each(token_slot)   /* [num_tokens, num_ranks] */        \
@@ -64,9 +64,9 @@ constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAM
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py
-// (tests/test_layout.py compares). plan_shapes() in that file has their shapes; here each has a
-// leading batch axis.
+// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
+// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. Here each array
+// also has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
+OLDEST = (12, 1)  # supports kernel parameters of more than 4 KiB
 # Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90

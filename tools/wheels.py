@@ -117,7 +117,7 @@ def with_absolute_links(text: str, repository: str | None, version: str) -> str:
         kind = "raw" if picture else "blob"
         return f"{picture}[{words}]({repository}/{kind}/v{version}/{target})"
 
-    parts = FENCE.split(text)  # code at the odd places
+    parts = FENCE.split(text)  # code is at the odd indices
     parts[::2] = [LINK.sub(absolute, part) for part in parts[::2]]
     return "".join(parts)
 

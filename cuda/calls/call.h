@@ -35,7 +35,7 @@ namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;      // its signature has what does not depend on the call's arrays
+  RankView view;      // its signature covers all that does not depend on the call's arrays
   bool is_colocated;  // true: all ranks share the device and the launch
   int64_t num_sms;    // blocks that a launch may have for each rank
 };

@@ -133,7 +133,8 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Bulk stores of one thread. The thread ends a group of stores, and waits for groups.
+// Starts a bulk store. The thread that starts stores also ends a group of them, and waits for
+// groups.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)

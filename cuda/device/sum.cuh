@@ -364,7 +364,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
 // Computes out = landed partial sums of lower ranks + this rank's partial sum + landed partial sums
 // of higher ranks + addend, added in this order. This rank's partial sum is the sum of factor *
 // row, rounded or encoded like the landed partial sums. For Sum::kPartial, out is this rank's
-// partial sum as it travels. If nothing is listed, out is zero. All lanes call it after they have
+// partial sum as it travels. If the list is empty, out is zero. All lanes call it after they have
 // written the list, and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,

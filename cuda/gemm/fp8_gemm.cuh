@@ -176,7 +176,7 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // A lane without rows also reads it, for the other lanes.
+    // Even a lane without rows reads this scale, because other lanes need it.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 

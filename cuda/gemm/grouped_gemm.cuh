@@ -154,7 +154,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
-    // Only the loader tells the two arrays of weights apart.
+    // Only the loader distinguishes the two arrays of weights.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work),
@@ -176,8 +176,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, kBytes);
-        // These are branches, because an address that is chosen at run time needs registers that
-        // the loader does not have.
+        // Branches choose the array, because an address that is chosen at run time needs registers
+        // that the loader does not have.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -237,7 +237,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  int held = -1;  // a stage that the epilogue read, and that this warp has still to release
+  int held = -1;  // a stage that the epilogue has read and that this warp must still release
   // Releases the held stage after all groups of stores except the last kPending have read their
   // stages.
   const auto release_held = [&](auto pending) {
@@ -382,7 +382,8 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // The consumers, the loader, and the warp of the second block that takes tiles.
+      // These warps arrive: the consumers, the loader, and the warp of the second block that takes
+      // tiles.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();

@@ -14,7 +14,7 @@
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
 // chunks that hold its partial sums. The highest block waits for the head of every rank
-// before the launch ends. This rank's partial sum never enters a zone, but it is rounded like the
+// before the launch ends. This rank's partial sum never enters a zone, but is rounded like the
 // partial sums of other ranks.
 //
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank

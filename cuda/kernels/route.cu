@@ -398,8 +398,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Adds up the kept rows before this block's chunk in `next_row` of warp 0, which find_threshold()
-// has used.
+// Adds up the kept rows before this block's chunk in `next_row` of warp 0, because find_threshold()
+// has overwritten it with trials.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();

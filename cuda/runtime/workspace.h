@@ -176,7 +176,7 @@ class Workspace {
 
   const Topology topology_;
   const WorkspaceKind kind_;
-  Problem unknown_;                // not empty: a device was not registered
+  Problem unknown_;                // says that a device was not registered; otherwise empty
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
@@ -186,7 +186,7 @@ class Workspace {
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
   int64_t own_half_bytes_ = 0;  // more than half_bytes_ if another process has requested more
-  uint64_t generation_ = 0;     // number of Close() calls; in the end equal in all processes
+  uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   std::atomic<bool> is_uncapped_{false};
 #endif

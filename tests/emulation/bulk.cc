@@ -35,8 +35,8 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 struct BulkCopies {
   std::vector<Copy> loads, stores;
   int open_group = 0;  // the group of the next stores
-  // Each side of a copy has its own proxy, because a fence for shared memory does not order global
-  // memory.
+  // Each side of a copy has a separate proxy, because a fence for shared memory does not order
+  // global memory.
   Proxy shared, global;
   // The words of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;

@@ -6,7 +6,8 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns ids as a router returns them, or unusual ids: none at all, all equal, or out of range.
+// Returns the ids that a router would return, or unusual ids: no ids, equal ids, or ids out of
+// range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);

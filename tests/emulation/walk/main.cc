@@ -21,7 +21,7 @@ using namespace moe_a2a::gemm;
 struct ListParams {
   GemmParams gemm;
   Work* found;
-  int stride;  // blocks; each takes every stride-th position
+  int stride;  // number of blocks; each block takes every stride-th position
 };
 
 template <typename F>
