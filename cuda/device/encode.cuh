@@ -33,7 +33,7 @@ struct Destinations {
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment, as whole vectors. In a zone, those of slot s are at
+// The values or the scales of a segment, as whole vectors. In a zone, the part of slot s is at
 // `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;

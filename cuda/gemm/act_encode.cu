@@ -23,7 +23,7 @@
 namespace moe_a2a {
 namespace {
 
-// The most threads of a block for which there are enough registers.
+// The largest number of threads for which a block has enough registers.
 template <typename T>
 constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 template <typename T>

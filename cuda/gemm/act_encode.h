@@ -38,7 +38,7 @@ struct ActEncode {
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
   void* d_pre;       // [B, C, P]: the gradient of the product
-  void* h;           // [B, C, I]: weighted activations, perhaps in the place of ct
+  void* h;           // [B, C, I]: weighted activations; may be the same memory as ct
   float* d_weights;  // [B, C]: the dots of ct and the activations
 };
 

@@ -29,7 +29,7 @@ constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half 
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-constexpr int kStoreBytes = 2048;                          // of such a buffer
+constexpr int kStoreBytes = 2048;                          // of a buffer for results
 // Tiles are ordered in bands of this many rows of tiles, so that tiles that are computed at the
 // same time need few different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
@@ -75,8 +75,7 @@ struct Form {
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes have up to 64 rows. If their number would then be odd, there are two larger boxes
-  // instead.
+  // Boxes have up to 64 rows. Two larger boxes replace them if their number would be odd.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements

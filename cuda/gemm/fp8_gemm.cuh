@@ -3,8 +3,8 @@
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i],
 // where t is the sum of the products of the 128 values of a block, and s is the rounded product of
 // the two scales. The hardware sums t with fewer bits than float32 has; the sum over blocks is in
-// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are those of
-// gemm/grouped_gemm.cuh.
+// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are the same as
+// in gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
 // block of k for one part into temporary registers, multiplies these results by their scales, and

@@ -96,9 +96,10 @@ using Before = std::conditional_t<
 //
 // The first block writes entries of work in both blocks. It may reuse an entry after all warps have
 // read it. If the other block's warps arrived at a barrier of the first block, they would need the
-// order of the cluster, a fence that costs consumers time in each tile. They therefore arrive at
-// their own block's barrier. This warp of the other block, which has time, waits for them and then
-// arrives at the first block, once per tile.
+// order of the cluster. This order needs a fence, which would cost consumers time in each tile. The
+// other block's warps therefore arrive at a barrier of their block. The warp of that block which
+// calls this function has time: it waits for them, and then arrives at the first block, once per
+// tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;

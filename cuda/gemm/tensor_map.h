@@ -17,7 +17,7 @@ struct TensorMap {
   bool is_ragged;
   int64_t rows, planes;
   int box_columns, box_rows;
-  int64_t row_elements = 0;  // from a row to the next; 0: as many as there are columns
+  int64_t row_elements = 0;  // from a row to the next; 0: the number of columns
 };
 
 // Writes the driver's form of `map`. Boxes with rows of 128 bytes are swizzled.

@@ -12,7 +12,7 @@
 // a team takes a chunk of slots of one rank, and a token is encoded once for each of its ranks.
 //
 // Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row on
-// this rank, because their flags may never be stored. A receiver also waits for senders of its own
+// this rank, because their flags may never be stored. A receiver also waits for senders of this
 // rank. These senders wait only for credits, and they have started before any block that only
 // receives, so one resident block is still enough.
 //

@@ -32,8 +32,8 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
 
 // Returns how many teams a block divides into if all blocks together have `items` work items of one
 // row each. If rows are few or large, each row gets many warps, so that the last rows of a launch
-// do not delay its end much. If there are enough items, at least `least` teams of a block work at a
-// time.
+// delay its end only a little. If there are enough items, at least `least` teams of a block work at
+// a time.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&

@@ -4,13 +4,13 @@
 // Holds afterwards: the same bits that route and then dispatch would have written, or route and
 // then format_dispatch if there is a format.
 //
-// Layout: as in those kernels, with one slot in each chunk. Ids land in the header. Each id shares
-// a word with its epoch, so a word with the current epoch is complete, and no fence makes ids wait
-// for rows.
+// Layout: as in route, dispatch and format_dispatch, with one slot in each chunk. Ids land in the
+// header. Each id shares a word with its epoch, so a word with the current epoch is complete, and
+// no fence makes ids wait for rows.
 //
-// A sender needs nothing from other ranks, because its tokens' slots follow from its own ids. Rows
-// therefore travel while every block computes the whole routing in shared memory, from the ids of
-// all ranks (plan_rows). After this plan, the block waits for rows, token by token.
+// A sender needs nothing from other ranks, because this rank's ids determine the slots of its
+// tokens. Rows therefore travel while every block computes the whole routing in shared memory, from
+// the ids of all ranks (plan_rows). After this plan, the block waits for rows, token by token.
 //
 // Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
 // sends the ids before any rows. A sender receives only if the number of remaining items exceeds
@@ -74,8 +74,8 @@ struct TokenSet {
 // shared memory.
 struct Shared {
   BlockState block;
-  TokenSet sent[kMaxRanks];    // own tokens, by destination
-  TokenSet landed[kMaxRanks];  // tokens that land here, by source; not of this rank
+  TokenSet sent[kMaxRanks];    // this rank's tokens, by destination
+  TokenSet landed[kMaxRanks];  // tokens of other ranks that land here, by source
   int32_t warp_sums[kMaxTeams];
   int32_t end_of_groups;          // the first row after the last group
   int32_t all_rows, padded_rows;  // rows of this rank before drops; rows of a trial (drop_rows)
