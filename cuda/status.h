@@ -1,5 +1,5 @@
-// Errors of exchanges: the record that a kernel writes into host memory, the poison word, and the
-// message.
+// How errors of exchanges are stored and shown: the record that a kernel writes into host memory,
+// the poison word, and the message.
 #pragma once
 
 #include <cstdint>

@@ -35,9 +35,9 @@ STAGE = ROOT / "build" / "wheels"
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
-# The kernels have machine code for those of these compute capabilities that the compiler supports,
-# and PTX of the first one for other newer GPUs. The grouped GEMM is only for 9.0. On 12.0 the
-# kernels of placement run, but exchanges need more shared memory (native.why_no_exchange).
+# The kernels get machine code for these compute capabilities, if the compiler supports them, and
+# PTX of the first one for other newer GPUs. The grouped GEMM runs only on 9.0. On 12.0 the kernels
+# of placement run, but exchanges need more shared memory (native.why_no_exchange).
 ARCHITECTURES = ("90", "100-real", "103-real", "120-real")
 MAX_BYTES = 60 << 20
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
@@ -175,7 +175,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 
 
 def compiler_of(major: int, python: str) -> str | None:
-    """Return an nvcc of that major version: this machine's, or PyPI's if PyPI has one."""
+    """Return an nvcc of that major version: this machine's nvcc, or PyPI's if PyPI has it."""
     machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:

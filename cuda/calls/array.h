@@ -141,7 +141,7 @@ inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64
          ToString(array.type, axes) + "; got " + ToString(array);
 }
 
-// Returns the first problem that is not empty, or an empty one.
+// Returns the first problem that is not empty, or an empty problem.
 inline Problem FirstOf(std::initializer_list<Problem> problems) {
   for (const Problem& problem : problems) {
     if (!problem.empty()) return problem;

@@ -1,5 +1,5 @@
-// The context of a call, and helpers. The parameters of a kernel follow from the context, the
-// arrays and the attributes.
+// The context of a call, and helpers. The context, the arrays and the attributes determine the
+// parameters of a kernel.
 //
 // Each call is a struct in a separate file. Its members are the attributes, in the order in which
 // Read() names them. It has

@@ -215,9 +215,9 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Ends every exchange kernel, on success and on failure. All threads of the block call it. The last
-// block out posts the credits of the ring half and advances the epoch. After a failure, it
-// overwrites the outputs, because no other block writes them any more.
+// Every exchange kernel ends with this function, on success and on failure. All threads of the
+// block call it. The last block out posts the credits of the ring half and advances the epoch.
+// After a failure, it overwrites the outputs, because no other block writes them any more.
 //
 // If another launch of this rank is under way, `arrived` counts the blocks of the other launch, but
 // not this block. This launch may then have no last block out, so every block that sees a failure

@@ -29,7 +29,7 @@ static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 struct StreamShared {
   alignas(128) char stages[kStages][kSegmentBytes];
   alignas(8) uint64_t landed[kStages];  // mbarriers
-  // The list of what the warp copies: rows, and the destinations of each.
+  // The list of the rows that the warp copies, and of the destinations of each row.
   const char* sources[kWarpThreads];
   int destinations_end[kWarpThreads];  // the end of each row's part of `destinations`
   char* destinations[kWarpThreads];

@@ -33,8 +33,8 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
 // between these packs.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The place in a row of the packs that a thread holds: pack u starts at element
-// `first + u * stride`, if the row has this element.
+// Where the packs of a thread are in a row: pack u starts at element `first + u * stride`, if the
+// row has this element.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -162,8 +162,9 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
 // ---- The fast path, for the common case: at most one weight per row or row segment, one type,
 // 16-byte words.
 
-// The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then
-// landed rows in the order of ranks, then the addend of Sum::kOutputPlusAddend.
+// The rows that a warp sums. The list is in the warp's shared memory: rows of this rank in the
+// order of choices, then landed rows in the order of ranks, then the addend of
+// Sum::kOutputPlusAddend.
 struct SourceList {
   const char* rows[kWarpThreads];
   float factors[kWarpThreads];  // of this rank's rows; landed rows have none

@@ -23,7 +23,7 @@ struct alignas(16) Work {
   __device__ bool shares_a() const { return (tile & 1) != 0; }
 };
 
-// A tile of one block: its first row and column, and where the axes of the product end for its
+// A tile of one block: its first row and column, and the ends of the product's axes for the tile's
 // group.
 template <typename F>
 struct Tile {
@@ -42,8 +42,8 @@ struct Tile {
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
-  // The number of steps in which all products, each over 16 of k, have elements. If rows lie along
-  // k, another step may follow.
+  // Returns the number of steps in which all products, each over 16 of k, have elements. If rows
+  // lie along k, another step may follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 

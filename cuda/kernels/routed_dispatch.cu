@@ -51,7 +51,7 @@ struct InFormat {
   using Type = T;
 };
 
-// The set of a source's tokens that go to one rank: a bit for each token.
+// The set of a source's tokens that go to one rank, with a bit for each token.
 struct TokenSet {
   uint32_t bits[kMaxGroups];
 

@@ -21,7 +21,8 @@ int64_t LibraryScratch(int64_t num_groups);
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
-// An operand or the result of each group: its rows, or its matrix of weights.
+// An operand or result of all groups. A group has some of its rows, or one of its matrices of
+// weights.
 struct GroupedArray {
   char* data;
   int64_t bytes;          // of a row, or of a matrix

@@ -28,7 +28,7 @@ struct Endpoint {
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";
 constexpr size_t kSecretBytes = 32;
 
-// An allocation of a slab: `bytes` of memory that belong at `offset`.
+// An allocation of a slab: `bytes` of memory, to be mapped at `offset`.
 struct Allocation {
   int64_t offset, bytes;
   Descriptor memory;

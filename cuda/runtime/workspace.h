@@ -52,7 +52,8 @@ class Workspace {
   Problem CheckAccess() const;
 
   // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`.
-  // Addresses never move. If it opens after Close(), it reserves again what was reserved before.
+  // Addresses never move. If the workspace opens after Close(), it again reserves the memory that
+  // it had before.
   //
   // Other processes need not make the same call: they allocate the missing memory of their devices
   // when this process requests it, and have `timeout_ns` to answer.

@@ -1,5 +1,5 @@
-// A block of a kernel is a thread of the operating system. Its CUDA threads are fibers, which run
-// in turns in random order.
+// In the emulator, a block of a kernel is a thread of the operating system. The block's CUDA
+// threads are fibers, which run in turns in random order.
 //
 // Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at
 // named barriers. As on a GPU, barriers order memory, but shuffles, votes and other collectives do

@@ -1,4 +1,4 @@
-// An exchange of all ranks: its operands, its launch on each rank, and its expected results.
+// An exchange of all ranks, with its operands, its launch on each rank, and its expected results.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -51,9 +51,9 @@ _OPTIONS_OF_FUNCTION = {
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# `write_own_params` is only in the kernels for ranks on one GPU. `fail` needs a run that fails, in
-# which ThreadSanitizer reports races even without a mutation, because several blocks overwrite the
-# outputs.
+# `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails,
+# in which ThreadSanitizer reports races even without a mutation, because several blocks overwrite
+# the outputs.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 

@@ -126,7 +126,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of every word and its index to a sum, so that equal arrays have equal sums.
+// Adds a hash of each word and its index to a sum, so that equal arrays have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;

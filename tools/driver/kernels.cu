@@ -24,11 +24,11 @@
 //   --ranks        runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/:
 //                  a launch is for all ranks. Numbers in --sms are reduced to what
 //                  cuda/ffi/call_state.cc allows for a rank. The bytes of `wire` cross no link
-//   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams
-//                  and --receive-teams (teams of a block): likewise
-//   --check        requires that all launches of an operation return the same bits: the first one,
-//                  which writes to poisoned arrays, the last timed one, and those with other numbers
-//                  of the lists. It skips inner products of a weighted dispatch, because their
+//   --send-blocks  blocks that send; 0: as kernels/grid.h chooses. route ignores it. --send-teams
+//                  and --receive-teams (teams of a block) work in the same way
+//   --check        requires that all launches of an operation return the same bits: the first
+//                  launch, which writes to poisoned arrays, the last timed launch, and the launches
+//                  with other numbers of the lists. It skips inner products of a weighted dispatch, because their
 //                  rounding depends on these numbers
 //   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
