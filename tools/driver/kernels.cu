@@ -28,8 +28,8 @@
 //                  and --receive-teams (teams of a block) work in the same way
 //   --check        requires that all launches of an operation return the same bits: the first
 //                  launch, which writes to poisoned arrays, the last timed launch, and the launches
-//                  with other numbers of the lists. It skips inner products of a weighted dispatch, because their
-//                  rounding depends on these numbers
+//                  with other numbers of the lists. It skips inner products of a weighted
+//                  dispatch, because their rounding depends on these numbers
 //   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
 
