@@ -12,7 +12,7 @@ namespace moe_a2a {
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,        // a block starts or leaves: no wait
+  kStart = 1,        // a block starts or leaves, without a wait
   kSendCredit = 2,   // a source waits until a destination has read the ring half
   kSend = 3,         // a source writes rows
   kReceiveHead = 4,  // a destination waits for the head of a source

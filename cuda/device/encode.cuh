@@ -21,8 +21,8 @@ constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// The places where a warp stores its segments: a slot in each of several zones, or rows, which have
-// no slots.
+// The places where a warp stores its segments: one slot in each of several zones, or rows (without
+// slots).
 struct Destinations {
   char* const* to;
   const int* slots;

@@ -176,8 +176,8 @@ struct GroupEncoding {
   }
 };
 
-// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values
-// that y passes. A tie goes to the even code.
+// Computes the code of y / scale as float4_e2m1fn. Bounds lie between neighbouring values, and the
+// code is the number of bounds that y passes. A tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 

@@ -112,7 +112,7 @@ class ScalesAlongM {
       scales[2 * i + 1] = second[i] ? of_step.w : of_step.y;
     }
   }
-  // Returns where the scale of a part's register i is.
+  // Returns the index of the scale for register i of a part.
   static constexpr __device__ int index(int i) { return i / 4 * 8 / kColumns * 2 + i / 2 % 2; }
 
  private:

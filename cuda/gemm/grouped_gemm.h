@@ -23,11 +23,11 @@ enum class GroupedProduct : int32_t {
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
 
-// What an activated product computes in addition. P is I, or 2 I for a gated activation, whose gate
-// columns come first. kForward and kForwardFew: d [C, I] = row_weights * function(a b + bias), with
-// weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T: d [C, I] = row_weights *
-// function(pre), d_pre [C, P] is the gradient of pre, and partial_dots [ceil(I / kDotColumns), C]
-// are the dots of g with function(pre) for each kDotColumns of I.
+// The additional operands and results of an activated product. P is I, or 2 I for a gated
+// activation, whose gate columns come first. kForward and kForwardFew: d [C, I] = row_weights *
+// function(a b + bias), with weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T:
+// d [C, I] = row_weights * function(pre), d_pre [C, P] is the gradient of pre, and partial_dots
+// [ceil(I / kDotColumns), C] are the dots of g with function(pre) for each kDotColumns of I.
 struct ActivatedProduct {
   bool is_gated;
   Activation function;

@@ -48,8 +48,8 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
 
 // Arrives at `barrier` of the block `rank`, in the order of a block. The order of a cluster would
 // compile to a fence of all global memory, which takes as long as a step of products. The order of
-// a block is enough, because the arrival follows reads of shared memory whose results the warp has,
-// and only the bytes that were read are written after it.
+// a block is enough. Before it arrives, the warp has the results of its reads of shared memory.
+// After the arrival, only the bytes that were read are overwritten.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))

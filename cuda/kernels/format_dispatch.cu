@@ -19,7 +19,7 @@
 // Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
 // flight.
 //
-// This file and dispatch.cu are not one template, because with a common template formats took 4 to
+// This file and dispatch.cu are not one template, because with a common template, formats took 4 to
 // 8 % longer with 8 and 128 tokens, and only 7 lines were saved
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"

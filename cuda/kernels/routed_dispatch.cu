@@ -710,7 +710,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
-  // Request everything that needs no wait at the same time.
+  // Request, all at the same time, everything that needs no wait.
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);

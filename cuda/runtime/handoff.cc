@@ -250,9 +250,9 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() for a unix socket may be repeated after a signal: it has joined the server's queue,
-  // or it has failed. (For TCP the attempt would continue, and the caller would have to wait for
-  // its end.)
+  // connect() for a unix socket may be repeated after a signal, because the interrupted call has
+  // either joined the server's queue or failed. (For TCP, the interrupted attempt would continue,
+  // and the caller would have to wait for its end.)
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });

@@ -35,7 +35,7 @@ class SideStream {
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the
-  // caller has one already.
+  // caller already reports an error.
   void JoinAll(cudaStream_t stream);
 
   // Empties the table. The device must be idle.
