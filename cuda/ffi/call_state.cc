@@ -41,8 +41,8 @@ ffi::Error CallState::Execute(const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
   SideStream* side = state != nullptr ? state->side : nullptr;
   ffi::Error error = ExecuteAt(execution, state, &side);
-  // After an error, the execution ends, and XLA uses its memory again in the order of XLA's stream.
-  // XLA's stream must therefore wait for all work of the side stream.
+  // After an error, the execution ends, and XLA reuses the memory of the execution in the order of
+  // XLA's stream. XLA's stream must therefore wait for all work of the side stream.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }

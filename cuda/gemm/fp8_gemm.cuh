@@ -103,8 +103,8 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // Half number h, of 64 columns, is in block h / 2 of the tile, or in block (h + 1) / 2 if the
-    // tile begins within a block.
+    // A tile consists of halves of 64 columns. Half h is in block h / 2 of the tile, or in block (h
+    // + 1) / 2 if the tile begins within a block.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {

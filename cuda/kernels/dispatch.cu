@@ -168,7 +168,8 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
+// padding.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {

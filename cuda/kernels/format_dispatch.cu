@@ -189,7 +189,8 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
+// padding.
 template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {

@@ -1,8 +1,8 @@
 // routed_dispatch: route and dispatch in one launch, for few tokens. With few tokens, most time is
 // spent on launches and on waits for other ranks.
 //
-// Holds afterwards: the same bits that route and then dispatch would have written, or route and
-// then format_dispatch if there is a format.
+// Holds afterwards: the same bits that route and then dispatch (with a format: route and then
+// format_dispatch) would have written.
 //
 // Layout: as in route, dispatch and format_dispatch, with one slot in each chunk. Ids land in the
 // header. Each id shares a word with its epoch, so a word with the current epoch is complete, and
