@@ -5,8 +5,8 @@
 //   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
 //   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise an early
-// writer of one shape could overwrite what a late reader of another shape still reads.
+// The distance between ring halves is a constant, so no shape moves a ring half. If shapes moved
+// it, an early writer of one shape could overwrite what a late reader of another shape still reads.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) sets fewer threads for a block, and so few flags that a few tokens
-// already share them.
+// The emulator (tests/emulation) has fewer threads in a block. It has so few flags that even a few
+// tokens share flags.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -36,8 +36,8 @@ constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// Identifies a workspace of a topology: for whole exchanges, or for split exchanges, which may run
-// at the same time.
+// A topology has a workspace for whole exchanges and a workspace for split exchanges, because both
+// kinds may run at the same time.
 enum class WorkspaceKind : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSplit; }
 
@@ -126,7 +126,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
 }
 
 // Returns how many slots share a flag: one, if there are enough flags. Each flag costs its sender a
-// fence, but with fewer slots per flag, less work remains after the last flag.
+// fence. But with fewer slots per flag, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }

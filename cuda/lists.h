@@ -41,8 +41,8 @@ constexpr bool contains(Constants<kValues...>, Value value) {
   return ((value == kValues) || ...);
 }
 
-// Ends the program because a value is not in its list. This cannot happen in a kernel: the host has
-// chosen the kernel, or the value, from the list.
+// Ends the program because a value is not in its list. This cannot happen in a kernel, because the
+// host has chosen the kernel, or the value, from the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();

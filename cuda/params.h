@@ -11,11 +11,11 @@
 
 namespace moe_a2a {
 
-// Parameters that all kernels have: the rank, its domain and the call.
+// The parameters that all kernels have. They describe the rank, its domain and the call.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
-  char* slab[kMaxRanks];  // the slabs of all ranks, the own slab included
+  char* slab[kMaxRanks];  // the slabs of all ranks, including this rank
   ErrorRecord* error;     // in host memory
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
@@ -39,7 +39,7 @@ struct FailureFill {
 #define MOE_A2A_NAME(name) #name,
 
 // Integer arrays of the routing that the exchanges read, in the order of a call's operands. The
-// lowering in Python has the same order (tests/test_layout.py compares).
+// lowering in Python has the same order, which tests/test_layout.py checks.
 // clang-format off
 #define MOE_A2A_ROUTING_ARRAYS(each)                      \
   each(token_slot)   /* [num_tokens, num_ranks] */        \
@@ -59,14 +59,14 @@ struct RoutingView {
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// `row_slot` of a row without a token: padding within a group (for the alignment), or a row after
-// the last group.
+// The values of `row_slot` for a row without a token. Such a row is padding within a group (for the
+// alignment), or a row after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py
-// (tests/test_layout.py compares). plan_shapes() in that file has their shapes; here each has a
-// leading batch axis.
+// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
+// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. Here each array
+// also has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -100,12 +100,12 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  // The choice index whose rows are dropped last. The later indices, modulo top_k, have falling
-  // priority. -1: no row can be dropped, because the capacity holds the worst case.
+  // The choice index whose rows are dropped last. Rows of the later indices, modulo top_k, are
+  // dropped earlier. -1: no row can be dropped, because the capacity holds the worst case.
   int32_t first_choice;
   int32_t parts;  // consecutive experts that form one group
   // Scratch between the two launches.
-  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id that is no expert's
+  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id of no expert
   // [batch, num_ranks, chunks, levels * local_experts + 1]. The last number counts the tokens for
   // this rank.
   int32_t* expert_counts;
@@ -155,7 +155,7 @@ struct Encoding {
   const float* token_scales;  // [num_tokens], or null
 };
 
-// Returns the bytes of the decoded row of a row with `value_bytes` of values.
+// Returns the bytes of the decoded form of a row with `value_bytes` of values.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
   const int item_bytes = element_bytes(encoding.type);
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
@@ -251,8 +251,8 @@ MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p
 }
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
-// A kernel may have 4096 bytes of parameters. A launch for ranks that share a device passes two
-// structs (device/ranks.cuh); CUDA 12.1 and later allow that.
+// The parameters of a kernel have at most 4096 bytes. A launch for ranks that share a device passes
+// two structs (device/ranks.cuh), which CUDA 12.1 and later allow.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);

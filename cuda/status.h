@@ -1,5 +1,5 @@
-// Errors of exchanges: the record that a kernel writes into host memory, the poison word, and the
-// message.
+// How errors of exchanges are stored and shown: the record that a kernel writes into host memory,
+// the poison word, and the message.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace moe_a2a {
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,        // a block starts or leaves: no wait
+  kStart = 1,        // a block starts or leaves, without a wait
   kSendCredit = 2,   // a source waits until a destination has read the ring half
   kSend = 3,         // a source writes rows
   kReceiveHead = 4,  // a destination waits for the head of a source
@@ -27,7 +27,7 @@ enum class ErrorKind : uint32_t {
   kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
   kBounds = 5,     // expected: upper bound; seen: the index that is out of range
   kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
-  kStopped = 7     // another rank has failed, and its process has the reason; `seen` is the poison
+  kStopped = 7  // another rank has failed, and that rank's process has the reason; seen: the poison
 };
 
 // The poison is the word that a failing rank stores to all ranks. It is never 0. Its fields are,

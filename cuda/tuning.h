@@ -1,5 +1,6 @@
-// All measured numbers. Values that pass the static_asserts next to their uses change times but not
-// results, except that the rounding of a weighted dispatch's inner products depends on the teams.
+// All measured numbers. If other values pass the static_asserts where they are used, they change
+// only times and not results. The only exception: the rounding of a weighted dispatch's inner
+// products depends on the teams.
 //
 // To add an architecture, derive a struct from the closest one, redefine the numbers that differ,
 // and choose the struct as `Tuning` below. A build is for one architecture, because host and device
@@ -22,18 +23,19 @@ struct Sm90 {
   // them to the GPU's multiprocessors.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
-  // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens, times
-  // the ranks, are few.
+  // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens times
+  // the number of ranks are few.
   static constexpr int kFewTokens = 512;
   static constexpr int kFewBytes = 128 << 20;
   static constexpr int kFewSms = 128;
   static constexpr int kWeightedSms = 128;  // "Blocks": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats"
-  static constexpr int kAloneSms = 512;     // all: a single rank waits for no other rank
-  static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
+  static constexpr int kAloneSms = 512;  // all SMs, because a single rank waits for no other rank
+  static constexpr int kSplitSms = 24;   // "During matrix products": a split exchange
 
-  // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, of at least and at
-  // most these numbers of tokens. Both are powers of two, and so are the tokens of a chunk.
+  // ---- Chunks of route ("Route"): tokens are divided into kRouteChunks chunks, with the limits
+  // below on the tokens of a chunk. The limits and the number of tokens of a chunk are powers of
+  // two.
 
   static constexpr int kRouteChunks = 32;
   static constexpr int kRouteLeastTokens = 64, kRouteMostTokens = 256;
@@ -63,7 +65,7 @@ struct Sm90 {
   static constexpr double kRoutedSenders = 0.25;
   static constexpr int kRoutedLeastSenders = 4;
   static constexpr int kRoutedTeams = 4;
-  // "Few tokens in one launch": encoding is arithmetic, so the whole block encodes a token.
+  // "Few tokens in one launch": arithmetic limits the encoding, so the whole block encodes a token.
   static constexpr int kRoutedEncodedTeams = 1;
   // "Senders": work items per block that zero rows (approximate).
   static constexpr int kZeroItemsPerBlock = 4;
@@ -74,8 +76,8 @@ struct Sm90 {
   static constexpr int kStages = 3;
   static constexpr int kLoadsAhead = 2;
   static constexpr int kSegmentBytes = 3584;
-  // "Token formats": the most values in a segment that a warp encodes; a whole segment
-  // (device/encode.cuh).
+  // "Token formats": the most bytes of values in an encoded segment, and the most bytes of any
+  // segment that a warp makes (device/encode.cuh).
   static constexpr int kEncodedValueBytes = 3584;
   static constexpr int kMadeBytes = 4096;
   // Loads that a thread keeps in flight.
@@ -107,8 +109,8 @@ struct Sm90 {
   // kForwardFew and kForward take 271 and 283 us for 32 groups of 32 rows, and 331 and 287 us for
   // groups of 64 rows.
   static constexpr int kGemmFewRows = 32;
-  // The same for Fp8Product::kForwardFew. It takes 149 and 187 us for 32 groups of 64 and 128 rows,
-  // and a tile of 128 rows by 256 columns takes 150 and 160 us ("FP8").
+  // The same limit for Fp8Product::kForwardFew, which takes 149 and 187 us for 32 groups of 64 and
+  // 128 rows. With tiles of 128 rows by 256 columns, the product takes 150 and 160 us ("FP8").
   static constexpr int kFp8FewRows = 64;
 };
 

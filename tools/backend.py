@@ -1,5 +1,5 @@
-"""The build backend is scikit-build-core. It adds the packages that the kernels need if they are
-built, and PyPI's nvcc if this machine has no nvcc that is new enough."""
+"""The build backend: scikit-build-core, plus the packages that the kernels need if they are built.
+These include PyPI's nvcc if this machine has no nvcc that is new enough."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from scikit_build_core import build
 from scikit_build_core.build import *  # noqa: F403
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
-# jaxlib is needed at build time for its FFI headers only. A handler built against the lowest
-# supported version registers on every newer version, but an older runtime refuses a handler built
-# against newer headers.
+# The build needs jaxlib only for its FFI headers. A handler built against the lowest supported
+# version registers on every newer version, but an older runtime refuses a handler built against
+# newer headers.
 KERNELS_NEED = ["nanobind>=2.4", "jaxlib==0.10.2"]
 
 

@@ -1,8 +1,8 @@
-"""Find nvcc: the one that the user names, a new enough one of this machine, or PyPI's.
+"""Find nvcc: the nvcc that the user names, a new enough nvcc of this machine, or PyPI's nvcc.
 
-CMake runs this file and reads the path that it prints, or nothing. Two options print the
-architectures to compile for, and announce the compilation. The build backend imports this file, and
-asks for PyPI's toolkit if this machine has no nvcc that is new enough.
+CMake runs this file and reads the path that it prints, or nothing. One option prints the
+architectures to compile for, and another option announces the compilation. The build backend
+imports this file, and asks for PyPI's toolkit if this machine has no nvcc that is new enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
+OLDEST = (12, 1)  # supports kernel parameters of more than 4 KiB
 # Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 OLDEST_GPU = 90
@@ -74,8 +74,8 @@ def known_architectures(nvcc: str) -> list[int]:
 def architectures(nvcc: str) -> list[int]:
     """Return the architectures of this machine's GPUs, or 90 if it has none that is new enough.
 
-    If nvcc does not know the architecture of a GPU, take the next older one, whose machine code or
-    PTX the GPU runs.
+    If nvcc does not know the architecture of a GPU, take the next older architecture, whose machine
+    code or PTX the GPU runs.
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -102,7 +102,7 @@ def announcement(nvcc: str, built_for: str) -> str:
 
 
 def announce(text: str) -> None:
-    """Print a text to the terminal as well, because pip shows no output of a build without -v."""
+    """Print a text, also to the terminal, because pip without -v shows no output of a build."""
     print(text, flush=True)
     if not sys.stdout.isatty():
         try:

@@ -62,7 +62,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
     """Install the wheels into an environment in ``folder`` and run programs in it."""
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    if gpu:  # the packages of this Python, after those of the environment
+    if gpu:  # also find the packages of this Python, after those of the environment
         (site_packages,) = folder.glob("venv/lib/python*/site-packages")
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer))
@@ -86,7 +86,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
             sys.exit(f"failed: python {' '.join(arguments)}")
         return done.stdout
 
-    # pip takes this package from the folder, and other packages from a registry.
+    # pip installs this package from the folder, and other packages from a registry.
     names = [str(path) for path in wheels.glob("jax_moe_a2a-*-py3-none-any.whl")]
     pip = ["-m", "pip", "install", "-q", "--only-binary", ":all:", "--find-links", str(wheels)]
     run(*pip, *(["--no-index", "--no-deps"] if gpu else []), *names)

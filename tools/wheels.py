@@ -2,16 +2,17 @@
 
 - ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. It runs wherever JAX runs, without kernels.
 - ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
-  major version of CUDA. One wheel (abi3) serves Python 3.12 and newer, another one Python 3.11.
+  major version of CUDA. One wheel (abi3) is for Python 3.12 and newer, and another wheel is for
+  Python 3.11.
 - ``jax_moe_a2a-V.tar.gz``: the sources.
 
-A CUDA 13 wheel is built with nvcc 13 of this machine, otherwise with PyPI's. A CUDA 12 wheel needs
-nvcc 12 on this machine, because PyPI has none. auditwheel assigns to each wheel the oldest
-manylinux tag that its symbols allow. The tag depends on the C library of this machine.
+A CUDA 13 wheel is built with nvcc 13 of this machine, or otherwise with PyPI's nvcc. A CUDA 12
+wheel needs nvcc 12 on this machine, because PyPI has no nvcc 12. auditwheel assigns to each wheel
+the oldest manylinux tag that its symbols allow. The tag depends on the C library of this machine.
 
 A package index shows README.md without the files that it links to. For this reason, links in the
 sources of a release lead to ``Repository`` of ``project.urls``, or to the repository of this CI
-run. If neither is known, only the words of such links stay, and pictures are removed.
+run. If neither address is known, only the words of these links stay, and pictures are removed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ STAGE = ROOT / "build" / "wheels"
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
-# The kernels have machine code for these compute capabilities, if the compiler supports them, and
-# PTX of the first for other newer GPUs. The grouped GEMM is for 9.0 alone. On 12.0 the kernels of
-# placement run, but exchanges need more shared memory (native.why_no_exchange).
+# The kernels get machine code for these compute capabilities, if the compiler supports them, and
+# PTX of the first one for other newer GPUs. The grouped GEMM runs only on 9.0. On 12.0 the kernels
+# of placement run, but exchanges need more shared memory (native.why_no_exchange).
 ARCHITECTURES = ("90", "100-real", "103-real", "120-real")
 MAX_BYTES = 60 << 20
 NOT_COPIED = (".git", "build", "dist", ".venv*", ".*_cache", "__pycache__")
@@ -116,7 +117,7 @@ def with_absolute_links(text: str, repository: str | None, version: str) -> str:
         kind = "raw" if picture else "blob"
         return f"{picture}[{words}]({repository}/{kind}/v{version}/{target})"
 
-    parts = FENCE.split(text)  # code at the odd places
+    parts = FENCE.split(text)  # code is at the odd indices
     parts[::2] = [LINK.sub(absolute, part) for part in parts[::2]]
     return "".join(parts)
 
@@ -174,7 +175,7 @@ CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
 
 
 def compiler_of(major: int, python: str) -> str | None:
-    """Return an nvcc of that major version: this machine's, or PyPI's if PyPI has one."""
+    """Return an nvcc of that major version: this machine's nvcc, or PyPI's if PyPI has it."""
     machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:

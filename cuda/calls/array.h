@@ -1,7 +1,7 @@
-// Operands and results of a call, and checks of them.
+// The operands and results of a call, and their checks.
 //
-// The kernels index an array by sizes that they take from other arrays. An exported program can
-// call with any arrays, so every array is checked.
+// The kernels index an array by sizes that come from other arrays. An exported program can pass any
+// arrays, so every array is checked.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ namespace moe_a2a {
 // A type of array elements. Types with equal names are equal.
 struct DataType {
   std::string name;  // XLA's name of the type
-  int64_t bytes;     // 0: several elements share a byte
-  uint8_t nan;       // the byte that makes a NaN if it is repeated; 0: the type has no NaN
+  int64_t bytes;     // of an element; 0: several elements share a byte
+  uint8_t nan;       // an element of only this byte is NaN; 0: the type has no NaN
 
   bool operator==(const DataType& other) const { return name == other.name; }
   bool operator!=(const DataType& other) const { return name != other.name; }
@@ -38,9 +38,9 @@ inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 inline const DataType kFp8 = {"F8E4M3FN", 1, 0xFF};
 
-// Returns the type with a name. The first number of a name is the number of bits; a type whose name
-// has no number, such as PRED, is a byte. F, BF and C begin the names of floating-point types. In a
-// type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
+// Returns the type with a name. The first number in a name is the number of bits. A type whose name
+// has no number, such as PRED, has one byte. F, BF and C begin the names of floating-point types.
+// In a type whose name ends with FNUZ, the only NaN has the bits of a negative zero.
 inline DataType TypeNamed(std::string name) {
   const size_t digits = name.find_first_of("0123456789");
   const int64_t bits = digits == std::string::npos ? 8 : std::atoi(&name[digits]);
@@ -141,7 +141,7 @@ inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64
          ToString(array.type, axes) + "; got " + ToString(array);
 }
 
-// Returns the first problem that is not empty, or an empty one.
+// Returns the first problem that is not empty, or an empty problem.
 inline Problem FirstOf(std::initializer_list<Problem> problems) {
   for (const Problem& problem : problems) {
     if (!problem.empty()) return problem;

@@ -1,11 +1,11 @@
-// The context of a call, and helpers. The parameters of a kernel follow from the context, the
-// arrays and the attributes.
+// The context of a call, and helpers. The context, the arrays and the attributes determine the
+// parameters of a kernel.
 //
 // Each call is a struct in a separate file. Its members are the attributes, in the order in which
 // Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
-//   kHasHalves                     whether it has a start and a done, too
+//   kHasHalves                     whether the call also has a start and a done
 //   Params                         the kernel's parameters
 //   kOperation                     the kernel's name in error messages
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
@@ -35,8 +35,8 @@ namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;      // its signature has what does not depend on the call's arrays
-  bool is_colocated;  // all ranks share the device and the launch
+  RankView view;      // its signature covers all that does not depend on the call's arrays
+  bool is_colocated;  // true: all ranks share the device and the launch
   int64_t num_sms;    // blocks that a launch may have for each rank
 };
 

@@ -1,7 +1,7 @@
 // The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice arrays to move,
 // addends, and the routing. Otherwise they are pairs (all rows, then all weights), an addend, and
-// the routing. Results: sums and choice arrays, or the single sum of all pairs. There is an addend
-// for each sum, or none at all.
+// the routing. Results: sums and choice arrays, or the single sum of all pairs. Either each sum has
+// an addend, or none has.
 #pragma once
 
 #include <algorithm>
@@ -94,7 +94,7 @@ struct CombineCall {
  private:
   static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
 
-  // The place of the first addend among the operands.
+  // Returns the index of the first addend among the operands.
   static int first_addend(const CombineParams& p) {
     return p.num_pairs > 0 ? 2 * p.num_pairs : p.num_summed + p.num_moved;
   }

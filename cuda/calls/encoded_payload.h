@@ -11,8 +11,8 @@
 
 namespace moe_a2a {
 
-// The way leaves are quantized. `format` is the name of a class in Python. The global scale of
-// NvFp4 is an attribute, or an operand with one scale for each token.
+// How leaves are quantized. `format` is the name of a class in Python. The global scale of NvFp4 is
+// an attribute, or an operand with one scale for each token.
 struct EncodedPayload {
   std::string format;
   int64_t num_leaves;

@@ -20,7 +20,7 @@ struct DispatchOptions {
   void Describe(DispatchParams& p) const { p.leaves_tail = leaves_tail; }
 };
 
-// Describes one payload array for each result. The last `num_choice_arrays` arrays have an entry
+// Describes one payload array for each result. The last `num_choice_arrays` arrays have one entry
 // per choice.
 inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
                                DispatchParams& p) {

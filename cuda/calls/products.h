@@ -2,32 +2,36 @@
 // as in calls/call.h, but has no state: its handler describes it at each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
-// int32 [1]. A fourth operand of kWeightGradient is the total, float32, to which the products are
-// added; d is the same memory. moe_a2a_dot_act, an activated product of rows [C, K] and weights [L,
-// K, P]: operands rows, weights, table, biases [L, P] or [0], router weights, float32 [C]; results
-// activations [C, I], pre-activations [C, P] or [0], counter. moe_a2a_act_dot_grad, the gradient of
-// activations [C, I] times weights [L, I, N]: operands gradient [C, N], weights, table,
-// pre-activations [C, P], router weights; results gradient of the pre-activations [C, P], weighted
-// activations [C, I], partial dots, float32 [ceil(I / kDotColumns), C], counter. moe_a2a_fp8_gemm:
-// operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of rows [C, K / 128]
-// and of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16 or float32, and
-// the counter. The kernel reads the scales of rows where they are: a lane loads the scales of its
-// own rows, so their order costs nothing. moe_a2a_act_encode, the pass between two products in FP8:
-// operands product [B, C, P], bfloat16 or float32; the table of B times L groups; router weights,
-// float32 [B, C], or [0] to encode the product itself; results values [B, C, I], float8_e4m3fn, and
-// scales [B, C, I / 128], float32. It needs no counter. moe_a2a_act_grad, the pass of its
-// gradients: operands as of act_encode, and the gradient of the activations [B, C, I]; results
-// values [B, C, P] and scales [B, C, P / 128] of the gradient of the product, this gradient [B, C,
-// P], the weighted activations [B, C, I], and the dots of rows, float32 [B, C].
+// int32 [1]. kWeightGradient may have a fourth operand, the float32 total to which the products are
+// added; d is then the same memory.
+// moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows,
+// weights, table, biases [L, P] or [0], router weights, float32 [C]; results activations [C, I],
+// pre-activations [C, P] or [0], counter.
+// moe_a2a_act_dot_grad, the gradient of activations [C, I] times weights [L, I, N]: operands
+// gradient [C, N], weights, table, pre-activations [C, P], router weights; results gradient of the
+// pre-activations [C, P], weighted activations [C, I], partial dots, float32 [ceil(I /
+// kDotColumns), C], counter.
+// moe_a2a_fp8_gemm: operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of
+// rows [C, K / 128] and of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16
+// or float32, and the counter. Each lane loads the scales of its rows directly from the operand, so
+// the order of the scales costs nothing.
+// moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or
+// float32; the table of B times L groups; router weights, float32 [B, C], or [0] to encode the
+// product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I / 128], float32.
+// moe_a2a_act_grad, the gradients of act_encode: operands as of act_encode, and the gradient of the
+// activations [B, C, I]; results values [B, C, P] and scales [B, C, P / 128] of the gradient of the
+// product, this gradient [B, C, P], the weighted activations [B, C, I], and the dots of rows,
+// float32 [B, C].
 // moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or
 // float32; results values [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and
-// scales [L, N / 128, K / 128], float32. moe_a2a_fill_slots, which fills spare slots of ranks with
-// experts (placement/fill_slots.h): operands experts and rows, int32 [B, R, L]; results the expert
-// and the rows of each slot, int32 [B, R, L + S].
+// scales [L, N / 128, K / 128], float32.
+// moe_a2a_fill_slots, which fills spare slots of ranks with experts (placement/fill_slots.h):
+// operands experts and rows, int32 [B, R, L]; results the expert and the rows of each slot, int32
+// [B, R, L + S].
 //
-// Products accept one more operand after these, except kWeightGradient: spare weights, [S, K, N] or
-// [S, N, K], which follow the weights. Biases are then [L + S, P], and scales of weights [L + S, N
-// / 128, K / 128].
+// All products except kWeightGradient accept one more operand after these: spare weights, [S, K, N]
+// or [S, N, K], whose indices follow those of the weights. Biases are then [L + S, P], and scales
+// of weights [L + S, N / 128, K / 128].
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Its values are not checked. Groups must lie within the rows, and indices within the weights; the
@@ -69,7 +73,7 @@ inline Problem CheckAxes(const Array& rows, const Array& weights, const Array& t
          ToString(rows) + ", " + ToString(weights) + " and " + ToString(table);
 }
 
-// Sets the groups and the counter, after checks. The table has two axes.
+// Checks and sets the groups and the counter. The table has two axes.
 template <typename Gemm>
 Problem DescribeGroups(const Array& table, const Array& counter, Gemm* gemm) {
   const int64_t num_groups = table.dimensions[1];
@@ -95,7 +99,7 @@ Problem DescribeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
                     {gemm->num_spare, like.dimensions[1], like.dimensions[2]});
 }
 
-// Sets what all products of 16-bit numbers have in common, after checks.
+// Checks and sets the members that all products of 16-bit numbers have in common.
 inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array& table,
                             const Array& counter, GroupedGemm* gemm) {
   MOE_A2A_TRY(CheckAxes(rows, weights, table));
@@ -106,7 +110,8 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   gemm->num_weights = weights.dimensions[0];
   gemm->k = weights.dimensions[1];
   gemm->n = weights.dimensions[2];
-  // Before the comparison of dtypes: a dtype that no kernel has is the reason to tell.
+  // This check precedes the comparison of dtypes, so that the reason names a dtype that no kernel
+  // supports.
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
@@ -405,7 +410,7 @@ struct ActEncodeCall {
     return DescribeEncode(args, results, /*encodes_product=*/false, params);
   }
 
-  // Describes an ActEncode, or those arrays of an ActGrad that are its own.
+  // Describes an ActEncode, or the arrays that an ActGrad has in common with an ActEncode.
   Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
                          ActEncode* params) const {
     ActEncode& call = *params;

@@ -72,7 +72,7 @@ struct RoutedDispatchCall {
                          std::to_string(num_ranks) + " ranks and " +
                          std::to_string(p.num_experts / num_ranks) + " experts");
     }
-    constexpr int kFirstCount = 8;  // results from here on are counts, those before indices
+    constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
       p.plan_fills[i].bytes = results[i].bytes;
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;

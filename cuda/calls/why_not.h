@@ -1,6 +1,6 @@
-// The reasons for which the kernels refuse a call. The lowering in Python asks before the call
-// runs. It takes another path if the kernels do not support the call, and raises an error if the
-// call is malformed.
+// The reasons for which the kernels refuse a call. The lowering in Python checks them before the
+// call runs. The lowering takes another path if the kernels do not support the call, and raises an
+// error if the call is malformed.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct Verdict {
   int64_t half_bytes = 0;  // the bytes of a ring half that the call needs
 };
 
-// Returns the verdict about a call with aligned arrays. `read` reads its attributes, as Call::Read
-// describes.
+// Returns the verdict about a call whose arrays are aligned. `read` reads its attributes, as
+// Call::Read describes.
 template <typename Reader>
 Verdict WhyNot(std::string_view target, const Reader& read, const Arrays& args,
                const Arrays& results, int num_ranks, bool is_colocated) {

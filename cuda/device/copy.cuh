@@ -55,8 +55,8 @@ __device__ inline void with_width(int width, Body&& body) {
   }
 }
 
-// Reads a row, kUnroll words per thread at a time. After each round of loads it calls
-// `deliver(write)`, which calls `write(to)` for every destination row `to`.
+// Reads a row. In each round, a thread loads kUnroll words and then calls `deliver(write)`, which
+// calls `write(to)` for every destination row `to`.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -91,8 +91,8 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies the row at `from` to several rows of `array.out`: to `row` of each lane in the mask
-// `choices`.
+// Copies the row at `from` to several rows of `array.out`. Each lane in the mask `choices` has the
+// index `row` of one of these rows.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {

@@ -1,6 +1,5 @@
-// Conversions between each element type and float32, of single numbers and of the one or two
-// numbers of a 32-bit word. Functions pass whole words, so that the compiler keeps them in
-// registers.
+// Converts single numbers, and the one or two numbers of a 32-bit word, between each element type
+// and float32. Functions pass whole words, so that the compiler keeps them in registers.
 #pragma once
 
 #include <cuda_bf16.h>

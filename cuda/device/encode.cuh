@@ -1,9 +1,9 @@
-// Rows in a token format. A team encodes a token and stores it into the token's slots, or decodes a
-// landed row and stores it to its rows.
+// Encodes and decodes rows in a token format. A team encodes a token and stores it into the token's
+// slots, or decodes a landed row and stores it to its rows.
 //
 // A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The
 // kernel chooses how a segment leaves. With BulkSegments, bulk copies run while the warp makes the
-// next segment. With PlainSegments, all lanes execute ordinary stores, which are complete sooner.
+// next segment. With PlainSegments, all lanes execute ordinary stores, which complete sooner.
 #pragma once
 
 #include "device/format.cuh"
@@ -21,8 +21,8 @@ constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// The places where a warp stores its segments: a slot in each of several zones, or rows, which have
-// no slots.
+// The places where a warp stores its segments: one slot in each of several zones, or rows (without
+// slots).
 struct Destinations {
   char* const* to;
   const int* slots;
@@ -33,7 +33,7 @@ struct Destinations {
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// The values or the scales of a segment, as whole vectors. In a zone, those of slot s are at
+// The values or the scales of a segment, as whole vectors. In a zone, the part of slot s is at
 // `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
@@ -45,8 +45,8 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp makes in turn in its shared memory, and that its first lane stores by bulk
-// copies. They use the stages of the warp's Stream, which must be idle meanwhile.
+// A warp makes these segments in turn in its shared memory, and its first lane stores them by bulk
+// copies. The segments use the stages of the warp's Stream, which must be idle meanwhile.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
@@ -115,7 +115,7 @@ class PlainSegments {
     __syncwarp();  // All lanes have read the previous segment.
     return memory_;
   }
-  // Reads the segment again for each row, because measurements showed that this is faster.
+  // Reads the segment again for each row, because this was faster in measurements.
   __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
                         int64_t offset) {
     __syncwarp();
@@ -336,9 +336,9 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
-// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows: to
-// `row` of each lane in the mask `choices`. `list` is memory of this warp for the addresses of
-// these rows.
+// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows. Each
+// lane in the mask `choices` has the index `row` of one of these rows. `list` is memory of this
+// warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

@@ -3,10 +3,10 @@
 //
 // The role of a block follows from the order in which blocks start. The teams of the first
 // `send_blocks` blocks take send items until none is left, and then receive like all other blocks.
-// A sender waits only for credits, which earlier launches post, so every item that was taken is
-// sent. When a block receives, all send items have been taken, or blocks that have started are
-// still taking them. One resident block is therefore enough for a launch to end (docs/protocol.md,
-// section 6).
+// A sender waits only for credits. Earlier launches post these credits, so a sender sends every
+// item that it takes. When a block receives, all send items have been taken, or blocks that have
+// started are still taking them. One resident block is therefore enough for a launch to end
+// (docs/protocol.md, section 6).
 #pragma once
 
 #include "device/ranks.cuh"
@@ -41,7 +41,7 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
-    // The accesses do not depend on each other, so that together they cost one latency.
+    // These accesses do not depend on each other, so together they cost one latency.
     const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
     // The previous launch on the stream has advanced the epoch. The last block out of this launch
     // advances it again.
@@ -86,15 +86,16 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the team's first send item before the block enters. Does so only if every block sends,
-// because an item that was taken must be sent.
+// If every block sends, requests the team's first send item before the block enters. If some blocks
+// only receive, it requests nothing, because an item that was taken must be sent.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Separates the last call of a sending team from the first call of a receiving team: teams share
-// barriers and mailboxes by number, and the two divisions may differ.
+// Separates the last call of a sending team from the first call of a receiving team. This is needed
+// because teams of equal numbers share barriers and mailboxes, and the block may be divided
+// differently for sending and for receiving.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
@@ -128,8 +129,8 @@ __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, in
   store_relaxed_sys(flag, make_flag(epoch, view.signature));
 }
 
-// Raises the flag of a chunk at a peer, after the threads of the team have written its rows. All of
-// them call it.
+// Raises the flag of a chunk at a peer, after the threads of the team have written its rows. All
+// threads of the team call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
@@ -173,8 +174,8 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
 
 // Sends work items until none is left. The credits of all peers must have arrived.
 // `send_item(item)` writes an item and raises its flags; `asked` is the request for the team's
-// first item. The heads follow when all items have been taken, because receivers read heads only in
-// long waits and at the end.
+// first item. The heads are sent when all items have been taken. Receivers read heads only in long
+// waits and at the end, so this is early enough.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -214,9 +215,9 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// Ends every exchange kernel, on success and on failure. All threads of the block call it. The last
-// block out posts the credits of the ring half and advances the epoch. After a failure, it
-// overwrites the outputs, because no other block writes them any more.
+// Every exchange kernel ends with this function, on success and on failure. All threads of the
+// block call it. The last block out posts the credits of the ring half and advances the epoch.
+// After a failure, it overwrites the outputs, because no other block writes them any more.
 //
 // If another launch of this rank is under way, `arrived` counts the blocks of the other launch, but
 // not this block. This launch may then have no last block out, so every block that sees a failure
@@ -238,7 +239,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     block.ok = poison == 0;
-    // Record this, because this process may have no other rank with a record.
+    // Record that this rank was stopped, because this process may have no other rank with a record.
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }

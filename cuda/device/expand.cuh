@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// Returns whether an array goes through shared memory: whole rows of 16-byte words do.
+// Returns whether an array goes through shared memory. This is so for whole rows of 16-byte words.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }

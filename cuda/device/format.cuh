@@ -5,8 +5,8 @@
 // lanes, which exchange only its largest magnitude.
 //
 // Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds
-// as the definition does: the factor is a power of two, or the result is rounded once. No addition
-// follows a multiplication, because the compiler could fuse the two.
+// as the definition does. In each of them, the factor is a power of two, or the result is rounded
+// once. No addition follows a multiplication, because the compiler could fuse the two.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -142,7 +142,7 @@ struct GlobalScale {
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;
-  float factor;    // NvFp4: the scale; other formats: what numbers are multiplied by
+  float factor;    // NvFp4: the scale; other formats: the number that multiplies each number
   uint32_t keeps;  // a mask: all bits, or none if the group is not finite
 
   __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
@@ -154,7 +154,8 @@ struct GroupEncoding {
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
       const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
       scale = is_finite ? code : kNanE4M3;
-      // With a scale of 0 all values are zero, because no finite number reaches a bound.
+      // With a scale of 0, the bounds are infinite and no finite number reaches one, so all values
+      // are zero.
       factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
     } else {
       int exponent = static_cast<int>(largest >> 23) - 127 - 8;
@@ -175,8 +176,8 @@ struct GroupEncoding {
   }
 };
 
-// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values
-// that y passes. A tie goes to the even code.
+// Computes the code of y / scale as float4_e2m1fn. Bounds lie between neighbouring values, and the
+// code is the number of bounds that y passes. A tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -247,15 +248,16 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = codes >> 4 * i;
-    // The bits of a float16 that is 2**-14 times the value; for 0.5 it is subnormal.
+    // The bits of a float16 that is 2**-14 times the value. For the value 0.5, this float16 is
+    // subnormal.
     const uint32_t half = (code & 8) << 12 | (code & 7) << 9;
     values[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 0x1p14f;
   }
 }
 
 // Decodes values of one group to numbers, saturated to the range of T. The values must be finite,
-// like those of encode_numbers(); the scale may be any number. Returns false if all numbers are
-// NaN.
+// like the values of encode_numbers(). The scale may be any number. Returns false if all numbers
+// are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,

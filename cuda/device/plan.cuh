@@ -55,9 +55,9 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// Takes a row for the choice of each lane, in the order of lanes, and returns it. `next_row` is a
-// table of this warp: the next row of each expert. Returns -1 if the choice is not `here`. All
-// lanes call it.
+// Takes a row for the choice of each lane, in the order of lanes, and returns the row. `next_row`
+// is a table of this warp with the next row of each expert. Returns -1 if the choice is not `here`.
+// All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));

@@ -2,8 +2,8 @@
 // inline assembly.
 //
 // The functions have two implementations: this file for GPUs, and tests/emulation, which runs the
-// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is common
-// to both.
+// kernels on a CPU as ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same
+// for GPUs and for the emulator.
 #pragma once
 
 #ifdef MOE_A2A_EMULATION
@@ -97,7 +97,7 @@ __device__ inline void init_load_barrier(uint64_t* barrier) {
 __device__ inline void fence_load_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Starts a bulk load. Its end completes a phase of `load_barrier`.
+// Starts a bulk load. The end of the load completes a phase of `load_barrier`.
 __device__ inline void bulk_load(char* shared_to, const char* from, uint32_t bytes,
                                  uint64_t* load_barrier) {
   const uint32_t barrier = shared_address(load_barrier);
@@ -133,7 +133,8 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Bulk stores of one thread. The thread ends a group of stores, and waits for groups.
+// Starts a bulk store. The thread that starts stores also ends a group of them, and waits for
+// groups.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)

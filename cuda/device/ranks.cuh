@@ -9,9 +9,9 @@
 // resident block per rank. With the rank in the slowest dimension, the last ranks would be missing
 // while the first ranks wait for them.
 //
-// Why parameters are not in a table in device memory: each call would need a copy, which a captured
-// graph would replay. The parameters of ranks differ only in pointers, by a constant distance, and
-// in the number of the rank.
+// Why parameters are not in a table in device memory: each call would need a copy of the table to
+// the device, and a captured graph would replay this copy. The parameters of ranks differ only in
+// pointers, by a constant distance, and in the number of the rank.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -30,7 +30,7 @@ __device__ inline Header* header(const RankView& view, int rank) {
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
-  kCreditByFirstBlock = 3,  // leave as the last block when the first one leaves
+  kCreditByFirstBlock = 3,  // do the work of the last block out when the first block leaves
   kIgnoreSignature = 4,     // accept every call as the same call
   kReceiversFirst = 5,      // admit receivers before senders
   kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
@@ -67,16 +67,16 @@ __device__ inline bool is_poisoned(const RankView& view) {
 }
 
 // Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call to
-// this rank may still be compiling its program. This can happen only in epoch 1, because no launch
-// ends before the heads of all peers have arrived.
+// this rank may still be compiling its program, so this wait has a longer bound. Such a peer exists
+// only in epoch 1, because no launch ends before the heads of all peers have arrived.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
   const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank and stops the whole domain, because every wait reads
-// `poison`. It is never inlined, like all functions for failures and long waits, so that kernels
+// Records the first failure of this rank, and sets `poison`, which stops the whole domain because
+// every wait reads it. Functions for failures and long waits are never inlined, so that kernels
 // stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
@@ -106,7 +106,8 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 // Bounds one wait.
 class Patience {
  public:
-  // Call it between two polls. Returns true every 64th time: the caller then checks for failures.
+  // Call this function between two polls. It returns true every 64th time, and the caller then
+  // checks for failures.
   __device__ bool is_long() {
     // Other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
@@ -145,8 +146,8 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Returns whether to continue a wait for a flag of `awaited_rank`, whose value is `seen`. Reports
-// failures that it finds.
+// Returns whether to continue a wait for a flag of `awaited_rank`. The flag's value is `seen`.
+// Reports the failures that it finds.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -209,7 +210,7 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
          head_agrees(view, epoch, source);
 }
 
-// Returns whether to continue a wait for the credit of `destination`, whose value is `seen`.
+// Returns whether to continue a wait for the credit of `destination`. The credit's value is `seen`.
 // Reports a timeout.
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,

@@ -29,7 +29,7 @@ static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 struct StreamShared {
   alignas(128) char stages[kStages][kSegmentBytes];
   alignas(8) uint64_t landed[kStages];  // mbarriers
-  // The list of what the warp copies: rows, and the destinations of each.
+  // The list of the rows that the warp copies, and of the destinations of each row.
   const char* sources[kWarpThreads];
   int destinations_end[kWarpThreads];  // the end of each row's part of `destinations`
   char* destinations[kWarpThreads];
@@ -60,8 +60,8 @@ struct Stream {
     bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
   }
 
-  // Waits for the next stage and returns its memory, which is valid until the stage is loaded
-  // again.
+  // Waits for the next stage and returns the stage's memory, which is valid until the stage is
+  // loaded again.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];
@@ -88,8 +88,9 @@ struct Segments {
 
 // Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead of the stores, also into the next row. Loads under way, and stores that may
-  // still read, together use all stages. A stage is loaded only after its stores have read it.
+  // Loads run ahead of the stores, even into the next row. The loads under way, and the stores that
+  // may still read their stages, together use all stages. A stage is loaded only after its stores
+  // have read it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
@@ -121,8 +122,8 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
 }
 
 // Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call
-// it after they have written the list, and may rewrite the list afterwards. Stores may still be
-// under way then.
+// it after they have written the list, and may rewrite the list afterwards. When it returns, stores
+// may still be under way.
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);

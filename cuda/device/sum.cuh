@@ -29,11 +29,12 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// The packs that a thread holds at a time. The packs of the team's other threads lie between them.
+// The number of packs that a thread holds at a time. The packs of the team's other threads lie
+// between these packs.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// The place in a row of the packs that a thread holds: pack u starts at element
-// `first + u * stride`, if the row has this element.
+// Where the packs of a thread are in a row: pack u starts at element `first + u * stride`, if the
+// row has this element.
 template <int kCount>
 struct PackOffsets {
   int64_t first, stride, elements;
@@ -46,8 +47,8 @@ struct PackOffsets {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(PackOffsets)` until the team has covered the row, equally often in all lanes of a
-// warp, because `body` may shuffle.
+// Calls `body(PackOffsets)` until the team has covered the row. All lanes of a warp call it equally
+// often, because `body` may shuffle.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
@@ -139,8 +140,8 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // Several pairs are summed choice by choice. With one pair or none, two rows are loaded at a
-    // time.
+    // With several pairs, one choice is summed at a time. With one pair or none, two rows are
+    // loaded at a time.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -161,8 +162,9 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
 // ---- The fast path, for the common case: at most one weight per row or row segment, one type,
 // 16-byte words.
 
-// The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then
-// landed rows in the order of ranks, then the addend of Sum::kOutputPlusAddend.
+// The rows that a warp sums. The list is in the warp's shared memory: rows of this rank in the
+// order of choices, then landed rows in the order of ranks, then the addend of
+// Sum::kOutputPlusAddend.
 struct SourceList {
   const char* rows[kWarpThreads];
   float factors[kWarpThreads];  // of this rank's rows; landed rows have none
@@ -235,7 +237,7 @@ struct Float32Part {
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }
-  // Calls body(own element, element of `part`) for each element.
+  // Calls body(element of this object, element of `part`) for each element.
   template <typename Body>
   __device__ __forceinline__ void each(const RowPart& part, Body&& body) {
 #pragma unroll
@@ -284,13 +286,14 @@ struct RoundedWire {
   }
 };
 
-// The result of a sum: a partial sum that travels, or the output row of a token, without an addend
-// or with one.
+// The result of a sum: a partial sum that travels, or the output row of a token, without or with an
+// addend.
 enum class Sum { kPartial, kOutput, kOutputPlusAddend };
 
 // Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are
-// always under way, also into the next part. With RoundedWire, a partial sum is computed like the
-// output row of a token without other partial sums, because rounding a second time changes nothing.
+// always under way, even those of the next part. With RoundedWire, a partial sum is computed like
+// the output row of a token without other partial sums, because rounding a second time changes
+// nothing.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -359,11 +362,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   }
 }
 
-// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of
-// higher ranks + addend, added in this order. The own partial sum is the sum of factor * row,
-// rounded or encoded like the landed ones. For Sum::kPartial, out is the own partial sum as it
-// travels. If nothing is listed, out is zero. All lanes call it after they have written the list,
-// and may rewrite the list afterwards.
+// Computes out = landed partial sums of lower ranks + this rank's partial sum + landed partial sums
+// of higher ranks + addend, added in this order. This rank's partial sum is the sum of factor *
+// row, rounded or encoded like the landed partial sums. For Sum::kPartial, out is this rank's
+// partial sum as it travels. If the list is empty, out is zero. All lanes call it after they have
+// written the list, and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,

@@ -1,5 +1,5 @@
-// Teams: the threads that share a work item. A team is one warp, or several warps if there are few
-// or large rows.
+// A team is the threads that share a work item. It is one warp, or several warps if rows are few or
+// large.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +53,8 @@ class Team {
     return *mailbox_;
   }
 
-  // Returns whether `ok` is true in all threads. Orders what any of them has acquired before the
-  // team's later accesses.
+  // Returns whether `ok` is true in all threads. Orders what any of these threads has acquired
+  // before the team's later accesses.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

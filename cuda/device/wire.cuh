@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// Stands for the dtype of partial sums that travel in a format.
+// Replaces the wire dtype in templates if partial sums travel in a format.
 template <TokenFormat F>
 struct Encoded {};
 
@@ -70,9 +70,9 @@ class EncodedWire {
     }
   }
 
-  // Stores an encoded part to `row`. Every store to a peer has a cost, so scales stay in registers
-  // until each lane has a scale, or until the next scales are not adjacent. All lanes call it, in
-  // the order of offsets.
+  // Stores an encoded part to `row`. Every store to a peer has a cost. Scales therefore stay in
+  // registers until each lane has a scale, or until the next scales are not adjacent. All lanes
+  // call it, in the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -110,7 +110,7 @@ class EncodedWire {
 
   GlobalScale global_;
   int64_t scales_;
-  uint32_t kept_ = 0;  // this lane's scale, of those of `num_kept_` adjacent words of a warp
+  uint32_t kept_ = 0;  // this lane's scale among the scales of `num_kept_` adjacent words of a warp
   int num_kept_ = 0;
 };
 

@@ -41,8 +41,8 @@ ffi::Error CallState::Execute(const Execution& execution) {
   const DeviceState* state = states_.Find(execution.ordinal);
   SideStream* side = state != nullptr ? state->side : nullptr;
   ffi::Error error = ExecuteAt(execution, state, &side);
-  // After an error, the execution ends, and XLA uses its memory again in the order of XLA's stream.
-  // XLA's stream must therefore wait for all work of the side stream.
+  // After an error, the execution ends, and XLA reuses the memory of the execution in the order of
+  // XLA's stream. XLA's stream must therefore wait for all work of the side stream.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }
@@ -50,8 +50,8 @@ ffi::Error CallState::Execute(const Execution& execution) {
 ffi::Error CallState::ExecuteAt(const Execution& execution, const DeviceState* state,
                                 SideStream** side) {
 #ifdef MOE_A2A_TEST_HOOKS
-  // A test has changed whether the number of blocks is limited. The state depends on this limit, so
-  // it is made again.
+  // If a test has switched the limit on the number of blocks, the state is made again, because it
+  // depends on this limit.
   if (state != nullptr && state->is_uncapped != state->workspace->is_uncapped()) state = nullptr;
 #endif
   if (state != nullptr) {
@@ -113,7 +113,7 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Devic
     return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
   }
 #ifdef MOE_A2A_TEST_HOOKS
-  // Tests launch more blocks than fit.
+  // is_uncapped: a test launches more blocks than fit.
   if (state.ranks_of_device == 1 || state.is_uncapped) return num_sms;
 #endif
   if (state.ranks_of_device == 1) {

@@ -1,10 +1,10 @@
-// The state of a call of a program. It holds what does not change between executions.
+// The state of a call of a program: everything that does not change between executions.
 //
-// XLA makes a state when it loads the program, keeps it as long as the program, and passes it to
-// every later stage. All devices of the process, and all threads that execute the program, share
-// one state, so published parts of the state never change. The state has a DeviceState for each
-// device. The first execution on a device makes its DeviceState, because a call's arrays and device
-// are not known earlier.
+// XLA makes a state when it loads the program, keeps the state as long as the program, and passes
+// the state to every later stage. All devices of the process, and all threads that execute the
+// program, share one state, so published parts of the state never change. The state has a
+// DeviceState for each device. The first execution on a device makes its DeviceState, because a
+// call's arrays and device are not known earlier.
 //
 // A DeviceState stays valid when the workspace is closed and opened again, because a workspace
 // keeps its addresses for the life of the process (runtime/workspace.h). Every call checks whether
@@ -67,8 +67,8 @@ class CallState {
   // including executions that replay a CUDA graph and never call Execute().
   ffi::Error Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins a split exchange. After the first execution on a device, it
-  // does not allocate and takes no process-wide lock.
+  // Launches the exchange, or joins a split exchange. After the first execution on a device,
+  // Execute() does not allocate and takes no process-wide lock.
   ffi::Error Execute(const Execution& execution);
 
  protected:

@@ -46,15 +46,16 @@ class CallStateOf final : public CallState {
  private:
   struct LaunchState final : DeviceState {
     explicit LaunchState(const DeviceState& state) : DeviceState(state) {
-      // Padding bytes, too, must be equal on all ranks that share a device (device/ranks.cuh).
+      // Even padding bytes must be equal on all ranks that share a device (device/ranks.cuh).
       std::memset(static_cast<void*>(&params), 0, sizeof(params));
     }
 
     Params params;  // of the first rank, without addresses
     int blocks;
-    bool has_run;  // the view has the id of the execution
+    bool has_run;  // whether the view has the id of the execution
     std::vector<int64_t> arg_bytes, result_bytes;
-    size_t name;  // index of the result that identifies a launch; no result: their number
+    size_t
+        name;  // index of the result that identifies a launch; without one, the number of results
   };
 
   ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(

@@ -1,5 +1,5 @@
 // The done of a split exchange. Operands: the operands of its start, then the results of its start.
-// The results of the start are also the results of the done.
+// The results of the done are the results of the start (aliased).
 #pragma once
 
 #include <algorithm>

@@ -20,7 +20,7 @@ inline ffi::Error Internal(const std::string& message) {
   return ffi::Error::Internal("jax_moe_a2a: " + message);
 }
 
-// A lack of memory has the same error code as XLA's own.
+// A lack of memory has the same error code as in XLA.
 inline ffi::Error ToError(const Problem& problem) {
   if (problem.empty()) return ffi::Error::Success();
   if (!problem.lacks_memory) return Internal(problem);

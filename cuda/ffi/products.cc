@@ -99,8 +99,8 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
         .To(Execute<Call>, traits)
         .release();
   };
-  // A graph must not capture a call of cuBLASLt, because the library loads a kernel at its first
-  // launch.
+  // A graph must not capture a call of cuBLASLt, because the library loads a kernel when it first
+  // launches this kernel.
   static const auto* handler = std::is_same_v<typename Call::Params, LibraryGemm>
                                    ? bind({})
                                    : bind({ffi::Traits::kCmdBufferCompatible});

@@ -92,8 +92,8 @@ XLA_FFI_Error* ExecuteInGraphHandler(XLA_FFI_CallFrame* frame) {
 }
 
 // Adds the targets of a call. A whole call has a second target, with the suffix "_in_graph", which
-// may be captured in a CUDA graph. Start and done are not captured: a graph must join each fork
-// that it contains, and the host must see every start.
+// may be captured in a CUDA graph. Start and done are not captured, because a graph must join each
+// fork that it contains, and because the host must see every start.
 template <typename Call>
 void AddTargets(std::vector<Target>& targets) {
   const std::string name = Call::kTarget;

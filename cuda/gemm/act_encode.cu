@@ -1,14 +1,16 @@
-// The passes between two products in FP8. act_encode activates the first product, multiplies by
-// router weights, rounds to the dtype of the product, and encodes in BlockwiseFp8. Without router
-// weights, it encodes rows as they are. act_grad is the pass of the gradients.
+// The passes between two products in FP8. act_encode applies the activation to the first product,
+// multiplies the activations by router weights, rounds them to the dtype of the product, and
+// encodes them in BlockwiseFp8. Without router weights, act_encode encodes rows as they are.
+// act_grad computes the gradients of act_encode.
 //
 // Holds: the results of all rows of groups are written. Other rows are neither read nor written. A
-// lane reads its numbers before it writes results in their place.
+// lane reads its numbers before it overwrites them with results.
 // Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous
 // bytes each, so the 16 numbers of a lane are not neighbours: vector v of lane l starts at byte 16
-// (8 v + l) of the group. A warp of act_grad has a whole row, whose dot it sums. Launch: one block
-// on a multiprocessor. A thread loads 64 bytes or more at a time, and the 64 KiB or more of a block
-// are above the share of a multiprocessor of the memory's latency times bandwidth.
+// (8 v + l) of the group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one
+// block on a multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or
+// more in flight. This is more than a multiprocessor's share of the product of the memory's latency
+// and bandwidth.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -21,7 +23,7 @@
 namespace moe_a2a {
 namespace {
 
-// The most threads of a block for which there are enough registers.
+// The largest number of threads for which a block has enough registers.
 template <typename T>
 constexpr int kActThreads = sizeof(T) == 2 ? 1024 : 640;
 template <typename T>
@@ -72,7 +74,8 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns the weighted activations of the numbers of a word, rounded to T. Zeros for a weight of 0.
+// Returns the weighted activations of the numbers of a word, rounded to T. They are zeros for a
+// weight of 0.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {
@@ -109,7 +112,8 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
     const uint32_t end = static_cast<uint32_t>(end_row - first_row) * groups_of_row;
 #pragma unroll 1
     for (uint32_t base = warp * kGroupsOfWarp; base < end; base += stride) {
-      // All lanes shuffle. Those after the end write what others write.
+      // All lanes shuffle. Lanes after the end repeat the work of the last item, and write the same
+      // bytes.
       const uint32_t item = min(base + lane / kLanes, end - 1);
       const int32_t row = first_row + static_cast<int32_t>(item / groups_of_row);
       const uint32_t group = item % groups_of_row;
@@ -144,9 +148,9 @@ __global__ void __launch_bounds__(kActThreads<T>, 1) act_encode(const ActEncode 
   }
 }
 
-// Replaces the words of the pre-activations by those of their gradients, and the word of the
-// gradient of the activations by the weighted activations. All are zeros for a weight of 0. Adds
-// the products of the gradient and the activations to the dot.
+// Replaces the words of the pre-activations by the words of their gradients, and the word of the
+// gradient of the activations by the weighted activations. For a weight of 0, all results are
+// zeros. Adds the products of the gradient and the activations to the dot.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ void grad_word(uint32_t* gate_word, uint32_t* up_word, uint32_t* ct_word,
                                           float weight, const ActGrad& p, float* dot) {

@@ -17,8 +17,8 @@ namespace moe_a2a {
 struct ActEncode {
   ElementType type;     // of the product: kBFloat16 or kFloat32
   const void* product;  // [B, C, P]
-  // [B, C]; the results of a row of weight 0 are zeros. Null to encode the product itself, without
-  // activation and weights.
+  // [B, C]; the results of a row of weight 0 are zeros. If null, the product itself is encoded,
+  // without activation and weights.
   const float* row_weights;
   const int32_t *starts,
       *sizes;  // [B, L] first row, and number of rows, of each group; adjacent within an element
@@ -33,12 +33,12 @@ struct ActEncode {
 };
 
 // The gradients of the same arrays. `values` [B, C, P] and `scales` [B, C, P / 128] encode the
-// gradient of the product, rounded to its type, and all results of a row of weight 0 but the dot
-// are zeros. row_weights are given.
+// gradient of the product, rounded to the type of the product. For a row of weight 0, all results
+// except the dot are zeros. row_weights must not be null.
 struct ActGrad : ActEncode {
   const void* ct;    // [B, C, I]: the gradient of the activations before their weights
-  void* d_pre;       // [B, C, P]: that of the product
-  void* h;           // [B, C, I]: weighted activations, perhaps in the place of ct
+  void* d_pre;       // [B, C, P]: the gradient of the product
+  void* h;           // [B, C, I]: weighted activations; may be the same memory as ct
   float* d_weights;  // [B, C]: the dots of ct and the activations
 };
 

@@ -19,7 +19,7 @@ __device__ inline float sigmoid(float x) {
   return y;
 }
 
-// An activation at x, and its derivative there.
+// The value and the derivative of an activation at x.
 struct Activated {
   float value, slope;
 };
@@ -65,8 +65,8 @@ __device__ inline Gated activate_gated(float gate, float up, float alpha, float 
   }
 }
 
-// Calls body(std::integral_constant<Activation, A>) for the activation `a`. Code in the body need
-// not branch again.
+// Calls body(std::integral_constant<Activation, A>) for the activation `a`, so code in the body
+// need not branch again.
 template <bool kIsGated, typename Body>
 __device__ inline void for_activation(Activation a, Body&& body) {
   switch (a) {

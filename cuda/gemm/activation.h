@@ -14,7 +14,7 @@ enum class Activation : int32_t {
   kSquaredRelu,    // max(x, 0)^2
   kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit
                    // (GPT-OSS)
-  kScaledBias,     // none: router weights multiply the bias instead of the result
+  kScaledBias,     // no activation: router weights multiply the bias instead of the result
 };
 
 }  // namespace moe_a2a

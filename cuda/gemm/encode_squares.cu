@@ -1,8 +1,8 @@
-// Quantizes weights to BlockwiseFp8: reads a square of 128 x 128 numbers once and writes it in both
-// orientations.
+// Quantizes weights to BlockwiseFp8: reads each square of 128 x 128 numbers once, and writes the
+// square and its transpose.
 //
-// Layout: a thread holds 16 bytes of each of several neighbouring rows, so that it transposes its
-// values by blocks of 4 x 4 bytes. Shared memory then has the transposed square in rows of 128
+// Layout: a thread holds 16 bytes of each of several neighbouring rows, and transposes its values
+// in blocks of 4 x 4 bytes. Afterwards, shared memory has the transposed square in rows of 128
 // bytes. A unit is the bytes that a thread stores at once. Its place in a row is xored with the
 // number of the 16-byte column, so that neither stores nor loads have bank conflicts. Launch: one
 // block for each square. Several blocks share a multiprocessor, so that one block loads while

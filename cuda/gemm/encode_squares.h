@@ -14,7 +14,7 @@ namespace moe_a2a {
 struct EncodeSquares {
   ElementType type;     // of the weights: kBFloat16 or kFloat32
   const void* weights;  // [L, K, N]
-  uint8_t* turned;      // [L, N, K], float8_e4m3fn; null to leave it out
+  uint8_t* turned;      // [L, N, K], float8_e4m3fn: transposed; null to leave it out
   uint8_t* plain;       // [L, K, N], the same numbers; null to leave it out
   uint32_t* scales;     // [L, N / 128, K / 128], bits of float32
   int64_t num_matrices, k, n;

@@ -1,9 +1,9 @@
-// Handles the results of a tile in a warp: optionally applies an activation or its derivative, then
-// rounds and stores.
+// Handles the results of a tile in a warp: applies an activation or its derivative if there is one,
+// and then rounds and stores the results.
 //
-// A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes
-// has, for every 8 of n, the elements 2 q and 2 q + 1 of the row lane / 4, and then the same
-// elements of the row that is 8 rows below:
+// A warp has 16 rows of m by all n of a product. For every 8 of n, the registers d of lane q of
+// each four lanes hold the elements 2 q and 2 q + 1 of the row lane / 4, and then the same elements
+// of the row that is 8 rows below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #pragma once
@@ -34,7 +34,7 @@ class BoxWriter {
 
   __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][kStoreBytes]) : buffers_(buffers) {}
 
-  // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned.
+  // Stores 16 rows of m by 64 of n, or by all n of a transposed tile.
   __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
     const int lane = lane_index();
     if (lane == 0) wait_until_read<kStoreBuffers - 1>();
@@ -79,19 +79,20 @@ class BoxWriter {
   int next_ = 0;
 };
 
-// Loads nothing before the products.
+// Used if an epilogue loads nothing before the products.
 struct Nothing {
   template <typename... Args>
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of this lane's rows. Read before the products, so that nothing waits for them.
+// The router weights of this lane's rows. They are read before the products, so that nothing waits
+// for them.
 template <typename F>
 struct RowWeights {
   static constexpr int kRows = F::kIsTurned ? F::kTileN / 4 : 2;
   float of[kRows];
 
-  // `m` is the first row of a warp's results in a tile that is not turned.
+  // `m` is the first row of a warp's results in a tile that is not transposed.
   __device__ RowWeights(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m) {
     const int lane = lane_index();
 #pragma unroll
@@ -105,8 +106,8 @@ struct RowWeights {
   __device__ float at(int i) const { return F::kIsTurned ? of[i / 4 * 2 + i % 2] : of[i / 2 % 2]; }
 };
 
-// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have
-// none. `scale(i)` multiplies the bias of d[i].
+// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d. Columns from `end` on have
+// no bias. `scale(i)` multiplies the bias of d[i].
 template <typename T, typename F, int kSize, typename Scale>
 __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float (&d)[kSize],
                                 int begin, int count, Scale&& scale) {
@@ -135,8 +136,8 @@ __device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float
   }
 }
 
-// Stores 16 rows of m of all products of a warp in a tile that is turned: 64 of m lie between two
-// products.
+// Stores 16 rows of m of all products of a warp in a transposed tile. The products of a warp are 64
+// of m apart.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
                                       const Tile<F>& tile, const Plane& plane, int32_t m,
@@ -168,7 +169,8 @@ class Rounded {
     columns_ = tile.end_n - tile.n;
   }
 
-  // Stores part `part` if there is one; call it for all parts in turn before the next take().
+  // Stores the part with the number `part`, if it exists. Call it for all parts in turn before the
+  // next take().
   __device__ void store(const CUtensorMap& map, BoxWriter<F>& writer, int part) {
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
@@ -184,8 +186,8 @@ class Rounded {
   int32_t columns_ = 0;  // from the first of the tile to the end; 0: nothing is left to store
 };
 
-// Applies biases, activation and router weights, and stores activations; also pre-activations, if
-// they are kept.
+// Applies biases, activation and router weights, and stores the activations. Also stores the
+// pre-activations if they are kept.
 template <typename T, typename F, int kProducts, int kSize>
 __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writer,
                                          const Work& work, const Tile<F>& tile, const Plane& plane,
@@ -267,19 +269,19 @@ __device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writ
   });
 }
 
-// A stage's memory for operands.
+// The memory of a stage for operands.
 struct Operands {
   char *a, *b;
 };
 
-// Turns gradients of weighted activations, d, into gradients of pre-activations, and stores these
-// and the weighted activations. Adds up the partial dots of the gradients with the unweighted
-// activations.
+// Turns d, the gradients of weighted activations, into gradients of pre-activations. Stores these
+// gradients and the weighted activations. Adds up the partial dots of the gradients with the
+// unweighted activations.
 //
-// Pre-activations come through the stages of the operands, 64 columns of a tile in each: gate, or
-// the columns of an activation that is not gated, in place of operand a, and up in place of operand
-// b. The loader therefore loads them while the last products run. A warp overwrites the rows that
-// it reads with their gradients, and stores these from there.
+// Pre-activations come through the stages of the operands, so the loader loads them while the last
+// products run. A stage has 64 columns of a tile: the gate columns (or the columns of an activation
+// that is not gated) in place of operand a, and the up columns in place of operand b. A warp
+// overwrites the rows that it reads with their gradients, and stores the gradients from there.
 template <typename T, typename F>
 class Derivative {
  public:
@@ -340,8 +342,8 @@ class Derivative {
   }
 
  private:
-  // Computes 32 of the 64 columns in shared memory, from column `column`, with d[first], d[first +
-  // 1], ...
+  // Computes 32 of the 64 columns in shared memory, beginning with column `column`, from d[first],
+  // d[first + 1], ...
   template <Activation kFunction, int kSize>
   __device__ void derive(char* gate, char* up, char* act, int column, const float (&d)[kSize],
                          int first, float (&dots)[2]) {
@@ -418,10 +420,10 @@ class Derivative {
 
 // Adds products to a tile of float32 totals, and stores the sums in their place.
 //
-// Totals come through the stages of the operands, 64 columns of a tile in each: 32 in place of
+// Totals come through the stages of the operands. A stage has 64 columns of a tile: 32 in place of
 // operand a, and 32 in place of operand b. A warp adds its results to these rows in shared memory,
-// and stores the sums from there. Bulk reductions need no load, but are slower, because the L2
-// cache adds more slowly than it stores.
+// and stores the sums from there. Bulk reductions would need no load, but would be slower, because
+// the L2 cache adds more slowly than it stores.
 template <typename F>
 class AddToTotals {
  public:
@@ -446,7 +448,7 @@ class AddToTotals {
   __device__ AddToTotals(const GemmParams& p, const Work&, const Tile<F>& tile, int32_t m)
       : p_(p), tile_(tile), m_(m) {}
 
-  // As Derivative::store().
+  // `take` and `give` are as in Derivative::store().
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, const float (&d)[kSize], Take&& take, Give&& give) {
 #pragma unroll
@@ -472,16 +474,16 @@ class AddToTotals {
   }
 
  private:
-  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At the same time, lanes of
-  // odd rows and lanes of even rows add to different columns. In equal columns, they would use the
-  // same banks.
+  // Adds d[first], d[first + 1], ... to 16 swizzled rows of 128 bytes. At any time, lanes of odd
+  // rows and lanes of even rows add to different columns, because in equal columns they would use
+  // the same banks.
   template <int kSize>
   static __device__ void add(char* rows, const float (&d)[kSize], int first) {
     const int lane = lane_index(), row = lane / 4;
     const bool is_odd = row % 2 != 0;
     const int swizzle = (lane % 4 / 2) ^ row ^ (is_odd ? 4 : 0);
     float x[kColumns / 2];
-    // These are copies, because otherwise the compiler would not let products overlap.
+    // The numbers are copied, because otherwise the compiler would not let products overlap.
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       asm volatile("mov.f32 %0, %1;" : "=f"(x[i]) : "f"(d[first + i]));

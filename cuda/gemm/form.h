@@ -29,7 +29,7 @@ constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half 
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
-constexpr int kStoreBytes = 2048;                          // of such a buffer
+constexpr int kStoreBytes = 2048;                          // of a buffer for results
 // Tiles are ordered in bands of this many rows of tiles, so that tiles that are computed at the
 // same time need few different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
@@ -44,7 +44,7 @@ enum class Epilogue : int32_t {
   kStore,          // nothing
   kActivate,       // applies an activation to each result
   kActivateGated,  // multiplies the activated gate columns by the up columns
-  kDerive,         // turns the gradient of activations into the gradient of their arguments
+  kDerive,         // turns the gradient of activations into the gradient of pre-activations
   kDeriveGated,    // the same for gated activations
   kAdd,            // adds each result, without rounding, to the float32 number in its place
 };
@@ -62,8 +62,8 @@ struct Form {
   // An empty sum has a step of zeros, because the first products overwrite the results.
   static constexpr int kLeastSteps = 1;
 
-  // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as
-  // many results has the gate columns, and the up columns that belong to them.
+  // Weights [L, K, 2 I] have the I gate columns and then the I up columns. A tile has some gate
+  // columns and the up columns that belong to them, so it has half as many results.
   static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
   static constexpr bool kDerives =
       kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
@@ -75,7 +75,7 @@ struct Form {
   static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
   static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
-  // Boxes of up to 64 rows, or two larger boxes if there would be an odd number.
+  // Boxes have up to 64 rows. Two larger boxes replace them if their number would be odd.
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN
                                      : kTileN / kBoxElements % 2 == 0 || kTileN == kBoxElements
                                          ? kBoxElements
@@ -106,7 +106,7 @@ struct Form {
 template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages, E>;
-// The same product for few rows in each group. Weights are operand a, so that a tile has few rows.
+// The same product if each group has few rows. Weights are operand a, so that a tile has few rows.
 template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
@@ -122,10 +122,10 @@ using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
-// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: for rows outside
-// of a group, it loads zeros and stores nothing. For this purpose, the tensor's map has an axis of
-// kRaggedRows rows, of which a group's rows are the last. Two more axes move these rows to the
-// place of the group. A step along the first axis is one row. A step along the second axis is
+// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: outside of a
+// group, the hardware loads zeros and stores nothing. For this purpose, the tensor's map has an
+// axis of kRaggedRows rows, of which a group's rows are the last. Two more axes move these rows to
+// the place of the group. A step along the first axis is one row. A step along the second axis is
 // kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
@@ -138,7 +138,7 @@ struct ActivationParams {
   Activation function;
   float alpha, limit;        // of kClampedSwiglu
   const float* row_weights;  // [C]
-  const void* bias;          // [L, P] of home and spare weights, or null; kActivate
+  const void* bias;          // [L, P], for all weights including the spare ones, or null; kActivate
   float* partial_dots;       // [tiles of I, C]; kDerive
   int32_t num_columns;       // I
   int32_t keeps;             // kActivate: store the pre-activations

@@ -3,14 +3,14 @@
 // Holds afterwards: for every group, d[m, n] = sum over blocks i of k of s[m, n, i] t[m, n, i],
 // where t is the sum of the products of the 128 values of a block, and s is the rounded product of
 // the two scales. The hardware sums t with fewer bits than float32 has; the sum over blocks is in
-// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are those of
-// gemm/grouped_gemm.cuh.
+// float32 in the order of k. d is rounded once. Loader, schedule, roles and waits are the same as
+// in gemm/grouped_gemm.cuh.
 //
 // Parts: a warp group has kParts products, each of 64 of m by the n of the tile. It multiplies a
-// block of k for one part into temporary registers, and adds these times their scales to the part's
-// results. The compiler does not let products run across a wait for other products whose results
-// are read, so a part starts after the wait for the previous part. Meanwhile the other warp group's
-// products keep the hardware busy.
+// block of k for one part into temporary registers, multiplies these results by their scales, and
+// adds them to the part's results. The compiler does not let products run across a wait for other
+// products whose results are read, so a part starts after the wait for the previous part. Meanwhile
+// the other warp group's products keep the hardware busy.
 //
 // Rows along m: one part and one temporary. The products of both warp groups run at the same time
 // and end together, so the time from their end to the start of the next products matters. This time
@@ -23,7 +23,7 @@
 //
 // Scales: a lane reads scales from global memory into registers, some steps ahead. It gets the
 // scales that other lanes of its warp have read from shared memory (rows along m) or by shuffles
-// (rows along n). No copy of the scales is needed, so they may lie in any order.
+// (rows along n). No copy of the scales is made, so they may lie in any order in global memory.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -33,8 +33,8 @@
 
 namespace moe_a2a::gemm {
 
-// A box of 64 rows has 128 values in a row. These are the bytes of 64 16-bit elements, so Form's
-// numbers of bytes also apply here.
+// A box of 64 rows has 128 values in a row. They have as many bytes as 64 16-bit elements, so
+// Form's numbers of bytes also apply here.
 template <Axis kRows_, int kTileM_, int kTileN_, int kBlocks_, int kStages_,
           bool kWholeTurns_ = false>
 struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, kStages_> {
@@ -55,7 +55,7 @@ struct Fp8Form : Form<kRows_, Major::kK, Major::kK, kTileM_, kTileN_, kBlocks_, 
 
 struct Fp8Params : GemmParams {
   const float *row_scales, *matrix_scales;
-  // Of row_scales (Fp8Gemm). All scales are less than 2^32.
+  // The strides of row_scales (Fp8Gemm). There are fewer than 2^32 scales.
   uint32_t row_stride, block_stride;
 };
 
@@ -71,8 +71,8 @@ class ScalesAlongM {
   static constexpr int kSize = F::kTileN / kColumns * 2;
   static constexpr int kLanes = 4;
   static_assert(F::kTileN == 3 * kColumns, "a tile has columns of two blocks of weights");
-  // For kLanes steps and each quad: the scales of its two rows with the first block, and with the
-  // second block.
+  // For kLanes steps and each quad: the scales of the quad's two rows with the first block, and
+  // with the second block.
   using Shared = float4[kLanes][kWarpThreads / kLanes];
 
   __device__ explicit ScalesAlongM(Shared& of_steps) : of_steps_(of_steps) {}
@@ -91,8 +91,8 @@ class ScalesAlongM {
     load(p, 0, steps);
   }
 
-  // Returns the scales of step `first + next`; index() says whose. Steps come in order, and `first`
-  // is a multiple of kLanes.
+  // Returns the scales of step `first + next`, in the order that index() defines. Steps come in
+  // order, and `first` is a multiple of kLanes.
   __device__ void get(const Fp8Params& p, int first, int next, int steps, float (&scales)[kSize]) {
     if (next % kLanes == 0) {
       __syncwarp();
@@ -103,8 +103,8 @@ class ScalesAlongM {
       load(p, first + next + kLanes, steps);
     }
     const float4 of_step = of_steps_[next % kLanes][lane_index() / kLanes];
-    // The block that a half of 64 columns is in is its number / 2, or (its number + 1) / 2 if the
-    // tile begins within one.
+    // A tile consists of halves of 64 columns. Half h is in block h / 2 of the tile, or in block (h
+    // + 1) / 2 if the tile begins within a block.
     const bool second[] = {false, begins_within_block_, true};
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
@@ -112,7 +112,7 @@ class ScalesAlongM {
       scales[2 * i + 1] = second[i] ? of_step.w : of_step.y;
     }
   }
-  // Returns where the scale of a part's register i is.
+  // Returns the index of the scale for register i of a part.
   static constexpr __device__ int index(int i) { return i / 4 * 8 / kColumns * 2 + i / 2 % 2; }
 
  private:
@@ -176,7 +176,7 @@ class ScalesAlongN {
       of_row_[i] = load_if(step < steps && static_cast<int32_t>(row) < num_rows_,
                            p.row_scales + row_ + row * p.row_stride + step * p.block_stride);
     }
-    // A lane without rows also reads it, for the other lanes.
+    // Even a lane without rows reads this scale, because other lanes need it.
     of_matrix_ = load_if(step < steps, p.matrix_scales + matrix_ + step);
   }
 
@@ -190,8 +190,8 @@ using Scales = std::conditional_t<F::kIsTurned, ScalesAlongN<F>, ScalesAlongM<F>
 
 template <typename F>
 struct Fp8Shared : GemmShared<F> {
-  // The work of each warp, in shared memory so that the warp need not keep it in registers while it
-  // multiplies.
+  // The work of each warp. It is in shared memory, so that the warp need not keep it in registers
+  // while it multiplies.
   Work current[kConsumerWarps];
   typename Scales<F>::Shared scales[kConsumerWarps];
 };
@@ -364,7 +364,7 @@ __device__ inline void multiply_fp8_tiles(const Fp8Params& p, Fp8Shared<F>& shar
           add(kLast);
         }
       } else {
-        // The step `first + next`, of the stage at `place`.
+        // Multiplies the step `first + next`, from the stage at `place`.
         const auto multiply = [&](int first, int next, int place) {
           wait_for_lane(&shared.loaded[place], stage.parity);
           start(place, 0);
@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1) fp8_gemm(const __grid_constan
     take_registers<kConsumerRegisters>();
     multiply_fp8_tiles<T, F>(p, shared, rank);
   }
-  // The other block may still arrive at barriers here.
+  // The other block may still arrive at barriers of this block, so neither block may exit yet.
   sync_cluster();
 }
 

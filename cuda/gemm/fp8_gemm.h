@@ -10,7 +10,8 @@
 
 namespace moe_a2a {
 
-// Numbers in a row, and rows and columns of a matrix of weights, that share a scale.
+// One scale is for this many numbers of a row, or for this many rows and columns of a matrix of
+// weights.
 constexpr int kFp8Block = 128;
 
 enum class Fp8Product : int32_t {

@@ -16,12 +16,12 @@
 // starts late therefore only takes fewer tiles, and any number of blocks completes the work.
 //
 // An epilogue may also read an array, such as pre-activations for a derivative. After a tile's
-// operands, this array comes through kReadStages more stages, in both blocks of a cluster, whether
-// or not the tile has all these columns.
+// operands, this array comes through kReadStages more stages. Both blocks of a cluster use all of
+// these stages, even if a tile has fewer columns.
 //
 // Waits: the loading warp waits until the consumers of both blocks have released a stage, because
-// its loads may be for both. Consumers wait for the loads, and release a stage that an epilogue
-// reads when the stores from it have read it. Nothing waits for another cluster.
+// its loads may be for both. Consumers wait for the loads. They release a stage that an epilogue
+// reads when the stores from the stage have read it. Nothing waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #pragma once
@@ -41,8 +41,8 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: all warps of this block have read the entry; in the first block of a cluster, those
-  // of the other block have, too.
+  // work_read: all warps of this block have read the entry. In the first block of a cluster: all
+  // warps of both blocks have read it.
   uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
   Work work[kWorkEntries];
 };
@@ -67,8 +67,8 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
 }
 
 // Returns the first column of weights in a box of a gated tile, whose results begin at column
-// `first` of I. Operand b has two boxes of gate columns, then two of up. Operand a has one of each
-// kind for each warp group.
+// `first` of I. Operand b has two boxes of gate columns, then two boxes of up columns. Operand a
+// has one box of each kind for each warp group.
 template <bool kIsA>
 __device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
   const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
@@ -82,7 +82,8 @@ __device__ inline Work read_work(const volatile Work& from) {
   return work;
 }
 
-// What an epilogue reads: an array, through stages, or row weights before the products.
+// The class that reads what an epilogue needs: an array through stages, or row weights before the
+// products.
 template <typename T, typename F>
 using Reader = std::conditional_t<F::kDerives, Derivative<T, F>, AddToTotals<F>>;
 template <typename T, typename F>
@@ -90,14 +91,15 @@ using Before = std::conditional_t<
     F::kReads, Reader<T, F>,
     std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing, RowWeights<F>>>;
 
-// Takes tiles, and tells all warps of the cluster; one warp of each block calls it. A warp of its
-// own does this, because the next tile is then known as soon as the loader wants it.
+// Takes tiles, and tells all warps of the cluster. One warp of each block calls it and does nothing
+// else, so the next tile is known as soon as the loader needs it.
 //
 // The first block writes entries of work in both blocks. It may reuse an entry after all warps have
 // read it. If the other block's warps arrived at a barrier of the first block, they would need the
-// order of the cluster, a fence that costs consumers time in each tile. They therefore arrive at
-// their own block's barrier. This warp of the other block, which has time, waits for them and then
-// arrives at the first block, once per tile.
+// order of the cluster. This order needs a fence, which would cost consumers time in each tile. The
+// other block's warps therefore arrive at a barrier of their block. The warp of that block which
+// calls this function has time: it waits for them, and then arrives at the first block, once per
+// tile.
 template <typename F>
 __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr bool kIsCluster = F::kBlocks > 1;
@@ -129,7 +131,7 @@ __device__ inline void take_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Reads the next work as soon as it is there.
+// Waits for the next work and reads it.
 template <typename F>
 __device__ inline Work receive_work(GemmShared<F>& shared, uint32_t rank,
                                     Cursor<kWorkEntries>& entry) {
@@ -153,13 +155,14 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
-    // Only the loader tells the two arrays of weights apart.
+    // Only the loader distinguishes the two arrays of weights.
     const bool is_spare = F::kHasRaggedD && work.weight >= p.first_spare;
     work.weight -= is_spare ? p.first_spare : 0;
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work),
         plane_d(F::kHasRaggedD, work);
     const int products = tile.steps(), steps = products + F::kReadStages;
-    // Without weights the only step is after the end of k, where the hardware loads zeros.
+    // If the group has no weights, its only step is after the end of k, where the hardware loads
+    // zeros.
     const int32_t first_k = F::kRows != Axis::kK && work.weight < 0 ? p.k : 0;
     for (int step = 0; step < steps; ++step) {
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
@@ -174,8 +177,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       } else if (is_first_lane) {
         const int32_t k = first_k + step * F::kStepK;
         expect_bytes(loaded, kBytes);
-        // These are branches, because an address that is chosen at run time needs registers that
-        // the loader does not have.
+        // Branches choose the array, because an address that is chosen at run time needs registers
+        // that the loader does not have.
         const auto load_from = [&](const CUtensorMap& map, bool has_weights, char* to,
                                    const Box& box, auto&& load) {
           if (has_weights && is_spare) {
@@ -235,8 +238,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  int held = -1;  // a stage that the epilogue read, and that this warp has still to release
-  // Releases it after all but the last kPending groups of stores have read their stages.
+  int held = -1;  // a stage that the epilogue has read and that this warp must still release
+  // Releases the held stage after all groups of stores except the last kPending have read their
+  // stages.
   const auto release_held = [&](auto pending) {
     if (held < 0) return;
     if (lane_index() == 0) wait_until_read<decltype(pending)::value>();
@@ -270,8 +274,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     int previous = 0;
-    // If rows lie along k, a group's last rows may fill only part of a step. They are multiplied 16
-    // at a time, each 16 after the wait for the previous 16, because otherwise the compiler would
+    // If rows lie along k, a group's last rows may fill only part of a step. These rows are
+    // multiplied 16 at a time. A wait follows each 16 rows, because otherwise the compiler would
     // not let products of any step overlap.
     const int whole = F::kRows == Axis::kK ? tile.whole_steps() : steps;
     for (int step = 0; step < whole; ++step) {
@@ -299,7 +303,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       } else if constexpr (F::kReads) {
         release_held(kNone);
       }
-      // After the release, because a store may wait until memory has taken earlier stores.
+      // Store after the release, because a store may wait until memory has taken earlier stores.
       if constexpr (kStoresLate) {
         if (step < rounded.kParts) rounded.store(p.d, writer, step);
       }
@@ -366,7 +370,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   if (lane_index() == 0) wait_until_stored();
 }
 
-// Makes the barriers of a block, and waits for the cluster's other block.
+// Initializes the barriers of a block, and waits for the cluster's other block.
 template <typename F>
 __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   if (threadIdx.x == 0) {
@@ -379,7 +383,8 @@ __device__ inline void start_block(const GemmParams& p, GemmShared<F>& shared, u
     }
     for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // The consumers, the loader, and the warp of the second block that takes tiles.
+      // These warps arrive: the consumers, the loader, and the warp of the second block that takes
+      // tiles.
       init_barrier(&shared.work_read[i], kConsumerWarps + F::kBlocks);
     }
     fence_load_barriers();
@@ -409,7 +414,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     take_registers<kConsumerRegisters>();
     multiply_tiles<T, F>(p, shared, rank);
   }
-  // The other block may still arrive at barriers here.
+  // The other block may still arrive at barriers of this block, so neither block may exit yet.
   sync_cluster();
 }
 

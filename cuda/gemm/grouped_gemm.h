@@ -23,11 +23,11 @@ enum class GroupedProduct : int32_t {
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
 
-// What an activated product computes besides: P is I, or 2 I for a gated activation, whose gate
-// columns come first. kForward and kForwardFew: d [C, I] = row_weights * function(a b + bias), with
-// weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T: d [C, I] = row_weights *
-// function(pre), d_pre [C, P] is the gradient of pre, and partial_dots [ceil(I / kDotColumns), C]
-// are the dots of g with function(pre) for each kDotColumns of I.
+// The additional operands and results of an activated product. P is I, or 2 I for a gated
+// activation, whose gate columns come first. kForward and kForwardFew: d [C, I] = row_weights *
+// function(a b + bias), with weights [L, K, P]. kTransposed, with weights [L, I, N] and g = a b^T:
+// d [C, I] = row_weights * function(pre), d_pre [C, P] is the gradient of pre, and partial_dots
+// [ceil(I / kDotColumns), C] are the dots of g with function(pre) for each kDotColumns of I.
 struct ActivatedProduct {
   bool is_gated;
   Activation function;
@@ -47,7 +47,8 @@ struct GroupedGemm {
   void* d;
   int64_t num_rows, num_weights, k, n;  // C, L, K, N
   // For each group: its first row, its number of rows, and its matrix of weights. If the index of
-  // the matrix is negative, the results are zeros; kWeightGradient has none. Device memory.
+  // the matrix is negative, the results are zeros, except in kWeightGradient, which then has no
+  // results. The arrays are in device memory.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;   // device memory; the launch sets it to zero

@@ -48,17 +48,17 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
 
 // Arrives at `barrier` of the block `rank`, in the order of a block. The order of a cluster would
 // compile to a fence of all global memory, which takes as long as a step of products. The order of
-// a block is enough, because the arrival follows reads of shared memory whose results the warp has,
-// and only the bytes that were read are written after it.
+// a block is enough. Before it arrives, the warp has the results of its reads of shared memory.
+// After the arrival, only the bytes that were read are overwritten.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
       : "memory");
 }
 
-// Arrives in the order of the cluster: the reads of this thread, and reads that it has synchronized
-// with, come before what a thread of the block `rank` does after `wait_for<true>`. This is slow, so
-// use it at most once per tile.
+// Arrives in the order of the cluster: the reads of this thread, and reads that this thread has
+// synchronized with, come before the accesses of a thread of the block `rank` after its
+// `wait_for<true>`. This arrival is slow, so use it at most once per tile.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -98,8 +98,8 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
 
 // Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
 // see the phase before any lane continues, because a lane that continues lets the next phase begin.
-// With kInClusterOrder, later accesses come after what other blocks did before they sent, or
-// arrived in the order of the cluster; this is slow, too.
+// With kInClusterOrder, this thread's later accesses come after all accesses that another block
+// made before it sent, or before it arrived in the order of the cluster. This wait is slow, too.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {
@@ -136,7 +136,7 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts a load, whose bytes count for a phase of `barrier`.
+// Starts a load. A phase of `barrier` waits for its bytes.
 __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box,
                                 uint64_t* barrier) {
   asm volatile(
@@ -146,8 +146,8 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Starts a load into both blocks of the cluster, at the same address in each; its bytes count for
-// the barrier at the same address in each.
+// Starts a load into both blocks of the cluster, at the same address in each block. In each block,
+// the barrier at the same address waits for the bytes.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -173,7 +173,7 @@ constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 constexpr uint64_t kEightRows = uint64_t{8 * 128 >> 4} << 32;  // from eight rows to the next
 constexpr uint64_t kHigh = kSwizzle128 | kEightRows;
 
-// Returns the lower word of an operand's descriptor. kHigh has the others' bits.
+// Returns the lower word of an operand's descriptor. kHigh has the other bits.
 __device__ inline uint32_t operand_descriptor(const void* shared, Major major) {
   const uint32_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
   // The descriptor must not contain the higher bits of an address, which are the block's rank in
@@ -292,8 +292,7 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 // ---- Results.
 
 // Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
-// bytes: lane i has row i % 8 of matrix i / 8. Registers are as a product leaves them. If
-// kTransposed, a stored row is a column of the matrix.
+// bytes: lane i has row i % 8 of matrix i / 8. Registers, a stored row is a column of the matrix.
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {

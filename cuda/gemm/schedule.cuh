@@ -12,10 +12,10 @@ namespace moe_a2a::gemm {
 // The next work of a cluster: a tile of results for each of its blocks.
 //
 // The two blocks of a cluster have neighbouring tiles along m, which need the same columns of b. If
-// a group has an odd number of tiles along m, blocks share the last row of tiles: they have
+// a group has an odd number of tiles along m, the blocks share the last row of tiles: they have
 // neighbouring tiles along n, which need the same rows of a.
 struct alignas(16) Work {
-  int32_t start, size;  // rows of the group; a negative size: there is no more work
+  int32_t start, size;  // rows of the group; the size is negative if no work is left
   int32_t weight;
   uint32_t tile;  // along m << 16 | along n << 1 | shares a
 
@@ -23,7 +23,7 @@ struct alignas(16) Work {
   __device__ bool shares_a() const { return (tile & 1) != 0; }
 };
 
-// A tile of one block: its first row and column, and where the axes of the product end for its
+// A tile of one block: its first row and column, and the ends of the product's axes for the tile's
 // group.
 template <typename F>
 struct Tile {
@@ -42,8 +42,8 @@ struct Tile {
   }
 
   __device__ int steps() const { return max(F::kLeastSteps, (end_k + F::kStepK - 1) / F::kStepK); }
-  // The number of steps in which all products, each over 16 of k, have elements. If rows lie along
-  // k, another step may follow.
+  // Returns the number of steps in which all products, each over 16 of k, have elements. If rows
+  // lie along k, another step may follow.
   __device__ int whole_steps() const { return (end_k + 15) / F::kStepK; }
 };
 
@@ -116,7 +116,7 @@ class Walk {
   int first_group_ = 0;
   int before_ = 0;             // tiles of groups before first_group_
   int start_, size_, weight_;  // the group of this lane
-  int count_, end_;            // its tiles; these and the tiles of the lanes before
+  int count_, end_;  // tiles of this group; tiles of this lane's and all earlier lanes' groups
 };
 
 }  // namespace moe_a2a::gemm

@@ -9,12 +9,12 @@
 //
 // Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
 // the wire dtype, or of values followed by their scales; and for each choice array [num_tokens
-// slots, top_k]. If a token had slot s at an expert's rank in dispatch, its partial sum lands in
-// slot s of that rank's zone at the source rank.
+// slots, top_k]. If a token had slot s at an expert's rank in dispatch, the token's partial sum
+// lands in slot s of the expert rank's zone at the source rank.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
 // chunks that hold its partial sums. The highest block waits for the head of every rank
-// before the launch ends. This rank's partial sum never enters a zone, but it is rounded like the
+// before the launch ends. This rank's partial sum never enters a zone, but is rounded like the
 // partial sums of other ranks.
 //
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
@@ -34,8 +34,8 @@ namespace {
 
 // How rows are summed. kGeneral accepts any rows and weights. kRows and kSegments use a warp's list
 // (device/sum.cuh). kRows sums whole rows with at most one weight each. kSegments sums one row
-// segment at a time: what one weight covers, or the whole row if there are no weights. Sums in a
-// token format use kSegments.
+// segment at a time. A segment is the elements that one weight covers, or the whole row if there
+// are no weights. Sums in a token format use kSegments.
 enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
@@ -124,8 +124,8 @@ struct WireRow<Encoded<F>> {
   static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
 };
 
-// The form in which a row segment of type T travels, and the byte of the slot's row at which it
-// begins.
+// The form in which a row segment of type T travels, and the byte of the slot's row at which the
+// segment begins.
 template <typename T, typename Wire>
 struct SegmentOnWire {
   RoundedWire<T> wire;
@@ -356,7 +356,8 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    // The list has room: at most top_k rows are of this rank, and num_ranks - 1 have landed.
+    // The list has room for the addend: at most top_k rows are of this rank, and num_ranks - 1 rows
+    // have landed.
     if (kAdds && rank == 0) {
       list.rows[counts.own + __popc(before | after)] =
           reinterpret_cast<const char*>(addend) + segment.first;

@@ -2,7 +2,7 @@
 // experts.
 //
 // Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
-// choice arrays, it is the entry of the row's own choice. The order of rows follows from the
+// choice arrays, out[row] is the entry of the row's choice. The order of rows follows from the
 // routing, not from the order of arrival. With `leaves_tail`, rows after the last group are not
 // written.
 //
@@ -147,7 +147,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.capacity, row);
       row = -1;
     }
-    // The first rows are looked up before the wait, while the chunk travels.
+    // Look up the first rows before the wait, while the chunk travels.
     if (!landed) {
       if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
       fence_global_for_bulk();  // The chunk's flag has been acquired.
@@ -168,7 +168,8 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
+// padding.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
@@ -201,7 +202,8 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Each source sends to its next rank first, so this order reads chunks as they arrive.
+      // Each source sends to its next rank first, so this order receives chunks in the order of
+      // arrival.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);

@@ -2,25 +2,25 @@
 // if `decode` is set.
 //
 // Holds afterwards: for every leaf, each row has the values and scales of its token, as
-// docs/formats.md defines them, or the decoded numbers. Everything else holds as in dispatch.cu.
+// docs/formats.md defines them, or the decoded numbers. All else is as in dispatch.cu.
 //
 // Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
 // Senders: a team reads a token once, encodes it in shared memory, and stores the result to every
 // rank that needs it, including this rank. This rank's tokens also land in a zone, so that they are
-// encoded only once. If there are more tokens than flags, several slots share a flag. Then a team
-// takes a chunk of slots of one rank, and a token is encoded once for each of its ranks.
+// encoded only once. If there are more tokens than flags, several slots share a flag. In this case
+// a team takes a chunk of slots of one rank, and a token is encoded once for each of its ranks.
 //
 // Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row on
-// this rank, because their flags may never be stored. A receiver also waits for senders of its own
+// this rank, because their flags may never be stored. A receiver also waits for senders of this
 // rank. These senders wait only for credits, and they have started before any block that only
 // receives, so one resident block is still enough.
 //
 // Why bulk stores: a warp encodes its next segment while the stores of its previous segment are in
 // flight.
 //
-// This file and dispatch.cu are not one template, because formats then took 4 to 8 % longer with 8
-// and 128 tokens, and only 7 lines were saved
+// This file and dispatch.cu are not one template, because with a common template, formats took 4 to
+// 8 % longer with 8 and 128 tokens, and only 7 lines were saved
 // (benchmarks/results/2026-11-26-1xH200-one-dispatch-source.txt).
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -31,7 +31,7 @@
 namespace moe_a2a {
 namespace {
 
-// Lists where a token lands: zones in the warp's `destinations`, and the slots there in
+// Lists where a token lands: zones in the warp's `destinations`, and the slots in these zones in
 // `destinations_end`. Returns the number of zones. A lane without a destination has a null `zone`.
 __device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   const uint32_t all = __ballot_sync(kAllLanes, zone != nullptr);
@@ -116,7 +116,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   fence_global_for_bulk();  // The credit of the zone has been acquired.
   for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int token = routing.slot_token[int64_t{destination} * routing.num_tokens + slot];
-    if (token < 0) continue;  // not the end: a batch of routings has holes
+    if (token < 0) continue;  // not the last slot: a batch of routings has empty slots in between
     if (token >= routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kSend, destination, epoch, routing.num_tokens, token);
       break;
@@ -189,7 +189,8 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   }
 }
 
-// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`. With `leaves_tail`, zeroes only
+// padding.
 template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {

@@ -32,8 +32,8 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
 
 // Returns how many teams a block divides into if all blocks together have `items` work items of one
 // row each. If rows are few or large, each row gets many warps, so that the last rows of a launch
-// do not take much longer than the others. If there are enough items, at least `least` teams of a
-// block work at a time.
+// delay its end only a little. If there are enough items, at least `least` teams of a block work at
+// a time.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -124,9 +124,9 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // Few blocks are enough to fill the links if each token has a team, and a block that sends begins
-  // to plan late. Encoding a token is arithmetic as well, so an encoded token gets a whole block,
-  // as long as there are enough blocks.
+  // If each token has a team, few blocks are enough to fill the links. More senders would only
+  // begin to plan late. Encoding a token also needs arithmetic, so an encoded token gets a whole
+  // block, as long as there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -150,7 +150,8 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // A rank has no other work while sums travel, and most of its work is to compute the sums that it
-  // sends. Sums in a format use the links for half the time, but need more work at the source rank.
+  // sends, so many blocks send. Sums in a format use the links for half the time, but need more
+  // work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   const Senders senders = {Tuning::kFewItemsCombine,
                            is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders};

@@ -1,4 +1,4 @@
-// Launchers of the kernels. They only launch: no allocation, no synchronization.
+// Launchers of the kernels. They only launch, and neither allocate nor synchronize.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -81,7 +81,7 @@ constexpr int kMaxRouteCounts = 16384;
 constexpr int64_t kMaxColocatedBlocks = 65535;
 // The most tokens of a chunk of route: one for each thread of a block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
-#ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks, and its own chunks.
+#ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks and chunks.
 static_assert(Tuning::kRouteMostTokens <= kMaxTokensPerRouteChunk);
 #endif
 

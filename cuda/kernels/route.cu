@@ -12,9 +12,10 @@
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
 // chunk. The highest block waits for the head of every rank before the launch ends.
-// route_assign follows the exchange on the stream and waits for no rank. Each of its blocks checks,
-// when it begins and when it ends, whether the domain has failed, in the exchange or in a launch
-// that overlaps it. If so, the block writes an empty routing: no slots, no rows, sizes 0.
+// route_assign follows the exchange on the stream and waits for no rank. When a block of
+// route_assign begins and when it ends, it checks whether the domain has failed, either in the
+// exchange or in a launch that overlaps this launch. If so, the block writes an empty routing: no
+// slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
 // route_assign with one block for each batch element, source and chunk.
@@ -214,10 +215,10 @@ struct SlotCounts {
   int before, in_all;
 };
 
-// Sums the counts of the entries before this block's entry, and of all entries. The first sums of
-// each expert go to `next_row` of warp 0, and the second to `rows`. `landed` counts the source's
-// tokens at this rank. If the source is this rank, `sent` counts its tokens at every rank. The
-// loads of all threads are independent of each other.
+// Sums the counts of the entries before this block's entry, and of all entries. The sums over
+// earlier entries go to `next_row` of warp 0, and the sums over all entries go to `rows`. `landed`
+// counts the source's tokens at this rank. If the source is this rank, `sent` counts its tokens at
+// every rank. The loads of all threads are independent of each other.
 __device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
                            const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
@@ -269,7 +270,7 @@ __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e)
   return static_cast<int>(round_up(rows, p.alignment)) - rows;
 }
 
-// Computes where each expert's rows begin, from `rows`. Returns where the last group ends. All
+// From `rows`, computes where each expert's rows begin. Returns where the last group ends. All
 // threads call it.
 __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* warp_sums) {
   const int local_experts = p.local_experts();
@@ -295,7 +296,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   int32_t* trial = s.next_row;
   // Returns true if the capacity holds `rows` plus what add() adds. The sum is in `trial`.
   const auto fits = [&](auto&& add) {
-    __syncthreads();  // The `trial` before has been read.
+    __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
     if (threadIdx.x == 0) padded_rows = 0;
     __syncthreads();
@@ -317,7 +318,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   // the counts of the previous level.
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
-    // The number of counts may be larger than an int.
+    // The index of a count may be larger than an int.
     static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
@@ -397,8 +398,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Adds up the kept rows before this block's chunk in `next_row` of warp 0, which find_threshold()
-// has used.
+// Adds up the kept rows before this block's chunk in `next_row` of warp 0, because find_threshold()
+// has overwritten it with trials.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();
@@ -416,7 +417,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
     atomicAdd(&s.next_row[expert],
               counts[other * stride + int64_t{level} * local_experts + expert]);
   }
-  // Within the threshold's chunk, ids tell which choices with the threshold's number are kept.
+  // Within the threshold's chunk, the ids say which choices with the threshold's number are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
   const int k = choice_of_number(threshold.number, p.first_choice, p.top_k);
   const int num_tokens = threshold.token - first_token + 1;
@@ -582,7 +583,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     write_empty_row(p.plan, rows_before_batch + row, row >= end_of_groups);
   }
 
-  // The slots of own tokens at every rank.
+  // The slots of this rank's tokens at every rank.
   if (source == p.view.rank) {
     int32_t* token_slot =
         p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
@@ -636,8 +637,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Meanwhile a peer, or a launch that overlaps this launch, may have failed. Other blocks may then
-  // have written an empty routing.
+  // A peer, or a launch that overlaps this launch, may have failed meanwhile. If so, other blocks
+  // may have written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {

@@ -1,21 +1,21 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens, which take little time besides
-// launches and waits for other ranks.
+// routed_dispatch: route and dispatch in one launch, for few tokens. With few tokens, most time is
+// spent on launches and on waits for other ranks.
 //
-// Holds afterwards: the same bits that route and then dispatch would have written, or route and
-// then format_dispatch if there is a format.
+// Holds afterwards: the same bits that route and then dispatch (with a format: route and then
+// format_dispatch) would have written.
 //
-// Layout: as in those kernels, with one slot in each chunk. Ids land in the header. Each id shares
-// a word with its epoch, so a word with the current epoch is complete, and no fence makes ids wait
-// for rows.
+// Layout: as in route, dispatch and format_dispatch, with one slot in each chunk. Ids land in the
+// header. Each id shares a word with its epoch, so a word with the current epoch is complete, and
+// no fence makes ids wait for rows.
 //
-// A sender needs nothing from other ranks, because its tokens' slots follow from its own ids. Rows
-// therefore travel while every block computes the whole routing in shared memory, from the ids of
-// all ranks (plan_rows). Only then does the block wait for rows, token by token.
+// A sender needs nothing from other ranks, because this rank's ids determine the slots of its
+// tokens. Rows therefore travel while every block computes the whole routing in shared memory, from
+// the ids of all ranks (plan_rows). After this plan, the block waits for rows, token by token.
 //
 // Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
-// sends the ids before any rows. A sender receives only if more items are left than the other
-// blocks have teams. With a format, receivers also wait for this rank's tokens, which land in a
-// zone, as in format_dispatch.
+// sends the ids before any rows. A sender receives only if the number of remaining items exceeds
+// the number of teams of the other blocks. With a format, receivers also wait for this rank's
+// tokens, which land in a zone, as in format_dispatch.
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
@@ -51,7 +51,7 @@ struct InFormat {
   using Type = T;
 };
 
-// The set of a source's tokens that go to one rank: a bit for each token.
+// The set of a source's tokens that go to one rank, with a bit for each token.
 struct TokenSet {
   uint32_t bits[kMaxGroups];
 
@@ -74,11 +74,11 @@ struct TokenSet {
 // shared memory.
 struct Shared {
   BlockState block;
-  TokenSet sent[kMaxRanks];    // own tokens, by destination
-  TokenSet landed[kMaxRanks];  // tokens that land here, by source; not of this rank
+  TokenSet sent[kMaxRanks];    // this rank's tokens, by destination
+  TokenSet landed[kMaxRanks];  // tokens of other ranks that land here, by source
   int32_t warp_sums[kMaxTeams];
   int32_t end_of_groups;          // the first row after the last group
-  int32_t all_rows, padded_rows;  // rows of this rank before drops; of a trial (drop_rows)
+  int32_t all_rows, padded_rows;  // rows of this rank before drops; rows of a trial (drop_rows)
 };
 
 // Shared memory in which a warp encodes or decodes a segment, and the destinations of the segment.
@@ -156,9 +156,9 @@ __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen)
   return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
 }
 
-// Computes the slots of own tokens at every rank, from own ids. The last warp, which has the least
-// to plan, waits for the credits that it has not seen yet. Returns false if the credits did not
-// arrive.
+// Computes the slots of this rank's tokens at every rank, from their ids. The last warp, which has
+// the least to plan, waits for the credits that it has not seen yet. Returns false if the credits
+// did not arrive.
 __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
                            Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
@@ -200,7 +200,7 @@ __device__ uint64_t* landed_ids(const RoutedDispatchParams& p, int at_rank, uint
   return header(view, at_rank)->id[ring_half(view, epoch)] + source * choices_per_source(p);
 }
 
-// Sends own ids to every peer. All threads of the block call it.
+// Sends this rank's ids to every peer. All threads of the block call it.
 __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids) {
   const RankView& view = p.exchange.view;
   for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
@@ -211,7 +211,8 @@ __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const in
   }
 }
 
-// Returns true if a token lands in a zone at `rank`. Own tokens land only if they are encoded.
+// Returns true if a token lands in a zone at `rank`. This rank's tokens land only if they are
+// encoded.
 template <typename Form>
 __device__ bool lands_at(const RankView& view, const Shared& shared, int token, int rank) {
   return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
@@ -272,7 +273,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::Type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        // Begin with the next rank, so that no rank is the first destination of all others.
+        // Begin with the next rank, so that different ranks send to different ranks first.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
@@ -327,8 +328,8 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
 
 constexpr int kDropped = -2;  // in place of the id of a choice that has no room
 
-// Finds the choices that have no room, and overwrites their ids. `rows` counts all choices;
-// afterwards count_rows() must count again. All threads call it, at most once.
+// Finds the choices that have no room, and overwrites their ids. Before the call, `rows` counts all
+// choices. Afterwards, count_rows() must count again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -342,7 +343,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
   // rows are in `trial`.
   const auto fits = [&](int count) {
-    __syncthreads();  // The `trial` before has been read.
+    __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
     if (threadIdx.x == 0) shared.padded_rows = 0;
     __syncthreads();
@@ -371,9 +372,9 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   __syncthreads();
 }
 
-// Counts the rows of each expert from the ids in `row`, and computes where they begin. Afterwards
-// `next_row` of a warp has the rows of each expert before the warp's range of choices; before, it
-// must hold zeros. Returns where the last group ends. All threads call it.
+// Counts the rows of each expert from the ids in `row`, and computes where they begin. Before the
+// call, `next_row` of each warp must hold zeros. Afterwards it has the rows of each expert before
+// the warp's range of choices. Returns where the last group ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -410,8 +411,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
 
 // Turns the ids of all ranks into rows, in the order of local expert, source, token and choice.
 // Each warp takes a contiguous range of the choices, 32 at a time; its `next_row` holds zeros. No
-// block receives before this is done, so every instruction counts: one takes 4 ns here, and a
-// division is twenty instructions.
+// block receives before its plan is complete, so every instruction matters: an instruction takes 4
+// ns here, and a division is twenty instructions.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -448,8 +449,8 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   __syncthreads();
 }
 
-// Writes the slots of one own token at each rank. Also marks slot number `token` as empty at ranks
-// to which at most `token` tokens go. One warp calls it.
+// Writes the slots of one of this rank's tokens at each rank. Also marks slot number `token` as
+// empty at ranks to which at most `token` tokens go. One warp calls it.
 __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
   const RoutingView& routing = p.exchange.routing;
   const int num_ranks = p.exchange.view.num_ranks;
@@ -640,7 +641,8 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
   return receive_token<Form>(p, team, epoch, bench, landed, source, token, row);
 }
 
-// Work items of receivers: own tokens that do not land, then rows to zero, then tokens that land.
+// Work items of receivers: this rank's tokens (unless they land), rows to zero, and tokens that
+// land.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // rows to zero in one work item
@@ -664,7 +666,7 @@ __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& ite
   return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
-// Takes items until none is left. `asked` is the answer to the team's first ask_for_item().
+// Takes items until none is left. `asked` is the result of the team's first ask_for_item().
 template <typename Form>
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                         const Shared& shared, Workbench* bench, const Tables& t,
@@ -708,7 +710,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
-  // Request at once everything that needs no wait.
+  // Request, all at the same time, everything that needs no wait.
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
@@ -734,8 +736,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late, so it requests an item only after it has planned. Otherwise the item
-    // would wait.
+    // A sender plans late, so it requests an item only after it has planned. An item that it
+    // requested earlier would have to wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);

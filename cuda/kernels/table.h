@@ -1,6 +1,7 @@
-// A table of the kernels of a family. Launches choose from the table, and loading loads all kernels
-// of the table. A kernel that is not listed therefore cannot be launched, and no launch loads a
-// kernel. Loading a kernel at a launch could wait forever, because a peer may already wait.
+// A table of the kernels of a family. Launches choose from the table, and all kernels of the table
+// are loaded together. A kernel that is not listed therefore cannot be launched, and no launch
+// loads a kernel. Loading a kernel during a launch could block forever, because a peer may already
+// be waiting for this launch.
 //
 // A family is a struct with
 //
@@ -24,7 +25,7 @@ struct OnlyKernel {
 };
 
 // Launches the kernel that `key` chooses, with `num_blocks` blocks for each rank. Returns the error
-// of this launch only; it is an error if no kernel has this key.
+// of this launch only. A key without a kernel is an error.
 template <typename Family, typename Params, typename... More>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {

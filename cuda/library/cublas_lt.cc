@@ -38,7 +38,7 @@ const CublasLt* Load() {
 
 const CublasLt* GetCublasLt() {
   static std::atomic<const CublasLt*> functions{nullptr};
-  // JAX may load the library after a first call that finds none.
+  // Look for the library again if earlier calls found none, because JAX may load it later.
   if (functions == nullptr) functions = Load();
   return functions;
 }

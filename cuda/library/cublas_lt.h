@@ -1,6 +1,6 @@
-// The functions of cuBLASLt that this package calls, looked up at run time in the library that JAX
-// has loaded. This file declares them itself, because toolkits before CUDA 13.2 lack the grouped
-// functions. The declarations are for major version 13.
+// The functions of cuBLASLt that this package calls. They are looked up at run time in the library
+// that JAX has loaded. This file declares them itself, because toolkits before CUDA 13.2 lack the
+// grouped functions. The declarations are for major version 13.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,8 +40,7 @@ struct CublasLt {
   int (*create)(void** handle);
   int (*init_description)(Object* made, size_t bytes, int compute, int scale);
   int (*set_description)(Object* description, int attribute, const void* value, size_t bytes);
-  // A matrix is in the order of columns. `rows`, `columns` and `strides`: int32 [groups] in device
-  // memory.
+  // Matrices are column-major. `rows`, `columns` and `strides` are int32 [groups] in device memory.
   int (*init_layout)(Object* made, size_t bytes, int type, int groups, const void* rows,
                      const void* columns, const void* strides);
   int (*init_preference)(Object* made, size_t bytes);
@@ -60,8 +59,7 @@ struct CublasLt {
 // Returns the functions, or null if the process has no cuBLASLt 13 with grouped products.
 const CublasLt* GetCublasLt();
 
-// Returns 10,000 times the major, 100 times the minor and the patch version, or 0 without
-// functions.
+// Returns the version as 10,000 * major + 100 * minor + patch, or 0 if GetCublasLt() returns null.
 int64_t CublasLtVersion();
 
 }  // namespace moe_a2a

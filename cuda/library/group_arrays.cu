@@ -1,4 +1,5 @@
-// group_arrays: writes what cuBLASLt reads of a grouped product, and zeros.
+// group_arrays: writes the arrays that cuBLASLt reads for a grouped product, and zeros for groups
+// without weights.
 //
 // Holds afterwards: each group has its sizes, and pointers to its operands and its result. A group
 // without weights has no rows, and the rows of its result are zeros.

@@ -1,6 +1,6 @@
-// A grouped product as a product of cuBLASLt. The library's matrices are column-major, so the
-// library sees the transpose of an array [rows, columns], with `columns` as its first size and its
-// stride. The operands change places: the library's a is the weights, or the right rows of a
+// Computes a grouped product by cuBLASLt. The library's matrices are column-major, so the library
+// sees the transpose of an array [rows, columns], with `columns` as its first size and its stride.
+// The operands therefore change places: the library's a is the weights, or operand b of a weight
 // gradient.
 #include "library/library_gemm.h"
 
@@ -88,7 +88,7 @@ Problem Find(const CublasLt& library, void* handle, const Description& product,
   return "cuBLASLt " + std::to_string(library.version()) + " has no algorithm for the product";
 }
 
-// The library's handle of each device, and the algorithms that were chosen.
+// The library's handle for each device, and the algorithms that have been chosen.
 struct Known {
   using Key = std::tuple<int, GroupedProduct, ElementType, int32_t, int64_t, int64_t, int64_t, int>;
 

@@ -15,13 +15,14 @@ struct LibraryGemm {
   int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 
-// Returns the numbers, int32, of the scratch memory of a product.
+// Returns how many int32 numbers the scratch memory of a product holds.
 int64_t LibraryScratch(int64_t num_groups);
 
 // Computes a product on the current device. The first call with new sizes chooses an algorithm.
 Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream);
 
-// An operand or the result of each group: its rows, or its matrix of weights.
+// An operand or result of all groups. A group has some of its rows, or one of its matrices of
+// weights.
 struct GroupedArray {
   char* data;
   int64_t bytes;          // of a row, or of a matrix
@@ -29,7 +30,8 @@ struct GroupedArray {
   char* spare = nullptr;  // matrices whose indices follow those of `data`
 };
 
-// What the library reads of a product, in device memory, and from what it is made.
+// The arrays in device memory that the library reads for a product, and the inputs from which they
+// are computed.
 struct GroupArrays {
   const int32_t *starts, *sizes, *weights;  // the table of groups
   int32_t num_groups, num_k, num_n;
@@ -43,8 +45,8 @@ struct GroupArrays {
 // Loads the kernel on the current device, so that no later call does.
 cudaError_t LoadGroupArrays();
 
-// Writes what the library reads, and zeros to the rows of d whose group has no weights. Launches
-// only.
+// Writes the arrays that the library reads, and writes zeros to the rows of d whose group has no
+// weights. Launches only.
 cudaError_t LaunchGroupArrays(const GroupArrays& arrays, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -1,10 +1,10 @@
 // fill_slots: fills the spare slots of ranks with replicas of popular experts. The results are
 // equal to those of `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
 //
-// Layout: one warp makes a plan. A step is a chain of four reductions whose latency limits it, so
-// more warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in registers. The
-// slots of a rank's own experts are in shared memory, and in the loop only lane l accesses slots l,
-// l + 32, ... of a rank.
+// Layout: one warp makes a plan. A step is a chain of four reductions, whose latency limits the
+// step. More warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in
+// registers. The slots of each rank's experts are in shared memory. In the loop, only lane l
+// accesses slots l, l + 32, ... of a rank.
 //
 // Launch: a block of one warp for each plan.
 #include "placement/fill_slots.h"
@@ -23,7 +23,7 @@ static_assert(kSharedArrays * sizeof(int32_t) * kMaxPlannedExperts <= 48 << 10);
 struct Largest {
   int value, index;
 
-  // Adds a value whose index is above the indices before.
+  // Adds a value. Its index must be larger than all earlier indices.
   __device__ void add(int other, int at) {
     if (other > value) *this = {other, at};
   }
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarpThreads) fill_slots_kernel(const FillSlot
 #pragma unroll
     for (int i = 0; i < kRanksPerLane; ++i) {
       const int rank = lane + i * kWarpThreads;
-      emptiest.add(free[i] > 0 ? ~loads[i] : INT32_MIN, rank);  // ~ turns the order around
+      emptiest.add(free[i] > 0 ? ~loads[i] : INT32_MIN, rank);  // ~ reverses the order
       fullest.add(loads[i], rank);
     }
     fullest = largest_of_warp(fullest);

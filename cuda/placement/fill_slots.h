@@ -17,7 +17,7 @@ struct FillSlots {
   int32_t *slot_experts, *slot_rows;    // [B, R, L + S]
   int32_t batch, num_ranks, num_local;  // B, R up to kMaxRanks, L; R * L up to kMaxPlannedExperts
   int32_t spare;                        // S
-  int32_t most;                         // slots of an expert, at least 1
+  int32_t most;                         // most slots of an expert, at least 1
   int64_t min_rows;                     // fewest rows of a replica, at least 1
 };
 

@@ -1,4 +1,5 @@
-// Bounds a wait for a call of CUDA that may block forever. The call runs in a separate thread.
+// Limits the time that the caller waits for a call of CUDA, which may block forever. The call runs
+// in a separate thread.
 #pragma once
 
 #include <atomic>

@@ -10,14 +10,15 @@
 namespace moe_a2a {
 namespace {
 
-// The open descriptors. Never destroyed, because the thread that answers other processes runs until
-// the process ends.
+// The open descriptors. This registry is never destroyed, because the thread that answers other
+// processes runs until the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
 };
 
-// Set before the handlers of fork() are registered, so that they need no initialization.
+// `all` is set before the handlers of fork() are registered, so the handlers need not initialize
+// it.
 Registry* all = nullptr;
 
 // fork() calls these functions before and after it forks, in the thread that forks. That thread

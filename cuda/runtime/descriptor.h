@@ -1,6 +1,6 @@
 // A file descriptor that its destructor closes, and that is also closed in a child that this
-// process forks. Otherwise the child would keep a socket open on which it never answers, and memory
-// of other processes, until it ends.
+// process forks. Otherwise the child would keep a socket on which it never answers, and memory of
+// other processes, until the child ends.
 #pragma once
 
 #include <utility>

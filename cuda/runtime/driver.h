@@ -30,9 +30,9 @@ void* FindInDriver(const char* symbol);
 // functions. Creates no context.
 const Driver* GetDriver();
 
-// Restores the thread's current context at the end of the scope, or sets none if the thread had
-// none. Saving cudaGetDevice() and restoring it would create a context on device 0 in a thread that
-// had none.
+// At the end of the scope, restores the thread's current context, or sets no context if the thread
+// had none. Saving and restoring the result of cudaGetDevice() instead would create a context on
+// device 0 in a thread without a context.
 class DeviceScope {
  public:
   DeviceScope() {

@@ -49,8 +49,8 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket that may last until the deadline. Repeats a call that a signal has
-// interrupted, because the system never restarts a call with a time limit. After the deadline, the
+// Makes a call on a socket. The call may last until the deadline. If a signal interrupts the call,
+// repeats it, because the system never restarts a call with a time limit. After the deadline, this
 // function fails with EAGAIN, like a call that timed out.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
@@ -140,9 +140,9 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected process, or empty.
-// The operating system knows which process has connected or has begun to listen. `pid` 0: any
-// process of this user.
+// Returns why the process at the other end of a connection is not the expected process, or an empty
+// problem. The operating system knows which process has connected or has begun to listen. If `pid`
+// is 0, any process of this user is expected.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -232,9 +232,9 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
       if (asker) {
         try {
           AnswerOne(asker.get(), secret, answer);
-        } catch (...) {  // such as a lack of memory; the other side sees a closed connection
+        } catch (...) {  // for example a lack of memory; the other side sees a closed connection
         }
-      } else {  // such as too many open files, or a signal
+      } else {  // for example too many open files, or a signal
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     }
@@ -250,9 +250,9 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // connect() for a unix socket may be repeated after a signal: it has joined the server's queue,
-  // or it has failed. (For TCP the attempt would continue, and the caller would have to wait for
-  // its end.)
+  // connect() for a unix socket may be repeated after a signal, because the interrupted call has
+  // either joined the server's queue or failed. (For TCP, the interrupted attempt would continue,
+  // and the caller would have to wait for its end.)
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -261,8 +261,9 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // A connection also breaks if the process ends, or if its forked child closes the last copy of
-  // its socket. A second connection distinguishes the cases: it is refused if the socket is closed.
+  // A broken connection may also mean that the process has ended, or that its forked child has
+  // closed the last copy of its socket. A second connection distinguishes these cases: it is
+  // refused if the socket is closed.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();

@@ -1,5 +1,5 @@
-// Lets processes of one host and user share memory. Requests and answers go over a unix socket,
-// allocations as file descriptors. This file does not use CUDA.
+// Lets processes of one host and user share memory. Requests and answers travel over a unix socket,
+// and allocations travel as file descriptors. This file does not use CUDA.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,7 @@ struct Endpoint {
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";
 constexpr size_t kSecretBytes = 32;
 
-// An allocation of a slab: `bytes` of memory that belong at `offset`.
+// An allocation of a slab: `bytes` of memory, to be mapped at `offset`.
 struct Allocation {
   int64_t offset, bytes;
   Descriptor memory;
@@ -36,9 +36,9 @@ struct Allocation {
 
 enum class Status : int64_t {
   kGiven = 0,
-  kLater = 1,    // ask again later: the process has closed the group fewer times; `why`
-  kRefused = 2,  // the request failed; `why`
-  kNoMemory = 3  // a device has too little memory; `why`
+  kLater = 1,    // ask again later, because the process has closed the group fewer times; see `why`
+  kRefused = 2,  // the request failed; see `why`
+  kNoMemory = 3  // a device has too little memory; see `why`
 };
 
 struct Answer {
@@ -51,7 +51,7 @@ struct Answer {
 using Request = std::vector<int64_t>;
 
 // Starts a thread that answers the requests of other processes, one after the other, until this
-// process ends. Called once.
+// process ends. Call it once.
 Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
 
 // Sends a request to a process and waits for its answer until the deadline.

@@ -25,8 +25,8 @@ inline Problem Unsupported(std::string text) {
   return problem;
 }
 
-// Evaluates an expression. If the result is a problem that is not empty, the enclosing function
-// returns the problem.
+// Evaluates an expression whose result is a problem. If the problem is not empty, returns it from
+// the enclosing function.
 #define MOE_A2A_TRY(...) \
   if (Problem problem = (__VA_ARGS__); !problem.empty()) return problem
 

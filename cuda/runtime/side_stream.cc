@@ -20,8 +20,8 @@ Problem Check(cudaError_t error, const char* doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // The highest priority: the few blocks of an exchange start before the blocks of the work that
-  // hides the exchange.
+  // The stream has the highest priority, so that the few blocks of an exchange start before the
+  // blocks of the work that hides the exchange.
   int least, greatest;
   Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
   if (p.empty()) {
@@ -40,7 +40,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   bool is_in_order = true;
   for (Flight& flight : flights_) {
     if (!flight.is_under_way || flight.run == run) continue;
-    is_in_order = false;  // reported once, because the next execution may be in order
+    is_in_order = false;  // report this once, because the next execution may be in order
     flight.is_under_way = false;
   }
   if (!is_in_order) {
@@ -119,7 +119,8 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
 void SideStream::JoinAll(cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  // This may use the event of Fork(), because each wait reads the state of the event at once.
+  // This function may use the event of Fork(), because each wait reads the state of the event at
+  // once.
   if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
 }
 

@@ -18,7 +18,7 @@ namespace moe_a2a {
 // events are reused, so their number is the largest number of exchanges in flight.
 class SideStream {
  public:
-  // The caller makes the device current.
+  // Creates the stream on the current device.
   Problem Open();
 
   // Makes the side stream wait for `stream`. Returns the side stream, for the launch of an exchange
@@ -26,15 +26,16 @@ class SideStream {
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
   // Enters a launched exchange into the table, with the arrays that it reads and writes. The last
-  // array identifies it.
+  // array identifies the exchange.
   Problem Started(int64_t run, Addresses read, Addresses written);
 
-  // Makes `stream` wait for the exchange that the same execution has started on these arrays (those
-  // that it reads, then those that it writes), and removes it from the table.
+  // Makes `stream` wait for the exchange that the same execution has started on these arrays (first
+  // the arrays that it reads, then the arrays that it writes), and removes the exchange from the
+  // table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the
-  // caller has one already.
+  // caller already reports an error.
   void JoinAll(cudaStream_t stream);
 
   // Empties the table. The device must be idle.

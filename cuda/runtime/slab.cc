@@ -75,7 +75,7 @@ int64_t Slab::mapped_from(int64_t offset, int64_t most) const {
     for (const Mapped& m : mapped_) {
       if (m.offset <= end) end = std::max(end, m.offset + m.bytes);
     }
-  } while (end > before);  // the allocations have any order
+  } while (end > before);  // because the allocations are in any order
   return std::min(end - offset, most);
 }
 

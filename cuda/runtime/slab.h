@@ -36,12 +36,12 @@ class Slab {
     CUmemGenericAllocationHandle handle;
   };
 
-  // `name`: how messages call the slab. `readers`: the ordinals of this process's devices that may
-  // load from and store to the slab.
+  // `name` is the slab's name in messages. `readers` are the ordinals of this process's devices
+  // that may load from and store to the slab.
   Slab(std::string name, std::vector<int> readers);
   ~Slab();
 
-  // Takes ownership of the handle. If it fails, no mapping has changed.
+  // Takes ownership of the handle. If this function fails, no mapping has changed.
   Problem MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle);
   // Returns how many bytes are mapped from `offset` to the first gap, at most `most`.
   int64_t mapped_from(int64_t offset, int64_t most) const;
@@ -62,20 +62,20 @@ class OwnSlab : public Slab {
   // `is_shared`: other processes can map the slab.
   OwnSlab(int ordinal, std::vector<int> readers, bool is_shared);
 
-  // Reserves the addresses, after checks.
+  // Makes checks, and then reserves the addresses.
   Problem Open();
   // Allocates memory for the header and the first `half_bytes` of every ring half. Never moves or
   // unmaps anything.
   Problem Grow(int64_t half_bytes);
-  // Returns the bytes of allocated memory, in whole pages of the driver.
+  // Returns the bytes of allocated memory, which are whole pages of the driver.
   int64_t mapped_bytes() const;
   // Adds the slab's allocations from index `first` on, for another process. The slab must be
   // shared.
   Problem Share(size_t first, std::vector<Allocation>* allocations);
 
  private:
-  // Allocates memory for the first `wanted` bytes of a range. If it fails, nothing has changed, so
-  // a smaller shape may succeed.
+  // Allocates memory for the first `wanted` bytes of a range. If this function fails, nothing has
+  // changed, so a smaller shape may succeed.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted);
   // Returns a sentence about the device's free memory, for a message.
   std::string FreeMemory() const;

@@ -22,8 +22,9 @@ Problem Check(cudaError_t error, const char* doing) {
           error == cudaErrorMemoryAllocation};
 }
 
-// Calls work(stream) with a new stream, and waits for that stream. XLA's streams would not wait for
-// the legacy stream, and a device must not be synchronized while another thread captures a graph.
+// Calls work(stream) with a new stream, and waits for that stream. A new stream is needed because
+// XLA's streams would not wait for the legacy stream, and because a device must not be synchronized
+// while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
@@ -51,7 +52,7 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 Workspace& Workspace::Get(const Topology& topology, WorkspaceKind kind) {
   static std::mutex mutex;
-  // Never destroyed, because kernels may run while the process ends.
+  // The workspaces are never destroyed, because kernels may run while the process ends.
   static auto* all = new std::map<WorkspaceKind, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Workspace>& workspace = (*all)[kind][topology];
@@ -96,7 +97,7 @@ std::vector<int> Workspace::ReadersOf(const Device& device) const {
     const bool same_domain =
         other.index / topology_.num_ranks == device.index / topology_.num_ranks;
     if (same_domain && other.is_own()) ordinals.push_back(other.place.ordinal);
-    if (topology_.is_colocated()) break;  // all ranks share this reader
+    if (topology_.is_colocated()) break;  // all ranks share this device
   }
   return ordinals;
 }
@@ -145,9 +146,9 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
   DeviceScope scope;
   half_bytes = std::max(half_bytes, own_half_bytes_);
   if (Problem p = OpenOrGrowOwn(half_bytes); !p.empty()) {
-    // If the workspace was closed, no kernel and no other process uses this memory yet. Memory by
-    // which an open workspace has grown stays until Close(), because unmapping may wait for running
-    // kernels.
+    // If the workspace was closed, no kernel and no other process uses this memory yet. If an open
+    // workspace has grown, the added memory stays until Close(), because unmapping may wait for
+    // running kernels.
     if (!own_is_open_) ReleaseOwn();
     return p;
   }
@@ -174,12 +175,14 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
 
 void Workspace::ReleaseOwn() {
   for (Device* device : OwnDevices()) {
-    if (device->own) device->own->Release();  // ignores a problem, because the caller has one
+    if (device->own)
+      device->own->Release();  // a second problem is ignored; the caller reports the first
   }
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
-  // If no memory is missing, takes no lock, because the holder of the lock may wait for a device.
+  // If no memory is missing, take no lock, because the holder of the lock may be waiting for a
+  // device.
   if (is_open() && half_bytes <= half_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && half_bytes <= half_bytes_) return {};
@@ -190,8 +193,8 @@ Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
     MOE_A2A_TRY(ReserveOwn(half_bytes));
     generation = generation_;
   }
-  // half_bytes, not own_half_bytes_, because own_half_bytes_ may be larger, for a shape that did
-  // not fit in another process.
+  // Request half_bytes, not own_half_bytes_, which may be larger because of a shape that did not
+  // fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -403,8 +406,8 @@ Problem Workspace::Close(const std::vector<Workspace*>& workspaces, int64_t time
   }
   DeviceScope scope;
   // No slab is unmapped while a peer of this process may still write to it. Mappings in other
-  // processes stay. The wait does not hold own_mutex_, because the one thread that answers other
-  // processes for all workspaces takes that mutex.
+  // processes stay. This wait does not hold own_mutex_, because the single thread that answers
+  // other processes for all workspaces locks that mutex.
   for (Workspace* workspace : workspaces) {
     MOE_A2A_TRY(workspace->WaitUntilIdle(timeout_ns));
   }
@@ -422,7 +425,7 @@ Problem Workspace::CloseIdle() {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_half_bytes_ = half_bytes_;  // a reservation that failed in another process is not repeated
+  own_half_bytes_ = half_bytes_;  // do not repeat a reservation that failed in another process
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -506,7 +509,7 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    // A rank that saw an error knows more than a rank whose wait timed out, and a rank that was
+    // A rank that detected an error knows more than a rank whose wait timed out. A rank that was
     // stopped knows least.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
@@ -590,8 +593,8 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](char* slab) {
     auto* header = reinterpret_cast<Header*>(slab);
-    // As if all earlier exchanges had run. Existing flags are cleared, because no flag may be ahead
-    // of its epoch.
+    // Set the state that all earlier exchanges would have left. Clear existing flags, because no
+    // flag may be ahead of its epoch.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));

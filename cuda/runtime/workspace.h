@@ -52,13 +52,14 @@ class Workspace {
   Problem CheckAccess() const;
 
   // Opens or grows the workspace, so that every ring half of every device holds `half_bytes`.
-  // Addresses never move. If it opens after Close(), it reserves again what was reserved before.
+  // Addresses never move. If the workspace opens after Close(), it again reserves the memory that
+  // it had before.
   //
   // Other processes need not make the same call: they allocate the missing memory of their devices
   // when this process requests it, and have `timeout_ns` to answer.
   //
   // If a device has too little memory, a smaller size can still be reserved. If the workspace was
-  // closed, its memory in this process is freed. Memory by which an open workspace has grown, and
+  // closed, its memory in this process is freed. The memory added to an open workspace, and the
   // memory that other processes have allocated, stays until Close().
   Problem Reserve(int64_t half_bytes, int64_t timeout_ns);
 
@@ -68,11 +69,11 @@ class Workspace {
 
   // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other
   // processes, and clears a failure. The next use opens the workspace again, after the other
-  // processes have closed it too. If the wait times out, nothing has changed. The caller launches
-  // nothing of the topology during this call.
+  // processes have closed it too. If the wait times out, nothing has changed. The caller must not
+  // launch exchanges of the topology during this call.
   Problem Close(int64_t timeout_ns) { return Close({this}, timeout_ns); }
 
-  // Closes all of these workspaces, or none if a wait times out, because processes that have not
+  // Closes all of these workspaces, or none of them if a wait times out. Processes that have not
   // closed a workspace equally often could never open it again. Every caller must list the
   // workspaces in the same order.
   static Problem Close(const std::vector<Workspace*>& workspaces, int64_t timeout_ns);
@@ -85,16 +86,16 @@ class Workspace {
   // adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // Returns the side stream of `ordinal`, which all its ranks share. Null in a workspace for
-  // whole exchanges, or if the workspace was never opened.
+  // Returns the side stream of `ordinal`, which all ranks of this device share. Returns null in a
+  // workspace for whole exchanges, or if the workspace was never opened.
   SideStream* Side(int ordinal);
 
   // Returns the most informative failure that a kernel of this process has recorded, or empty.
   // Reads only host memory.
   std::string Failure() const;
 
-  // Like Failure(). Without a record, reads the poison of this process's ranks: another rank may
-  // have poisoned a rank that has launched nothing since.
+  // Does the same as Failure(), but without a record it reads the poison of this process's ranks.
+  // Another rank may have poisoned a rank that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
   // Returns the bytes that each device of this process has mapped, in the order of the topology; 0
@@ -110,15 +111,15 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // Sets the hooks of the rank with that index in the topology, or (-1) of all ranks of this
-  // process.
+  // Sets the hooks of the rank with this index in the topology, or of all ranks of this process if
+  // the index is -1.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   // Sets the next epoch of the rank, as if all earlier exchanges had run. `index`: as above.
   Problem SetEpoch(int64_t index, uint64_t epoch);
   // Sets all credits of the rank to `epoch`.
   Problem SetCredits(int64_t index, uint64_t epoch);
-  // If true, ranks that share a device may have as many blocks as their budget says.
+  // Sets whether ranks that share a device may have as many blocks as their budget allows.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
   bool is_uncapped() const { return is_uncapped_; }
 #endif
@@ -142,7 +143,8 @@ class Workspace {
 
   std::vector<Device*> OwnDevices();
 #ifdef MOE_A2A_TEST_HOOKS
-  // Calls set(slab) for one rank, or (-1) for all ranks of this process, while nothing runs.
+  // Calls set(slab) for one rank, or for all ranks of this process if the index is -1, while
+  // nothing runs.
   template <typename Set>
   Problem ForEachHooked(int64_t index, Set&& set);
 #endif
@@ -157,17 +159,17 @@ class Workspace {
   Problem OpenOrGrowOwn(int64_t half_bytes);
   Problem OpenOwn(Device& device);
   void ReleaseOwn();
-  // Locks mutex_ and reduces the timeout by the time that this took. Another thread may hold mutex_
-  // while it waits for the memory of another process, for longer than the timeout.
+  // Locks mutex_ and reduces the timeout by the time that locking took. Another thread may hold
+  // mutex_ while it waits for the memory of another process, for longer than the timeout.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
-  // The caller holds mutex_. Does the work of Wait(), and returns its problem after a timeout.
+  // Does the work of Wait(). The caller holds mutex_.
   Problem WaitUntilIdle(int64_t timeout_ns);
 
   // The second half of Close(). The caller holds mutex_, and the devices are idle.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record,
-  // side stream.
+  // Opens the other objects of a device: kernels, error record and side stream. The caller holds
+  // own_mutex_.
   Problem OpenRest(Device& device);
   // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
@@ -175,7 +177,7 @@ class Workspace {
 
   const Topology topology_;
   const WorkspaceKind kind_;
-  Problem unknown_;                // not empty: a device was not registered
+  Problem unknown_;                // says that a device was not registered; otherwise empty
   ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
@@ -185,7 +187,7 @@ class Workspace {
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
   int64_t own_half_bytes_ = 0;  // more than half_bytes_ if another process has requested more
-  uint64_t generation_ = 0;     // number of Close() calls; in the end equal in all processes
+  uint64_t generation_ = 0;     // number of Close() calls; eventually equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   std::atomic<bool> is_uncapped_{false};
 #endif

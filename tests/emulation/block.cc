@@ -1,6 +1,6 @@
-// Compiled without instrumentation: fibers share the state of their block, and a GPU would impose
-// no order on these accesses, so ThreadSanitizer must not see them. publish() and observe() mark
-// the order that it must see.
+// This file is compiled without instrumentation. Fibers share the state of their block, and a GPU
+// would impose no order on accesses to this state, so ThreadSanitizer must not see them. publish()
+// and observe() mark the order that ThreadSanitizer must see.
 #include "block.h"
 
 #include <link.h>
@@ -31,13 +31,14 @@ struct Thread {
   Fiber* fiber;
   unsigned index;
   State state = State::kReady;
-  int barrier = -1;  // where it waits
+  int barrier = -1;  // where the thread waits
   bool is_fenced = false;
   BulkCopies* bulk = nullptr;
 };
 
 struct Warp {
-  // Values of this meeting and of the previous meeting, which lanes may still read.
+  // The values of this meeting and of the previous meeting. Lanes may still read the previous
+  // values.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
@@ -69,7 +70,7 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char order;         // orders what precedes the launch, the block, and what follows it
+  char order;         // orders all before the launch, then the block, then all after it
   char shared_fence;  // orders fences before bulk copies
   Random random;
 };
@@ -142,8 +143,8 @@ void run_thread() {
 }
 
 // Fills the block's static shared memory with garbage, because it is not initialized on a GPU
-// either. This memory is the program's thread-local storage, in which the emulator keeps nothing at
-// this time.
+// either. The memory is the program's thread-local storage, in which the emulator itself stores
+// nothing at this time.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
@@ -154,8 +155,8 @@ int fill_shared(dl_phdr_info* info, size_t, void*) {
 }
 
 // The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers
-// of the n-th block of its rank's previous launch. That launch has ended, so ThreadSanitizer's
-// records of those fibers precede this launch.
+// of the n-th block of its rank's previous launch. The previous launch has ended, so
+// ThreadSanitizer's records of its fibers precede this launch.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -176,8 +177,8 @@ class FibersOfBlock {
     constexpr int kMaxRanks = 64, kMaxBlocks = 64;
     static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
     if (rank < kMaxRanks && start_order < kMaxBlocks) {
-      // A block removes the fibers while it uses them. If launches of a rank overlap, the second
-      // launch makes new ones.
+      // A block removes the fibers from the table while it uses them. If launches of a rank
+      // overlap, the second launch makes new fibers.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }

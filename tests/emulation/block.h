@@ -1,8 +1,8 @@
-// A block of a kernel is a thread of the operating system. Its CUDA threads are fibers, which run
-// in turns in random order.
+// In the emulator, a block of a kernel is a thread of the operating system. The block's CUDA
+// threads are fibers, which run in turns in random order.
 //
 // Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at
-// named barriers. As on a GPU, barriers order memory, and shuffles, votes and other collectives do
+// named barriers. As on a GPU, barriers order memory, but shuffles, votes and other collectives do
 // not.
 #pragma once
 
@@ -33,16 +33,16 @@ int sum_of_warp(int value);
 void sync_warp();
 // Waits for `num_threads` threads of the block at barrier `index`; 0 is __syncthreads.
 void sync_named(int index, unsigned num_threads);
-// Joins the votes of all threads of the block. Orders memory only if `is_barrier`.
+// Combines the votes of all threads of the block. Orders memory only if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
-// Lets other threads of the block run, always or sometimes. Called where a thread reads what
-// another thread may change.
+// Lets other threads of the block run, always or sometimes. Kernels call it where a thread reads
+// memory that another thread may change.
 void yield();
 void yield_sometimes();
 // Sometimes lets other threads of the block run, and sometimes stops the block while other blocks
-// run. Called before and after a store that other ranks read, so that they see memory as it is
-// between two stores.
+// run. It is called before and after a store that other ranks read, so that these ranks see memory
+// as it is between two stores.
 void pause_sometimes();
 void pause_often();  // stops the block
 
@@ -81,7 +81,7 @@ void observe_start();
 // (publish() in fiber.h).
 char* shared_fence_of_block();
 
-// The copies that bulk.cc keeps for the running thread, and a check that the thread has finished
+// The copies that bulk.cc stores for the running thread, and a check that the thread has finished
 // them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();

@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory. A GPU makes them asynchronously. Here a copy
-// happens as late as the thread's waits allow, or earlier, at random.
+// Bulk copies between global and shared memory. On a GPU they are asynchronous. In the emulator, a
+// copy happens at a random time, at the latest when the thread waits for it.
 //
 // Copies go through a proxy. Only a proxy fence orders the thread's earlier accesses before a copy,
 // and only a wait orders a copy before the thread's later accesses.

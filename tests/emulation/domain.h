@@ -22,7 +22,7 @@ class Domain {
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Returns which memory was written although no exchange may write to it, or "".
+  // Returns a description of memory that was written although no exchange may write to it, or "".
   std::string damage();
 
  private:

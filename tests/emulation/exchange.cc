@@ -6,7 +6,8 @@ using namespace moe_a2a;
 
 namespace {
 
-// Returns ids as a router returns them, or unusual ids: none at all, all equal, or out of range.
+// Returns the ids that a router would return, or unusual ids: no ids, equal ids, or ids out of
+// range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);
@@ -64,8 +65,8 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   plans = plans_of(shape, ids);
 }
 
-// Any order of drops other than the right one then keeps other rows: each part of the order (choice
-// index, token, source) decides about rows.
+// Changes the routing so that each part of the order of drops (choice index, token, source) decides
+// about rows. Any wrong order then keeps other rows.
 void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {

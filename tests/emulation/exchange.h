@@ -1,4 +1,4 @@
-// An exchange of all ranks: its operands, its launch on each rank, and its expected results.
+// An exchange of all ranks, with its operands, its launch on each rank, and its expected results.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,10 +27,9 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;  // groups of 128 numbers in a row with a format
-  bool at_threshold =
-      false;  // the first row that is dropped is that of a token that several sources have
-  int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
+  int max_groups = 12;        // groups of 128 numbers in a row with a format
+  bool at_threshold = false;  // several sources have the token whose row is dropped first
+  int corrupt_one_in = 0;     // one in this number of the routing's indices is corrupted; 0: none
 };
 
 // The launches that the ranks of a device make together.
@@ -71,7 +70,7 @@ struct LaunchOn {
   int rank;
   moe_a2a::RankView view;  // with the signature of this exchange
   int num_sms;
-  Random& random;  // equal on ranks that share a device
+  Random& random;  // yields equal numbers on ranks that share a device
   const moe_a2a::Kernels& kernels;
   JointLaunch* joint;  // of ranks that share a device; otherwise null
 
@@ -93,7 +92,7 @@ class Exchange {
   // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if all results of a rank are those of a failed exchange.
+  // Returns true if all results of a rank are the results of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -186,7 +185,8 @@ typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view,
   }
   call.Point({a.args.addresses.data(), a.args.addresses.size()},
              {a.results.addresses.data(), a.results.addresses.size()}, &p);
-  // Checks choose signatures whose flags are equal although the heads differ.
+  // Set the signature here, because checks choose signatures whose flags are equal although the
+  // heads differ.
   const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;
   return p;
 }
@@ -235,7 +235,7 @@ class RoutingArrays {
  private:
   std::vector<Array> arrays_;
 };
-// Adds the routing of a call of which only the sizes matter.
+// Adds a routing of which only the sizes matter.
 void add_routing_sizes(Bound& args, const Shape& shape);
 
 // The results of a route on one rank.

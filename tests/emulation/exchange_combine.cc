@@ -118,11 +118,11 @@ class Combine : public Exchange {
     for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
       Array rows = make_array(capacity * elements * item);
       for (size_t e = 0; e < capacity * elements; ++e) {
-        // NaN in a row without a token shows whether a kernel uses that row.
+        // Rows without a token are NaN, which shows whether a kernel uses these rows.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
         // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two.
-        // So no sum of four numbers may be 15.
+        // Therefore no sum of four numbers may be 15.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
@@ -188,7 +188,7 @@ class Combine : public Exchange {
     return a;
   }
 
-  // Returns the row of a choice, and in `at` its rank; -1 if there is no row.
+  // Returns the row of a choice, or -1 if it has none. Sets `at` to the rank of the row.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

@@ -39,7 +39,7 @@ class Payload : public Exchange {
 
   const Shape& shape() const { return routing_.shape; }
 
-  // Adds arrays of all access widths: whole rows, and choice arrays. Some do not begin at a
+  // Adds arrays of all access widths: whole rows, and choice arrays. Some arrays do not begin at a
   // multiple of 16 bytes.
   void add_moved(Random& random, int most) {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
@@ -348,8 +348,8 @@ class RoutedDispatch : public Payload {
   std::vector<PlanOutputs> plans_;
 };
 
-// A weighted dispatch: one array, whose rows are scaled, or multiplied with other rows, at their
-// destination.
+// A weighted dispatch of one array. At their destination, its rows are scaled, or multiplied with
+// other rows.
 class WeightedDispatch : public Exchange {
  public:
   WeightedDispatch(const Making& making, Random& random)

@@ -25,8 +25,8 @@ class RouteExchange : public Exchange {
       other.plans = plans_of(shape, other.ids);
       batch_.push_back(other);
     }
-    // Few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports
-    // 8128 threads.
+    // There are few chunks, because route_assign has a block for each chunk, and ThreadSanitizer
+    // supports only 8128 threads.
     const int most_chunks = std::max(1, (making.at_threshold ? 16 : 8) / shape.num_ranks);
     tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) +
                         random.below(making.at_threshold ? 3 : 8);

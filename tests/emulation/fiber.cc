@@ -20,7 +20,8 @@ void __tsan_write_range(void* address, unsigned long bytes);
     "The emulator switches stacks by x86-64 instructions. Add the few lines for this processor to fiber.cc."
 #endif
 
-// Saves the registers that a call preserves on the old stack, and restores them from the new stack.
+// Saves, on the old stack, the registers that a call preserves, and restores them from the new
+// stack.
 extern "C" void moe_a2a_switch_stack(void** save, void* load);
 asm(R"(.text
 .globl moe_a2a_switch_stack

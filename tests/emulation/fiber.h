@@ -1,4 +1,4 @@
-// A fiber has a stack of its own, on which a thread of the operating system runs until it switches
+// A fiber has a separate stack, on which a thread of the operating system runs until it switches
 // back.
 //
 // For ThreadSanitizer every fiber is a separate thread. A switch orders no memory: only operations
@@ -32,8 +32,8 @@ class Fiber {
   void* caller_sanitizer_ = nullptr;
 };
 
-// Accesses memory for a thread, but not in the thread's order; bulk copies do so. ThreadSanitizer
-// sees another thread.
+// Accesses memory for a thread, but not in the thread's order, as bulk copies do. ThreadSanitizer
+// sees the accesses as those of another thread.
 class Proxy {
  public:
   Proxy();

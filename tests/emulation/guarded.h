@@ -1,6 +1,6 @@
-// Arrays with a page after them that no code may access, and bytes before them that no code may
-// change. The arrays of a rank lie in a range of addresses of its own. So the same arrays of all
-// ranks have a constant distance, as on a device that the ranks share.
+// Arrays that are followed by a page that no code may access, and preceded by bytes that no code
+// may change. Each rank has a separate range of addresses for its arrays. Corresponding arrays of
+// neighbouring ranks therefore have a constant distance, as on a device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ class InMemoryOf {
   InMemoryOf(const InMemoryOf&) = delete;
   ~InMemoryOf() { current() = previous_; }
 
-  // Returns addresses of the current rank without memory, or null if there is no rank.
+  // Returns a range of addresses of the current rank, without memory, or null if there is no rank.
   static char* reserve(size_t bytes) {
     constexpr size_t kMaxRanks = 64, kBytesOfRank = size_t{2} << 30;
     static std::atomic<size_t> used[kMaxRanks];

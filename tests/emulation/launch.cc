@@ -29,16 +29,17 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Returns how many blocks run on the device of a rank. It is changed in relaxed order and without a
-// mutex, because ThreadSanitizer would take anything else for an order between blocks.
+// Returns how many blocks run on the device of a rank. This number is changed in relaxed order and
+// without a mutex, because ThreadSanitizer would interpret any other access as an order between
+// blocks.
 std::atomic<int>& running_on(int rank) {
   constexpr int kMaxRanks = 64;
   static std::atomic<int> running[1 + kMaxRanks];
   return running[rank == kAllRanks ? 0 : 1 + rank];
 }
 
-// Waits for room for one block on the device of a rank (kAllRanks: that all ranks share), and takes
-// it.
+// Waits until the device of a rank (kAllRanks: the device that all ranks share) has room for one
+// block, and takes this room.
 void take_room(int rank) {
   std::atomic<int>& running = running_on(rank);
   int before = running.load(std::memory_order_relaxed);

@@ -121,7 +121,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 
 // The allowed outcomes of a sequence.
 struct Expectation {
-  bool may_fail = false;    // ranks may report failures, and then must have their results
+  bool may_fail = false;    // ranks may report failures, and must then have the results of failures
   bool must_fail = false;   // at least one rank must report a failure
   bool has_results = true;  // results are compared
 };
@@ -191,8 +191,7 @@ class Sequence {
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
-  // Reads the records while the ranks run, like a host. A record must be complete when it has a
-  // kind.
+  // Reads the records while the ranks run, like a host. A record that has a kind must be complete.
   void watch_records(const std::atomic<bool>& is_over) {
     // ThreadSanitizer would report the kernels' volatile store as a race.
     if (kHasSanitizer) return;
@@ -253,7 +252,8 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
+    // No rank may succeed if a peer makes another call, even if the rank receives nothing from that
+    // peer.
     const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
     if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;

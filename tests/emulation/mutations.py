@@ -1,8 +1,8 @@
 """List the places of the device code that order memory or wait, neighbouring stores, and rules.
 
-Each of these is a mutation: the emulator leaves the place out, swaps the stores or breaks the rule,
-and a check must fail. Places and stores are read from the sources, so the list always contains new
-barriers. ``JUSTIFIED`` says why no check can detect some mutations.
+Each of them is a mutation: the emulator leaves out the place, swaps the stores or breaks the rule,
+and a check must then fail. Places and stores are read from the sources, so the list always contains
+new barriers. ``JUSTIFIED`` says why no check can detect some mutations.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ _OPTIONS_OF_FUNCTION = {
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# `write_own_params` is only in the kernels for ranks on one GPU. `fail` needs a run that fails. In
-# such a run, ThreadSanitizer reports races even without a mutation, because several blocks
-# overwrite the outputs.
+# `write_own_params` exists only in the kernels for ranks on one GPU. `fail` needs a run that fails,
+# in which ThreadSanitizer reports races even without a mutation, because several blocks overwrite
+# the outputs.
 _VARIANTS = {"write_own_params": "colocated", "fail": "plain"}
 
 
@@ -148,10 +148,10 @@ _OVERLAP = "it matters only if launches overlap, which they do not in these sequ
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
 _STATE = "only the rank's next launch reads this state, after the end of this launch"
 # The number of sequences after which a mutation must have been detected. Most mutations need one or
-# two.
+# two sequences.
 MAX_SEEDS = 48
-# The seed of a sequence that detects the mutation, if the first seeds do not detect it. This seed
-# runs first, because a sequence takes seconds.
+# For a mutation that the first seeds do not detect: the seed of a sequence that detects it. This
+# seed runs first, because each sequence takes seconds.
 _FIRST_SEED = {
     "encode.cuh next: __syncwarp #2": 7,
     "encode.cuh store: __syncwarp #3": 7,

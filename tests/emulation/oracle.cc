@@ -69,8 +69,8 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// Assigns the rows of one rank, by expert, source, token and choice. assign_slots() precedes it for
-// all ranks.
+// Assigns the rows of one rank, by expert, source, token and choice. Call assign_slots() for all
+// ranks before this function.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
   const auto kept = kept_choices(s, ids, rank);

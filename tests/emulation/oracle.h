@@ -13,7 +13,7 @@ struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
   int group_experts = 1;  // consecutive experts that form one group
   int first_choice = 0;   // the choice index dropped last; -1: the capacity holds any routing
-  int parts = 1;          // equal parts of the tokens; each has its own slots, as under vmap
+  int parts = 1;          // equal parts of the tokens; each part has separate slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }
@@ -42,8 +42,8 @@ using Ids = std::vector<std::vector<int32_t>>;  // by rank
 
 std::vector<Plan> plans_of(const Shape& shape, const Ids& ids);
 
-// Returns true if the capacity of a rank holds the choices with some index of a token for some
-// sources, but not for all of them.
+// Returns true if, for some token and choice index, the capacity of a rank holds the choices of
+// some sources but not of all sources.
 bool splits_sources(const Shape& shape, const Ids& ids);
 
 }  // namespace emulation

@@ -33,8 +33,8 @@ def build(target):
         fcntl.flock(lock, fcntl.LOCK_EX)
         swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
-        # With this variable, ccache would write targets that make does not know to the .d files,
-        # and make would not compile again after a change of a header.
+        # With this variable, ccache would write targets to the .d files that make does not know.
+        # After a change of a header, make would then not compile again.
         environment = {k: v for k, v in os.environ.items() if k != "CCACHE_BASEDIR"}
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=environment)
     if made.returncode != 0:
@@ -91,10 +91,10 @@ class Outcome:
 
 
 def run(variant, seed, *options, program="emulate", seconds=300, ends_at_report=False):
-    """Run one sequence. Return its outcome; a run longer than `seconds` has the sign "hangs".
+    """Run one sequence. Return its outcome, which has the sign "hangs" if it takes `seconds`.
 
     With `ends_at_report` the first report of ThreadSanitizer ends the run. A run with many reports
-    takes a hundred times as long as a run without.
+    takes a hundred times as long as a run without reports.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 "
@@ -195,7 +195,7 @@ KINDS = {
         "colocated",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
     ),
-    # No rank waits for a reader: the next launch begins when all ranks have read.
+    # No rank waits for a reader, because the next launch begins when all ranks have read.
     "a rank on one GPU that stalls": Kind(
         "colocated",
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],

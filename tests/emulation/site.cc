@@ -18,7 +18,8 @@ struct Place {
 // The place to leave out, and the stores to swap. They are set before any kernel runs.
 Place left_out, swapped;
 
-// The places that the run has reached. Threads add to the table without a lock; nothing is removed.
+// The places that the run has reached. Threads add to the table without a lock, and never remove a
+// place.
 constexpr int kTableSize = 4096;
 Site* table[kTableSize];
 

@@ -1,5 +1,5 @@
-// Places in the device code that order memory or wait. A run can leave one of them out; the tests
-// must notice that.
+// Places in the device code that order memory or wait. A run can leave out one of these places, and
+// the tests must detect that it is left out.
 #pragma once
 
 namespace emulation {
@@ -8,7 +8,7 @@ struct Site {
   const char* file;
   int line;
 
-  // Returns the place of the call, if it is a default argument.
+  // As a default argument, returns the place of the call.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }
@@ -20,8 +20,8 @@ bool is_left_out(const Site& site);
 // Leaves out the place `file:line`; the file has no folder.
 void leave_out(const char* place);
 
-// Returns true if the run swaps the stores of this place (swaps.py), and swaps the stores of the
-// place `file:line`.
+// are_swapped() returns true if the run swaps the stores of this place (swaps.py). The next
+// function swaps the stores of the place `file:line`.
 bool are_swapped(const Site& site);
 void swap(const char* place);
 

@@ -1,9 +1,9 @@
 """List the neighbouring stores of the device code, and write sources in which a run can swap them.
 
 In this module, a store is a statement that stores something that other ranks, the host or later
-launches read. At least one store of a pair is a *word*, from which a reader concludes that another
-store has happened: a flag, a head, a credit, the kind of a record, or the state of launches. The
-pairs are read from the sources, like the places of ``mutations.py``.
+launches read. At least one store of a pair stores a *word*. From a word, a reader concludes that
+another store has happened. Words are flags, heads, credits, the kind of a record, and the state of
+launches. The pairs are read from the sources, like the places of ``mutations.py``.
 
 clang-format has formatted the sources, so a small parser of statements is enough.
 """

@@ -1,4 +1,4 @@
-// What differs between the variants of the emulator, besides the kernels.
+// The differences between the variants of the emulator, except the kernels.
 #pragma once
 
 #include "kernels/launch.h"

@@ -10,8 +10,8 @@
 
 namespace moe_a2a {
 
-// Calls body(gpu) in a thread of its own for each of the first GPUs, with that GPU current: calls
-// for one GPU may wait for the others.
+// Calls body(gpu) for each of the first GPUs, with that GPU current. Each call has a separate
+// thread, because calls for one GPU may wait for the other GPUs.
 template <typename Body>
 void ForEachGpu(int num_gpus, const Body& body) {
   std::vector<std::thread> threads;
@@ -35,7 +35,7 @@ struct Summary {
   double median, least, greatest;
 };
 
-// A stream of the device that is current when it is made, and the time between two events on it.
+// A stream of the current device, and the time between two events on this stream.
 class TimedStream {
  public:
   TimedStream() {

@@ -25,8 +25,9 @@ inline Problem ProblemOf(cudaError_t error) {
 inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
-// Ends the process from any thread, because other threads may be waiting for a device. The variable
-// has a name that no `call` contains, because it would otherwise be initialized with itself.
+// Ends the process from any thread, because other threads may be waiting for a device. No `call`
+// may contain the name of the variable, because the variable would otherwise be initialized with
+// itself.
 #define CHECK(call)                                                                      \
   do {                                                                                   \
     const Problem check_problem = ProblemOf(call);                                       \
@@ -80,7 +81,8 @@ inline void SetValue(const std::string&, bool* flag) { *flag = true; }
 using OptionValue =
     std::variant<bool*, int*, double*, std::string*, std::vector<int>*, std::vector<std::string>*>;
 
-// Sets options from their names and values, lists separated by commas; flags have no value.
+// Sets options from their names and values. Commas separate the elements of a list. Flags have no
+// value.
 inline void ReadOptions(int argc, char** argv, const std::map<std::string, OptionValue>& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -124,7 +126,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of every word and its index to a sum, so that equal arrays have equal sums.
+// Adds a hash of each word and its index to a sum, so that equal arrays have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;

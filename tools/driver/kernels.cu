@@ -14,21 +14,22 @@
 //                 [--ops dispatch,combine,route,routed,weighted]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
-// Prints one line per operation and combination of the lists. A time is that of the slowest device,
-// in microseconds per launch (route: per pair of launches). `wire` is the number of bytes in the
-// busiest direction of a rank's links, where a token counts once per remote rank. The kernels of
-// route make the plan of all other operations. The capacity is that of the fullest rank.
+// Prints one line per operation and combination of the lists. A time is the time of the slowest
+// device, in microseconds per launch (route: per pair of launches). `wire` is the number of bytes
+// in the busiest direction of a rank's links, where a token counts once per remote rank. The
+// kernels of route make the plan of all other operations. The capacity holds the rows of the
+// fullest rank.
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, with the kernels of cuda/colocated/:
 //                  a launch is for all ranks. Numbers in --sms are reduced to what
 //                  cuda/ffi/call_state.cc allows for a rank. The bytes of `wire` cross no link
-//   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams
-//                  and --receive-teams (teams of a block): likewise
-//   --check        requires that all launches of an operation return the same bits: the first one,
-//                  which writes to poisoned arrays, the last timed one, and those with other numbers
-//                  of the lists. It skips inner products of a weighted dispatch, because their
-//                  rounding depends on these numbers
+//   --send-blocks  blocks that send; 0: as kernels/grid.h chooses. route ignores it. --send-teams
+//                  and --receive-teams (teams of a block) work in the same way
+//   --check        requires that all launches of an operation return the same bits: the first
+//                  launch, which writes to poisoned arrays, the last timed launch, and the launches
+//                  with other numbers of the lists. It skips inner products of a weighted
+//                  dispatch, because their rounding depends on these numbers
 //   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
 
@@ -92,8 +93,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// Reduces the numbers of blocks to what the handlers allow, if ranks share a GPU. Removes numbers
-// that are equal to the previous number afterwards.
+// If ranks share a GPU, reduces the numbers of blocks to what the handlers allow. Afterwards,
+// removes each number that equals the previous number.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -334,7 +335,7 @@ struct Tuning {
   int sms, send_blocks, send_teams, receive_teams;  // 0: kernels/grid.h chooses
 };
 
-// Returns the grid that the handlers choose, with the senders and teams of the command line.
+// Returns the grid that the handlers choose, but with the senders and teams of the command line.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
@@ -430,7 +431,7 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
                 const Bind& bind) {
   using Params = typename Kind::Params;
   std::vector<Params> ranks(calls.size());
-  // Padding bytes, too, must be equal on all ranks that share a GPU (device/ranks.cuh).
+  // Even padding bytes must be equal on all ranks that share a GPU (device/ranks.cuh).
   std::memset(static_cast<void*>(ranks.data()), 0, ranks.size() * sizeof(Params));
   Grid grid = {};
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -546,7 +547,7 @@ class GpuGraph {
   GpuGraph(const GpuGraph&) = delete;
   ~GpuGraph() { cudaGraphExecDestroy(executable_); }
 
-  // Returns what the timed launches took.
+  // Returns the time of the timed launches.
   double Microseconds() {
     CHECK(cudaGraphLaunch(executable_, stream_));
     return stream_.Microseconds();
@@ -606,8 +607,8 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int un
   return graphs;
 }
 
-// Runs the graphs of all GPUs at once; returns the longest time in microseconds. The untimed
-// launches of a GPU wait for the GPUs that start later.
+// Runs the graphs of all GPUs at the same time. Returns the longest time in microseconds. The
+// untimed launches of a GPU wait for the GPUs that start later.
 double RunGraphs(const Ranks& ranks, Graphs& graphs) {
   std::vector<double> us(graphs.size());
   ForEachGpu(ranks.workload.num_gpus, [&](int gpu) { us[gpu] = graphs[gpu]->Microseconds(); });

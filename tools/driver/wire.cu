@@ -4,8 +4,8 @@
 //   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers. Prints JSON.
 //
 // benchmarks/wire.py builds and runs it. A launch sends the bytes many times, so that neither the
-// launch nor the latency of the last store counts. The result is the throughput of the links; no
-// exchange of these bytes can take less time.
+// launch nor the latency of the last store affects the result. The result is the throughput of the
+// links; no exchange of these bytes can take less time.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -120,8 +120,8 @@ class Machine {
     CHECK(cudaDeviceSynchronize());
   }
 
-  // Calls launch(g, gpu) for some GPUs at once; returns the longest time on any of them, in
-  // microseconds.
+  // Calls launch(g, gpu) for some GPUs at the same time. Returns the longest time on any of these
+  // GPUs, in microseconds.
   template <typename Launch>
   double Time(int num_gpus, const Launch& launch) {
     std::vector<double> us(num_gpus);
@@ -144,14 +144,14 @@ class Machine {
     return Summary(us);
   }
 
-  // Where the words of GPU g land at a peer: parts lie in the order of ranks, without the peer's
-  // own.
+  // Returns where the words of GPU g land at a peer. The words of all other GPUs lie there in the
+  // order of ranks.
   uint4* ZoneOf(int g, int peer) const {
     return gpus_[peer]->zone + (g < peer ? g : g - 1) * most_;
   }
 
   void Store(int g, int blocks, int64_t words, int rounds) {
-    Peers peers{num_peers(), {}};  // another first peer for each GPU
+    Peers peers{num_peers(), {}};  // each GPU has another first peer
     for (int i = 0; i < num_peers(); ++i) peers.zone[i] = ZoneOf(g, (g + 1 + i) % size_);
     StoreToPeers<<<blocks, kThreads, 0, gpus_[g]->stream>>>(peers, gpus_[g]->from, words, rounds);
   }

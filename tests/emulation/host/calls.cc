@@ -2,8 +2,8 @@
 // loading, of initializing, and of the checks of arrays. No kernel runs; `call_report` returns NaN
 // after a failure, like a kernel.
 //
-// An execution on CPU has no stream, no ordinal, and no stage between loading and execution. So
-// these targets have their own handlers around the same state.
+// An execution on CPU has no stream, no ordinal, and no stage between loading and execution. These
+// targets therefore have separate handlers around the same state.
 #include <cuda_runtime_api.h>
 
 #include <atomic>

@@ -241,7 +241,7 @@ void check_processes(int seconds) {
   }
   channel.say("closed");
   channel.hear();
-  if (self == 0) {  // the other process has no free memory, and answers so
+  if (self == 0) {  // the other process has no free memory, and its answer says so
     Workspace& workspace = Workspace::Get(topologies[0], WorkspaceKind::kWhole);
     const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
     require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
@@ -290,7 +290,8 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// Returns a secret, a number of words, and the words. Each is right, nearly right, or random.
+// Returns a secret, a number of words, and the words. Each of these is right, nearly right, or
+// random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,
@@ -359,8 +360,8 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), WorkspaceKind::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // The first device has enough memory, the second has not. Then the first device's memory is
-  // freed.
+  // The first device has enough memory, but the second has not. Reserve() must then free the first
+  // device's memory.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -371,8 +372,8 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Every call fails in turn. Each time there is an error, no memory is left, and the next attempt
-  // succeeds.
+  // Every call fails in turn. After each failure, there is an error, no memory stays allocated, and
+  // the next attempt succeeds.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -435,7 +436,7 @@ void check_failures(int) {
     std::string failure;
     require_no(workspace.ReadFailure(&failure));
     require(failure.empty(), failure);
-    // Rank 0 poisons rank 1, which launches nothing afterwards and so has no record.
+    // Rank 0 poisons rank 1. Rank 1 has no record, because it launches nothing afterwards.
     RankView view = {};
     require_no(workspace.View(1, &view));
     Control& control = reinterpret_cast<Header*>(view.slab[1])->control;

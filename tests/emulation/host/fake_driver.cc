@@ -54,7 +54,7 @@ void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
   allocations()[handle] = allocation;
 }
 
-// Makes a stream or an event: a distinct address.
+// Makes a stream or an event, which is only a distinct address.
 template <typename T>
 cudaError_t make(T* made) {
   static std::atomic<uintptr_t> next{1};

@@ -1,5 +1,5 @@
-// A fake CUDA driver and runtime for the host code. Device memory is files in memory, mapped at the
-// addresses that the code reserves. Work on a stream runs at once.
+// A fake CUDA driver and runtime for the host code. Device memory is files in memory, which are
+// mapped at the addresses that the code reserves. Work on a stream runs immediately.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// What gemm/form.h needs of the CUDA driver's header.
+// The part of the CUDA driver's header that gemm/form.h needs.
 #pragma once
 
 #include <cstdint>

@@ -43,7 +43,8 @@ struct alignas(8) float2 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers. The site is the caller's. The barrier at the site that is left out does nothing.
+// ---- Barriers. `site` is the place of the call. A barrier at a site that is left out does
+// nothing.
 
 inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_warp();
@@ -51,7 +52,7 @@ inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
 inline void __syncthreads(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_named(0, emulation::block_threads());
 }
-// Without its barrier a vote of the block still votes, but orders no memory.
+// If its barrier is left out, a vote of the block still votes, but orders no memory.
 inline int __syncthreads_or(int vote, emulation::Site site = emulation::Site::here()) {
   return emulation::vote_of_block(vote != 0, /*is_and=*/false, !emulation::is_left_out(site));
 }

@@ -18,7 +18,7 @@ using moe_a2a::CublasLt;
 constexpr int kInvalid = 7, kUnsupported = 15;
 constexpr uint64_t kAlgorithm = 0x1234;
 
-// What the fake writes into an object of the caller.
+// The content that the fake writes into an object of the caller.
 struct Object {
   int64_t values[16];
   int type, groups;

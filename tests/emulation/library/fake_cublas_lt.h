@@ -1,4 +1,4 @@
-// What the fake cuBLASLt tells a check, as the symbol "fake_counts".
+// The counts that the fake cuBLASLt exports to a check, as the symbol "fake_counts".
 #pragma once
 
 struct FakeCounts {

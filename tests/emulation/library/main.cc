@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
   auto& counts = *static_cast<FakeCounts*>(dlsym(fake, "fake_counts"));
   require(CublasLtVersion() == 130405, "the version is not the library's");
 
-  // Calls fail one after another, until none does.
+  // In each round one call fails, each time a later call, until no call fails.
   for (long call = 0, has_failed = 1; has_failed; ++call) {
     Product product;
     counts.calls_until_failure = call;

@@ -1,5 +1,5 @@
-// Checks the order of the grouped GEMM's tiles (gemm/schedule.cuh) with random groups: each tile
-// comes once. Prints the first error. Exit status: 0 without errors.
+// Checks with random groups that the schedule of the grouped GEMM (gemm/schedule.cuh) visits each
+// tile once. Prints the first error. Exit status: 0 without errors.
 //   walk --seed N
 #include <cstdio>
 #include <cstdlib>
@@ -21,7 +21,7 @@ using namespace moe_a2a::gemm;
 struct ListParams {
   GemmParams gemm;
   Work* found;
-  int stride;  // blocks; each takes every stride-th position
+  int stride;  // number of blocks; each block takes every stride-th position
 };
 
 template <typename F>
