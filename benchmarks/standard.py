@@ -82,7 +82,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
-    except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
+    except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
     say(wire.in_words(measured))

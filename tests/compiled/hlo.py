@@ -117,7 +117,7 @@ class Module:
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value, through instructions that only rename the
+        """Return the instruction that computes a value. Skip instructions that only rename the
         value."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
