@@ -55,7 +55,7 @@ class Layout:
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def is_summed_in_formats(self, ranks):
-        """Return True if kernels sum rows in a token format: a warp has lanes for 32 sums."""
+        """Return True if kernels sum rows in a token format. A warp has lanes for 32 sums."""
         return self.top_k + ranks <= 32
 
     def exchanges_of_dispatch(self, ranks):

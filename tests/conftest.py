@@ -111,7 +111,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Compare the exchanges of a test with its statement, if all ranks share one GPU."""
+    """If all ranks share one GPU, compare the exchanges of a test with its statement."""
     # tests/gpu across close() and set_epoch()
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:

@@ -29,7 +29,7 @@ def dense_experts(x, weights, ids, experts):
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # an expert that a token chooses twice is applied to both products
+    if experts.weigh_input:  # both choices of the same expert have separate products
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )

@@ -106,7 +106,7 @@ def frozen(mesh):
 
 
 def layers(mesh):
-    """Return the gradients of layers with stacked weights, whose activations are computed again."""
+    """Return the gradients of layers with stacked weights, with rematerialized activations."""
     num_layers = 4
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME

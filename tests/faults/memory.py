@@ -312,7 +312,7 @@ def go_on(run):
     """Open the group again in all members. All of them must then map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
-    sizes = run.all("reserve", 1000)  # more than before: all members then have the same
+    sizes = run.all("reserve", 1000)  # more than before: then all sizes are equal
     mapped = run.all("mapped")
     if len(set(sizes)) != 1 or any(each != mapped[0] for each in mapped):
         raise Wrong(f"wrong: members map different memory: {sizes}, {mapped}")
@@ -361,7 +361,7 @@ def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **
       given: a function that maps the random choices to the arguments of the method.
       patterns: causes that an error may name instead of a process.
       is_fault: if False, no member may see an error.
-      must_tell: if not None, a member must see an error, and the clearest error has this text.
+      must_tell: if not None, a member must see an error, and the clearest one has this text.
       options: options of `finish`.
     """
 

@@ -294,7 +294,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """Let the victim end. The others get an error, or have finished before, and continue."""
+    """Let the victim end. The others continue after an error, or after they have finished."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())

@@ -1,4 +1,4 @@
-"""Differentiate a function of a dict of floats, in each of the ways that a program draws."""
+"""Differentiate a function of a dict of floats, in the way that a program has drawn."""
 
 import jax
 import oracle
