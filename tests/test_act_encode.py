@@ -2,7 +2,7 @@
 kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number next to the middle of two FP8 values may become the other value."""
+a number near the middle of two FP8 values may be rounded to the other one."""
 
 import functools
 import itertools
@@ -45,8 +45,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a product, weights and sizes. Rows without a token, also within groups, have the
-    weight 0 and NaN."""
+    """Return a product, weights and sizes. Rows without a token, also within groups, are NaN with
+    weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -120,7 +120,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or with only one dtype if the kernel does not run."""
+    """Return each value with both dtypes, or with one dtype if the kernel does not run."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -233,7 +233,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Repeat this for the kernel, even if `path` has hidden it."""
+    """Pretend Hopper GPUs again for the kernel, even if `path` has hidden the kernel."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

@@ -49,7 +49,7 @@ ROW_KEYS = {
 
 
 def run_of(mesh, wires=None):
-    """Return a run that has found nothing yet."""
+    """Return a run without results."""
     head = dict(wire=wires, rows=[], failures=[])
     return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
 

@@ -1,4 +1,4 @@
-"""Dead code: an exchange of which the program uses no result is removed."""
+"""Exchanges whose results are all unused are removed as dead code."""
 
 import functools
 

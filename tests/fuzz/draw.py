@@ -334,7 +334,7 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Draw ids from a drawn set of experts, so that experts crowd, repeat and miss."""
+    """Draw ids from a drawn set of experts: ids crowd on experts, repeat, and leave experts out."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)

@@ -95,7 +95,7 @@ def fuzz(seed, seconds, processes, report, kinds=None):
 
 
 def watch(part, seed, is_ready):
-    """Return what a process has run, or None while it runs a program. End it if it hangs."""
+    """Return the result of a process, or None while it runs a program. End a process that hangs."""
     if is_ready:
         try:
             return part.connection.recv()

@@ -61,8 +61,8 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Map `fn` over all elements and ranks. `fn` maps dicts of one element of one rank to a
-        dict.
+        """Return `fn` mapped over all elements and ranks. `fn` maps dicts of one element of one
+        rank to a dict.
 
         Args:
           in_batched: a dict by name for each argument, with True if elements differ.

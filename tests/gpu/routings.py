@@ -137,7 +137,7 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return (index of a routing, step, sums) -> the same after STEPS steps.
+    """Return a program from (index of a routing, step, sums) to their values after STEPS steps.
 
     ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
     program adds them up.
