@@ -433,7 +433,7 @@ def vmapped_group(ranks):
 
 
 def exchange_fn(layout, group):
-    """Return a function of one rank's arrays: a dispatch, an unweighted and a weighted combine."""
+    """Return a function of one rank's arrays that dispatches and combines, also with weights."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
@@ -482,7 +482,7 @@ def run_case(case, ranks, seed=0):
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Assert the same shape, dtype and bits: NaN equals the same NaN, and 0 is not -0."""
+    """Assert equal shape, dtype and bits. A NaN equals a NaN of equal bits; 0 differs from -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what

@@ -157,7 +157,7 @@ def run_together(folder, programs, deadline):
     Args:
       folder: for their output.
       programs: each is (command, additions to its environment). A command accepts
-      ``--coordinator``, ``--num-processes`` and ``--process-id``.
+        ``--coordinator``, ``--num-processes`` and ``--process-id``.
       deadline: seconds.
 
     Returns:

@@ -32,7 +32,7 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, a block of the kernel 32 warps.
+# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, and a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),

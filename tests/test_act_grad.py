@@ -127,7 +127,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """Those of rows of the weight 0 are not: its derivative is that of the plain product."""
+    """Rows with weight 0 are left out: this weight has the derivative of the plain product."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

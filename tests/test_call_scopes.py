@@ -1,5 +1,6 @@
-"""A call has a hash of the names around it, so that ranks detect swapped calls of equal shapes. The
-names come from the program, never from files, and are equal in every process.
+"""A call has a hash of the names around it, so that ranks detect swapped calls of equal shapes.
+
+The names come from the program, never from files, and are equal in every process.
 """
 
 import functools

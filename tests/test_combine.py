@@ -49,7 +49,7 @@ def test_every_summed_dtype_rounds_as_stated(wire_dtype):
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
-    # No kernel narrows float32 or float16 to a bfloat16 wire: all sums are then portable.
+    # No kernel narrows float32 or float16 to a bfloat16 wire, so all sums are then portable.
     exchanges = 1 if wire_dtype == "bfloat16" else 1 + len(y)
     program = combine_program(layout, ranks, wire_dtype=wire_dtype, exchanges=exchanges)
     for routing in ("skewed", "repeated", "first_expert_only"):
@@ -120,8 +120,9 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """Each rank has one row, so only the order of ranks matters, and not the order of k. A token
-    has at most 32 choices, so only the first 32 ranks have rows.
+    """Each rank has one row, so only the order of ranks matters, and not the order of k.
+
+    A token has at most 32 choices, so only the first 32 ranks have rows.
     """
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)

@@ -132,7 +132,7 @@ def test_the_addend_is_added_last_and_rounded_with_the_sum():
     big = 4.0 / oracle.epsilon("float32")
     np.testing.assert_array_equal(sums(big, -big, 1.0, "float32"), 1)
     np.testing.assert_array_equal(sums(1.0, -big, big, "float32"), 0)
-    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 was added: a tie would round down.
+    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 is added. A tie would round down.
     np.testing.assert_array_equal(sums(2.0**-8, 2.0**-16, 1.0, "bfloat16", "float32"), 1 + 2.0**-7)
 
 

@@ -29,7 +29,7 @@ jax.monitoring.register_event_duration_secs_listener(
 @contextlib.contextmanager
 def counted():
     """Yield a list to which each compilation adds an element. Different arguments with equal
-    programs add one element only, but several signatures to the cache of a jitted function."""
+    programs add only one element (the cache of a jitted function gets several signatures)."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -94,7 +94,7 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # Over Explicit axes, specs of results have an entry for each axis: a second signature.
+        # Over Explicit axes, specs of results have an entry for each axis, a second signature.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 

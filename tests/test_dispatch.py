@@ -53,7 +53,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """Many dtypes as leaves of one payload: any bits; odd sizes, no and several trailing axes."""
+    """The leaves of one payload have many dtypes, any bits, odd sizes, and any trailing axes."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)

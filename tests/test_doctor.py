@@ -128,7 +128,7 @@ def broken_dispatch(break_rows):
     ("break_rows", "named"),
     [
         (lambda rows: rows.at[0].set(rows[1]), ("rows", "sums", "the gradient of the weights")),
-        (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # no token: only the rows show it
+        (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # a row without a token
     ],
     ids=["a row of another token", "a row without a token"],
 )

@@ -1,6 +1,7 @@
-"""Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected. A run
-tries a third of the mutations, selected by the commit; ``make emulate`` tries all. These tests fail
-on a machine without a C++ compiler.
+"""Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected.
+
+A run tries a third of the mutations, selected by the commit; ``make emulate`` tries all. These
+tests fail on a machine without a C++ compiler.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""A training of the example model has the losses of the committed record, which a GPU has made."""
+"""Training the example model has the losses of the committed record, which was made on a GPU."""
 
 import os
 
@@ -37,7 +37,7 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
         assert curve[:, last].mean() == pytest.approx(curves["dense"][:, last].mean(), rel=rel)
 
 
-# The first steps differ by the rounding of bfloat16 and FP8 alone.
+# The first steps differ only by the rounding of bfloat16 and FP8.
 @pytest.mark.parametrize("way", losses.WAYS if ON_GPU else ["portable"])
 def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()

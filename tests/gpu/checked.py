@@ -426,8 +426,9 @@ def counters_of(group):
 
 
 def assert_counted(group=GROUP):
-    """If all ranks share one GPU, check that all called exchanges ran in the kernels. Nothing of
-    the group may be under way.
+    """If all ranks share one GPU, check that all called exchanges ran in the kernels.
+
+    Nothing of the group may be under way.
     """
     if not (ONE_GPU and ON_GPU):
         return
