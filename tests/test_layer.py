@@ -61,7 +61,7 @@ def dense(*args, activation=SWIGLU, change=lambda experts: experts):
 
 
 def value_and_grads(fn):
-    """Return a function (floats, *others) -> value, and gradients of a loss in all floats."""
+    """Return a function (floats, *others) -> (value, gradients of a loss in all floats)."""
 
     def run(floats, *others):
         def value(*floats):

@@ -186,7 +186,7 @@ def base_gradients(program):
 def test_no_gradient_of_frozen_weights_is_computed_or_sent(name):
     program = jax.make_jaxpr(functools.partial(gradients, **OPTIONS[name]))(*problem())
     assert not base_gradients(program)
-    # Here, rows have the features of whole arrays, even if weights are in pieces.
+    # A row of sent gradients would have as many features as an array of weights.
     sent = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(program, "combine")]
     sizes = {shape[-1] for shapes in sent for shape in shapes}
     assert not sizes & {HIDDEN * 2 * WIDTH, WIDTH * HIDDEN}

@@ -32,7 +32,7 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
     curves = recorded()[1]
     for curve in curves.values():
         np.testing.assert_allclose(curve[:, :20], curves["dense"][:, :20], rtol=1e-3)
-        # Runs whose rounding differs follow different paths: one of them ends within 4 percent.
+        # Runs with different rounding follow different paths. One must end within 4 percent.
         last, rel = slice(-losses.END, None), 0.04 / np.sqrt(len(curve))
         assert curve[:, last].mean() == pytest.approx(curves["dense"][:, last].mean(), rel=rel)
 

@@ -379,7 +379,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes):
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """In a dispatch with a format, own tokens also land in a zone. A single rank has no zones."""
+    """With a format, a rank's tokens for itself also need a zone. A single rank has no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -922,7 +922,7 @@ def test_devices_are_told_domain_after_domain():
 
 
 def test_every_call_stands_before_a_barrier():
-    """XLA would make the exchange twice if a loop stores a result in a larger array and uses it."""
+    """Otherwise, if a loop uses a result and stores it in a larger array, XLA repeats the call."""
     x = aval(TOKENS, HIDDEN)
 
     def exchange(x, ids, weights):
