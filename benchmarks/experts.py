@@ -60,7 +60,7 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The results of ``with_gradients``, in order. ``errors`` compares those that it is given.
+# The results of ``with_gradients``, in order. ``errors`` compares the results that it is given.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 

@@ -10,9 +10,9 @@
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has already quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes
-rows and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
-adapters get gradients. ``benchmarks.products`` times experts alone. The router's choices are
+call. ``moe_mlp_fp8`` has quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes rows
+and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
+adapters get gradients. ``benchmarks.products`` times only the experts. The router's choices are
 inputs. Training times a forward pass, without and with the gradients of tokens, router weights and
 experts. Decode times a forward pass of up to 128 tokens. Every result is checked before it is
 timed, against ``all_gather``. If the capacity drops rows, it is checked against ``ours``, because

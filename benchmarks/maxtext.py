@@ -1,4 +1,4 @@
-"""Time MaxText's train step, with MaxText's MoE layers and with those of ``enable``.
+"""Time MaxText's train step, with MaxText's MoE layers and with the layers of ``enable``.
 
     python -m benchmarks.maxtext --out maxtext.json               on this machine's GPUs
     python -m benchmarks.maxtext --geometries qwen3 --settings enable fsdp_tokamax

@@ -163,7 +163,7 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
     """Return the operations of a token, forward and backward, without rematerialization: all
-    operations, and those of the routed experts."""
+    operations, and the operations of routed experts."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -351,7 +351,7 @@ class Model:
 
         Args:
           tokens: [M, B, S + 1], for M micro-batches.
-          given: the choices [B, S, K] in place of the router's, or None.
+          given: choices [B, S, K], which replace the router's choices, or None.
           rate: of learning. With zero, weights stay as they are.
         """
         gradients, results = self.gradients(state["params"], tokens, given)

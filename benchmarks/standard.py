@@ -9,8 +9,7 @@
 
 The same run times plain JAX and the link limit. It writes a JSON record and a plot to
 benchmarks/results/. Without a GPU it runs small sizes on virtual CPU devices, which only checks
-that the program works. Figures of such a run mean nothing and are written only if --out names a
-path.
+that the program works. Then figures mean nothing, and are written only if --out names a path.
 """
 
 from __future__ import annotations

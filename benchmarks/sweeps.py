@@ -34,7 +34,7 @@ BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
 
 
 class Sweep(NamedTuple):
-    """What a sweep varies, and what it measures."""
+    """A sweep: the parameter that varies, and what is measured."""
 
     cases: Callable[[Any], Iterable[dict[str, Any]]]
     """From a size to changes of the base setting."""

@@ -193,7 +193,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
 
 
 def count_fusions(compiled: Any) -> int:
-    """Return the number of fusions in a program; those of ``chain_of_ties`` are its kernels."""
+    """Return the number of fusions in a program. In ``chain_of_ties`` they are the kernels."""
     return len(_FUSION.findall(compiled.as_text()))
 
 

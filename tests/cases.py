@@ -138,8 +138,8 @@ def masked(rng, ranks, layout):
 
 
 def masked_tokens(rng, ranks, layout):
-    """Draw ids in which some tokens have no choice and the others have all choices, so that ranks
-    send different numbers of tokens."""
+    """Draw ids in which some tokens have no choices and all other tokens have all choices, so that
+    ranks send different numbers of tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 

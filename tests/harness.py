@@ -392,7 +392,7 @@ def is_traced(*args):
 
 
 def counted(jitted, exchanges, split):
-    """Return a jitted function whose runs are finished, and counted, when they return."""
+    """Return a jitted function that waits for each run, counts its exchanges, and then returns."""
 
     @functools.wraps(jitted)
     def run(*args, **kwargs):

@@ -447,8 +447,8 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group. A negative size counts as 0, and the sizes may exceed
-    the number of rows."""
+    """Return (first row, end) of each group. A negative size is treated as 0, and the sizes may
+    exceed the number of rows."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)

@@ -3,7 +3,7 @@ order, and has a share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
-    python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
+    python -m tests.processes 2 --as-hosts -- -q    # each with a separate network; needs root
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 

@@ -1,4 +1,4 @@
-"""`ma.moe` with choices in place of a router, with replayed choices, and with a user's router.
+"""Test `ma.moe` with given choices, with replayed choices, and with a user's router.
 
 The reference applies each expert to each token of all ranks. A router sees all tokens at once.
 """

@@ -383,7 +383,7 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
 
 
 def test_another_symbolic_size_is_refused_with_advice():
-    """XLA ends the process that calls an export of such a program."""
+    """XLA would crash a process that calls an export of such a program."""
     (size,) = jax.export.symbolic_shape("h")
     naming = ("symbolic", r"h\]|h,", "jax.export once")
     x, y = array((TOKENS, size)), array((CAPACITY, size))

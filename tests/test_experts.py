@@ -274,7 +274,7 @@ def test_vmap_over_any_operand(batched):
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
 
 
-# What a program computes
+# The operations of a program
 
 
 def passes(jaxpr, shape):

@@ -536,7 +536,7 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(2 + sums_in_a_format(6), split=sums_in_a_format(2))
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """The sums equal those of each element, of the whole combine, and of a combine without a
+    """Sums equal the sums of each element, of the whole combine, and of a combine without a
     format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)

@@ -52,7 +52,7 @@ def separate(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
 
 
 def gradients(fn, *args, of=jnp.sin):
-    """Return the gradients of a sum. Those of rows after the last group are unspecified."""
+    """Return the gradients of a sum. After the last group, gradients of rows are unspecified."""
     grads = jax.grad(lambda *args: jnp.sum(of(fn(*args))), OF_ALL)(*args)
     rows, w_in, b_in, weights, *others = grads
     return rows[:END], w_in, b_in, weights[:END], *others

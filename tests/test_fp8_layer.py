@@ -391,7 +391,7 @@ def test_moe_over_expert_and_tensor_axes():
 
     @quick_jit
     def run(x, params):
-        """Return the result, and all gradients except those of the experts' weights."""
+        """Return the result, and all gradients except the gradients of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):

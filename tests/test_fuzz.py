@@ -1,4 +1,4 @@
-"""Drawn exchanges, layers and products equal those of the oracle, and the fuzzer detects a broken
+"""Drawn exchanges, layers and products have the oracle's results, and the fuzzer detects a broken
 package.
 
 `python -m tests.fuzz` runs more programs, and can repeat one that failed (`--program`).

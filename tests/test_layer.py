@@ -127,7 +127,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-# Rows without a token, which must affect neither results nor gradients
+# Rows without a token must affect neither results nor gradients.
 
 
 @pytest.mark.exchanges(0)

@@ -1,7 +1,7 @@
 """Pytrees made for a different group, size or form raise an error while a program is traced.
 
-These tests run no program. Each pytree is made in the program of its own group, and then used, with
-the same arrays, in the program of a group of 8 ranks.
+These tests run no program. Each pytree is made in a program of its group, and then used, with the
+same arrays, in a program of a group of 8 ranks.
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ def arguments(activation=RELU):
 
     x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # not exact in FP8 next to large numbers
     x[..., ::40] *= 100
-    x[..., HIDDEN - 1] = 3  # so that the last group differs from the others
+    x[..., HIDDEN - 1] = 3  # so that the last group differs from all other groups
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
     w_out = integers(experts, WIDTH, HIDDEN, density=0.2)
     biases = integers(experts, 2 * WIDTH), integers(experts, HIDDEN)

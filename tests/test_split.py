@@ -295,7 +295,7 @@ def test_no_policy_of_remat_parts_a_done_from_its_start(name):
 
 
 def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
-    """Such arrays have no gradient, and are not sent back."""
+    """Integers and narrow floats have no gradient, and are not sent back."""
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}

@@ -1,7 +1,7 @@
 """vmap over an axis that is not the group's makes one exchange for the whole batch.
 
-Results equal those of the oracle for each element of the batch, which has a separate routing,
-capacity and drops. Gradients equal those of the dense layer.
+Results equal the oracle's for each element of the batch. Elements have separate routings,
+capacities and drops. Gradients equal those of the dense layer.
 """
 
 import functools

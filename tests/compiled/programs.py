@@ -1,6 +1,6 @@
 """Define the programs of the compiled table.
 
-Sizes are those of Qwen3-30B-A3B with 3,072 tokens on each rank. The sizes determine the paths of
+The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. The sizes determine the paths of
 calls, and hardly affect the compile time. The number of rows must differ from all other sizes of a
 program, because `hlo.py` recognizes passes over all rows by this number.
 """

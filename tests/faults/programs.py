@@ -2,7 +2,7 @@
 processes with one CPU device each. The portable path runs over gloo.
 tests/gpu/test_processes_failures.py tests the kernels.
 
-Every result is compared with the sum that the process computes alone.
+Each process compares every result with a sum that it computes without an exchange.
 """
 
 import os
@@ -74,7 +74,7 @@ class Rank(Inside):
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
         ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
-        if damage:  # an id that is no expert's counts as no choice
+        if damage:  # an id outside the range of experts is not a choice
             ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
         weights = 1 + np.arange(experts, dtype=np.float32) + step % 7
         first = 2 * self.ranks.index(self.index)
@@ -318,7 +318,7 @@ def acts(act, given, *patterns, of_others=None, undo=None, **options):
       patterns: causes that an error may name.
       of_others: arguments for the other processes, if they also call the method.
       undo: a method and arguments, called in all processes at the end.
-      options: those of `begin`.
+      options: options of `begin`.
     """
 
     def kind(run):
@@ -394,7 +394,7 @@ KINDS = {
     "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
     "a delay": acts("sleep", any_delay),
-    # The victim calls nothing more, and the others wait for it.
+    # The victim makes no more calls, and the other processes wait for it.
     "a program that raises": acts(
         "fail", lambda rng, at: (), "an error of the program", *MISSING
     ),

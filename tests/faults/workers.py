@@ -54,7 +54,7 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
-    # The flags are those of `conftest.py`. Each worker has one device.
+    # These are the flags of `conftest.py`. Each worker has one device.
     variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)

@@ -83,7 +83,7 @@ def set_epoch_of(group, index, epoch, kind=native.WHOLE):
 
 
 def set_credits_of(group, index, epoch):
-    """Set the credits of a rank as if its peers had read all its rows up to `epoch`."""
+    """Set the credits of a rank, as if its peers had read all its rows up to `epoch`."""
     native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
 
 

@@ -19,7 +19,7 @@ RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GP
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# A process knows only the workspace of its own devices.
+# A process knows only the workspaces of its devices.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
