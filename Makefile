@@ -1,23 +1,23 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
-# make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
-# make test-hosts      tests of two levels with each process as a host, on the CPU; as root over TCP
-# make fuzz    random exchanges on the portable path against the oracle, for SECONDS=600 from SEED=1
+# make test-processes  runs the suite in NUM_PROCESSES=2 processes that share the devices
+# make test-hosts      runs tests of two levels with each process as a host, on CPUs; over TCP if root
+# make fuzz    compares random exchanges on the portable path with the oracle, for SECONDS=600 from SEED=1
 # make faults  injects RUNS=200 faults from SEED=1 into processes that exchange tokens
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
-# make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
-# make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must notice it
+# make emulate-quick   runs what CI runs: some sequences of each kind, a third of the mutations
+# make mutations       applies each change of tests/mutations/list.toml to a copy, and runs the test that must detect it
 # make test-maxtext    trains MaxText's model with and without enable(); needs Python 3.12 and PyPI
 # make sanitize        runs the host code over a fake driver under sanitizers
 # make compiled        compiles programs for H100 GPUs without a GPU, and writes tests/compiled/table.txt
-# make lint    ruff, clang-format, mypy, import-linter
+# make lint    runs ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
-# make bench   python -m benchmarks
-# make wheels  builds what a release uploads into dist, for PYTHONS="python3.11 python3.12"
+# make bench   runs python -m benchmarks
+# make wheels  builds the files of a release into dist, for PYTHONS="python3.11 python3.12"
 # make test-wheels     installs the wheels of dist into empty environments and runs them on the CPU
 # make clean   removes environments and build folders
 #
-# Everything happens in a virtual environment of its own, in $(VENV), made on first use.
+# Everything runs in a separate virtual environment in $(VENV), which is made on first use.
 # Another Python:            make test PYTHON=python3.12 VENV=.venv312
 # Packages already there:    make test VENV_FLAGS=--system-site-packages \
 #                                      PIP_FLAGS="--no-build-isolation --no-deps"
@@ -27,15 +27,15 @@ VENV ?= .venv
 VENV_FLAGS ?=
 PIP_FLAGS ?=
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-# A machine with neither a GPU nor nvcc tests the portable path: no kernels with nvcc from PyPI.
+# Without a GPU and nvcc, test the portable path, and do not build kernels with nvcc from PyPI.
 ifndef MOE_A2A_CUDA
 ifeq ($(or $(filter-out 0,$(GPUS)),$(shell command -v nvcc),$(CUDACXX),$(CUDA_PATH)),)
 export MOE_A2A_CUDA := OFF
 endif
 endif
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
-# Two workers suit the two cores of a small machine, and a module keeps its compiled programs in one of
-# them; GPUs are not shared among processes.
+# Two workers suit the two cores of a small machine. A module runs in one worker, and so compiles its
+# programs once. GPUs are not shared among processes.
 PYTEST_FLAGS ?= $(if $(MOE_A2A_TEST_GPU),-n 0,-n 2 --dist loadfile)
 SECONDS ?= 600
 SEED ?= 1
@@ -95,7 +95,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The API pages are read from the sources: the package itself need not be built.
+# The API pages are made from the sources, so the package need not be built.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --site-dir $(SITE)
 
@@ -107,7 +107,7 @@ wheels: $(VENV)/.release
 test-wheels: $(VENV)/.test
 	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
 
-# MaxText needs versions of its own, and Python 3.12 or newer.
+# MaxText needs certain versions of its requirements, and Python 3.12 or newer.
 MAXTEXT_VENV ?= .venv-maxtext
 test-maxtext: $(MAXTEXT_VENV)/.made
 	$(MAXTEXT_VENV)/bin/python -m pytest -q --noconftest tests/maxtext/training.py
@@ -124,13 +124,13 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	touch $@
 
-# Without a GPU the demo needs no kernels, even if nvcc builds them for the tests. If the tests came
-# first, it keeps theirs.
+# Without a GPU the demo needs no kernels, even if nvcc builds them for the tests. If the tests ran
+# first, the demo keeps their kernels.
 ifeq ($(MOE_A2A_CUDA)$(filter-out 0,$(GPUS))$(wildcard $(VENV)/.test),)
 $(VENV)/.demo: export MOE_A2A_CUDA := OFF
 endif
 
-# Each stamp is the package, installed editable, with the extra of that name. The demo compiles only
+# Each stamp means an editable install of the package with the extra of that name. The demo compiles only
 # the modules that it imports, because it is one process and pip would compile all of them.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(if $(filter demo,$*),--no-compile) $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
@@ -138,14 +138,14 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	  print(f'jax {jax.__version__}; CUDA kernels: {native.cuda_build() or None}')"
 	touch $@
 
-# The checkers also need the test extra: mypy reads the types of what the package imports.
+# The checkers also need the test extra: mypy reads the types of imported packages.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
 	  | xargs $(BIN)/python -m pip install -q
 	touch $@
 
-# XLA for GPUs, in a folder of its own: jax would find it in $(VENV), and look for GPUs.
+# XLA for GPUs is in a separate folder. In $(VENV), jax would find it and look for GPUs.
 build/compiled/.installed: pyproject.toml | $(VENV)/.made
 	rm -rf $(@D)
 	$(BIN)/python -c "import tomllib; \
@@ -153,7 +153,7 @@ build/compiled/.installed: pyproject.toml | $(VENV)/.made
 	  | xargs $(BIN)/python -m pip install -q --no-deps --target $(@D)
 	touch $@
 
-# Tools that need no package: it is neither built nor installed.
+# Tools that do not need the package, so it is neither built nor installed.
 $(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'])" \

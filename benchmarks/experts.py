@@ -60,12 +60,12 @@ def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) 
     return primitives.bind_experts(operands, activation=activation)[0]
 
 
-# The results of ``with_gradients``, in their order; ``errors`` compares any of them.
+# The results of ``with_gradients``, in order. ``errors`` compares the results that it is given.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
 def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``, for the cotangent ``rows``."""
+    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``; the cotangent is ``rows``."""
 
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
@@ -82,7 +82,7 @@ def mosaic_product() -> Product:
     ragged_outer = _mosaic("transposed_ragged_dot").transposed_ragged_dot
 
     def tiles(rows: jax.Array) -> dict[str, int]:
-        """Return the tiles of all records. No record compares them with other tiles."""
+        """Return the tile sizes that all records use. No record compares tile sizes."""
         block_m = 128 if rows.shape[0] >= 4096 else 64
         return dict(
             block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
@@ -90,7 +90,7 @@ def mosaic_product() -> Product:
 
     def multiply(rows: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
         out = ragged_dot(rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles(rows))
-        # Nothing is written after the last group, and the rows there must not reach a product.
+        # The kernel does not write rows after the last group, and they must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def library_product() -> Product:
 
 
 def _differentiable(multiply: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> Product:
-    """Make a product of functions (rows, w, sizes, transposed) and (x, y, sizes)."""
+    """Make a product from functions (rows, w, sizes, transposed) and (x, y, sizes)."""
 
     @jax.custom_vjp
     def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:

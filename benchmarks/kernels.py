@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 
 GPU = "/device:GPU:"
-STREAM = "Stream"  # begins the names of lines of kernels
+STREAM = "Stream"  # the names of trace lines with kernels begin with this
 MOST_LISTED = 60
 MOST_OF_NAME = 90
-# Each kind has words that occur in the names of its kernels. The first kind that fits is used.
+# Each kind has words that are in the names of its kernels. The first kind that fits is used.
 KINDS = {
     "our products": r"moe_a2a.*gemm",
     "our exchange": r"moe_a2a.*(route|dispatch|combine)",
@@ -66,7 +66,7 @@ def kind_of(name: str) -> str:
 
 
 def scope(stats: dict[str, Any]) -> str:
-    """Return the operation of the program that launched a kernel, if the trace has it."""
+    """Return the program's operation that launched a kernel, if the trace names it."""
     return str(stats.get("tf_op") or stats.get("hlo_op") or "")
 
 
@@ -85,7 +85,7 @@ def summed(events: Iterable[tuple[str, float, str]]) -> list[Kernel]:
 
 
 def in_words(found: list[Kernel]) -> str:
-    """Return a table of kinds, and one of kernels."""
+    """Return a table of kinds, and a table of kernels."""
     total = sum(kernel.us for kernel in found)
     lines = [f"{total:12.1f} us in all"]
     for kind in KINDS:

@@ -10,13 +10,13 @@
     python -m benchmarks.layer --stages            whole layers of models, stage by stage
 
 ``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
-call. ``moe_mlp_fp8`` has weights that were quantized before, without gradients; ``moe_mlp_to_fp8``
-quantizes rows and weights for the products, with gradients. ``_lora`` adds adapters of rank 16,
-which have the gradients in place of the weights. ``benchmarks.products`` times experts alone. The
-router's choices are given. Training is forward alone, and forward with the gradients of tokens,
-router weights and experts; decode is up to 128 tokens, forward. Every result is checked
-before it is timed: against ``all_gather``, or if the capacity drops rows, of which plain JAX would
-drop others, ``ours``. The programs of all settings are compiled first.
+call. ``moe_mlp_fp8`` has quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes rows
+and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
+adapters get gradients. ``benchmarks.products`` times only the experts. The router's choices are
+inputs. Training times a forward pass, without and with the gradients of tokens, router weights and
+experts. Decode times a forward pass of up to 128 tokens. Every result is checked before it is
+timed, against ``all_gather``. If the capacity drops rows, it is checked against ``ours``, because
+plain JAX would drop other rows. The programs of all settings are compiled first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METHODS += ("dense", "ragged", "ragged32")
 OF_FP8, LORA = "moe_mlp_fp8", "_lora"
 FROZEN = ("moe_mlp_fp8", "moe_mlp_lora", "moe_mlp_fp8_lora")  # weights without gradients
 RANK = 16  # of adapters
-OF_MOE_MLP = {  # method: of the weights that it gets
+OF_MOE_MLP = {  # method: a function of the weights, which returns its experts
     "moe_mlp": ma.Experts,
     OF_FP8: ma.Experts,
     "moe_mlp_to_fp8": lambda w_in, w_out: ma.Experts(w_in, w_out).in_fp8(),
@@ -59,7 +59,7 @@ OF_MOE_MLP = {  # method: of the weights that it gets
     "moe_mlp_fp8_lora": lambda *pairs: with_adapters(*pairs),
 }
 OURS = ("ours", *OF_MOE_MLP)
-TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
+TOLERANCE = 2e-2  # bfloat16 has 8 bits, and each method rounds its own partial sums
 FP8_TOLERANCE = 0.1  # the error of one product of random numbers is 3.7 %
 GROUPED_DOT = "grouped_dot"  # a key of experts.CANDIDATES
 DECODE_REPS = 16
@@ -155,9 +155,9 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
     wanted = [*args.methods]
     if not on_gpu:  # XLA:CPU does not have it
         wanted = [method for method in wanted if not method.startswith("ragged")]
-    if shape.workload.dropped:  # plain JAX would drop others
+    if shape.workload.dropped:  # plain JAX would drop other rows
         wanted = [method for method in wanted if method in OURS]
-    if grouped != GROUPED_DOT:  # moe_mlp has its own
+    if grouped != GROUPED_DOT:  # moe_mlp uses only this one
         wanted = [method for method in wanted if method not in OF_MOE_MLP]
     return wanted
 
@@ -169,7 +169,7 @@ class Bench:
         self.run, self.shape, self.grouped = run, shape, grouped
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
-        # Shapes, until all programs are compiled.
+        # These are shapes until all programs are compiled.
         self.state, *self.weights = jax.eval_shape(lambda: make_inputs(run.mesh, shape))
         self.reference: Any = None  # the results of the first method
         self.cases: list[Case] = []
@@ -192,11 +192,11 @@ class Bench:
         with self.run.attempt(f"{shape.sweep}, {shape.workload.setting}: inputs"):
             self.state, *self.weights = make_inputs(self.run.mesh, shape)
             self.run.measure(self.cases)
-        self.state = self.weights = self.reference = None  # frees memory for the next
+        self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case of the layer by a method, whose results must equal those of the first
-        method."""
+        """Return the case that runs the layer by a method. Its results must equal the first
+        method's."""
         layer = self.layer(method)
         of_rank = functools.partial(prepared, method)
         prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights
@@ -270,8 +270,8 @@ class Bench:
         return layer
 
     def job(self, op: str, method: str, program: Program) -> Job:
-        """Return the job of a program. Its arguments are the results of the check of its case. The
-        time of the tie is included; it is about 1 % of a repetition."""
+        """Return the job of a program. Its arguments are the results of its case's check. The time
+        includes the tie, which takes about 1 % of a repetition."""
         shape, is_ours = self.shape, method in OURS
 
         def row(result: timing.Timing, reps: int) -> Row:
@@ -298,8 +298,8 @@ class Bench:
 
 
 def prepared(method: str, weights: list[jax.Array]) -> list[Any]:
-    """Return the weights of one rank as a method reads them: in FP8, or in pairs with adapters,
-    which change no result."""
+    """Return the weights of one rank as a method reads them: in FP8, or in pairs with adapters. New
+    adapters change no result."""
     experts = ma.Experts(*weights)
     if method.endswith(LORA):
         experts = experts.with_lora(jax.random.key(2), rank=RANK)
@@ -311,7 +311,7 @@ def prepared(method: str, weights: list[jax.Array]) -> list[Any]:
 
 
 def with_adapters(w_in: Any, w_out: Any) -> ma.Experts:
-    """Return experts of pairs of weights and their adapters."""
+    """Return experts. Each argument is a pair of weights and their adapters."""
     return ma.Experts(w_in[0], w_out[0], lora_in=w_in[1], lora_out=w_out[1])
 
 
@@ -330,7 +330,7 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
         drawn = zip(jax.random.split(key), sizes)
         return [jax.random.normal(k, s, jnp.bfloat16) * s[0] ** -0.5 for k, s in drawn]
 
-    def draw_experts(rank: jax.Array) -> list[jax.Array]:  # in turn: the bits of all take memory
+    def draw_experts(rank: jax.Array) -> list[jax.Array]:  # one by one, to save memory
         key = jax.random.fold_in(jax.random.key(1), rank)
         return lax.map(draw_expert, jax.random.split(key, setting.experts // ranks))
 

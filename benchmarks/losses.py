@@ -4,9 +4,8 @@
     python -m benchmarks.losses --steps 20 --only portable --out /tmp/losses.json
 
 With the same seed all ways have the same initial parameters, text and batches
-(``examples/train_moe.py``), so their losses differ only by rounding. At first the difference is the
-size of a rounding error; later rounding errors grow and change choices of the router. No row is
-dropped.
+(``examples/train_moe.py``), so their losses differ only by rounding. At first they differ by about
+one rounding error. Later, rounding errors grow and change choices of the router. No row is dropped.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ xml/etree/ElementPath stringprep xml/dom/xmlbuilder multiprocessing/synchronize 
 string xml/dom/pulldom multiprocessing/heap pyclbr email/contentmanager email/quoprimime graphlib
 multiprocessing/spawn multiprocessing/reduction urllib/robotparser email/_encoded_words"""
 SEQUENCES = 16
-END = 100  # the last steps, whose mean loss a record has
+END = 100  # a record has the mean loss of this many last steps
 
 
 def text() -> bytes:
@@ -133,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         draw(json.loads(args.draw.read_text())["rows"], args.draw.with_suffix(".png"))
         return 0
 
-    import jax  # its version and devices; each training is a process of its own
+    import jax  # for its version and devices; each training runs in a separate process
 
     devices = jax.devices()
     gpus = f"{len(devices)} x {devices[0].device_kind}"

@@ -1,4 +1,4 @@
-"""Time MaxText's train step, with MaxText's MoE layers and with those of ``enable``.
+"""Time MaxText's train step, with MaxText's MoE layers and with the layers of ``enable``.
 
     python -m benchmarks.maxtext --out maxtext.json               on this machine's GPUs
     python -m benchmarks.maxtext --geometries qwen3 --settings enable fsdp_tokamax
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
             head = head or found
             rows.append(row)
             print(describe(row), flush=True)
-            if head:  # a head made in this process would reserve the memory of the GPUs
+            if head:  # making a head here would start JAX, which reserves the memory of the GPUs
                 record.write({**head, "command": command, "rows": rows}, args.out)
     print(table(rows))
     return 0
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 def in_own_process(
     args: argparse.Namespace, geometry: str, setting: str, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the head of a record and a row, which a process measures for one setting."""
+    """Measure one setting in a separate process. Return the head of a record, and a row."""
     row: dict[str, Any] = dict(sweep="maxtext", method=setting, geometry=geometry)
     if seconds < 20:
         return {}, row | dict(error="the time of all settings was spent")

@@ -1,8 +1,8 @@
 """Make the training program of an installed MaxText of any supported version.
 
 Configuration, model, optimizer, synthetic data and train step are MaxText's. The program imports
-modules for clouds and data sets, but never calls them. Empty modules replace those that are not
-installed.
+modules for clouds and data sets, but never calls them. Empty modules replace the modules that are
+not installed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _is_missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # the package that would hold it
+    except ModuleNotFoundError:  # the parent package is missing
         return True
 
 
@@ -180,7 +180,7 @@ class Program:
         return self._loader.load_next_batch(rampup_manager=self._rampup)
 
     def step(self) -> dict[str, Any]:
-        """Train one step, and return its metrics, which may still be computed."""
+        """Start one training step, and return its metrics without waiting for them."""
         batch = self.batch()
         with self.scope():
             self.state, metrics = self.compiled(self.state, batch)

@@ -1,13 +1,13 @@
-"""Exchange with this package and with plain JAX, through one pair of functions of one rank's
+"""Exchange with this package and with plain JAX. Each method is a pair of functions of one rank's
 arrays.
 
 ``dispatch(x, ids, weights)`` returns rows grouped by local expert, in the same order for every
 method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
 rows and weights.
 
-The methods in plain JAX are written as a careful JAX user would write them, without scattering
-rows, forward or backward. Rows move by gathers whose transposes are gathers, along the two
-directions of one permutation. These methods assume that ids are valid; this package does not.
+The methods in plain JAX are written as a careful JAX user would write them: no rows are scattered,
+forward or backward. Rows move by gathers along a permutation, and the transposes are gathers along
+its inverse. These methods assume that ids are valid; this package does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax_moe_a2a as ma
 
 from .workload import DTYPE, Setting, Workload
 
-GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the largest
+GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens up to about 0.002 * 2688
 
 
 class Dispatched(NamedTuple):
@@ -86,7 +86,7 @@ def token_format(setting: Setting) -> ma.TokenFormat | None:
 
 
 def local(workload: Workload, group: ma.Group) -> Method:
-    """Make plain JAX for replicated tokens: each rank keeps the tokens of its experts."""
+    """Make plain JAX for replicated tokens, in which each rank keeps the tokens of its experts."""
     setting = workload.setting
     local_experts = setting.experts // group.size
 
@@ -115,7 +115,7 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """Send a row per choice, sorted by expert, by all_to_all padded to the busiest pair."""
+    """Send a row for each choice, sorted by expert, in an all_to_all padded to the busiest pair."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -154,8 +154,8 @@ def dense(workload: Workload, group: ma.Group) -> Method:
 def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
     """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``.
 
-    The rows for a peer are cut into this many updates. XLA copies an update with one block of
-    threads, so that more of them are faster.
+    The rows for a peer are cut into this many updates. XLA copies each update with one block of
+    threads, so more updates are faster.
     """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
@@ -183,7 +183,7 @@ def ragged(workload: Workload, group: ma.Group, updates: int = 1) -> Method:
         rows_from_to = all_sizes.sum(axis=2)
         me = lax.axis_index(axis)
         sends, receives = rows_from_to[me], rows_from_to[:, me]
-        there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # where mine land at a rank
+        there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # where my rows land
         at_home = (jnp.cumsum(rows_from_to, axis=1) - rows_from_to)[:, me]
         landed = exchange(spread(x, links), workload.capacity, sends, there, receives)
         labels = jnp.repeat(

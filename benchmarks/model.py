@@ -5,17 +5,17 @@
     python -m benchmarks.model --rows 4096 512 2048 --routing uniform learned --micro-batches 1 8
     python -m benchmarks.model --geometries dsv3 --layers 2 --profile moe_mlp
 
-A step is forward, gradients, clipping and AdamW. ``slices.py`` has the models, and
-``slice_layers.py`` has the MoE layers. The methods differ only in the MoE layer. ``--rows`` is the
-number of rows per expert of a micro-batch, which determines the tokens of a rank. With ``uniform``
+A step is a forward pass, gradients, clipping and AdamW. ``slices.py`` has the models, and
+``slice_layers.py`` has the MoE layers. The methods differ only in the MoE layer. ``--rows``, the
+rows per expert of a micro-batch, determines the number of tokens of a rank. With ``uniform``
 routing the choices are inputs, and every expert is equally likely. With ``learned`` routing the
-router chooses, after ``--train`` steps. The first setting is measured for all geometries. Later
-settings change only one of rows, routing and micro-batches.
+router chooses, after a training of ``--train`` steps. The first setting is measured for all
+geometries. Later settings change only one of rows, routing and micro-batches.
 
-From the same state and with the same batches, every method must have the first losses of the
-reference. Then the methods take turns in random order. They share one state, whose weights do not
-change. The programs of the next setting compile while losses are compared, but not while steps are
-timed. The record is written after each turn.
+From the same state and batches, the first losses of every method must equal the reference's. Then
+the methods take turns in random order. They share one state, whose weights do not change. The
+programs of the next setting compile while losses are compared, but not while steps are timed. The
+record is written after each turn.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ CHECKED_STEPS = 3
 SAMPLES = 7
 SAMPLE_SECONDS = 0.6
 COMPILE_SECONDS = 240  # limit for all programs of a setting
-TURNS_SECONDS = 90  # for all turns of a setting, but three turns at least
-ROOM_GIB = 12  # memory in which the compiler tries products out
+TURNS_SECONDS = 90  # limit for all turns of a setting, but at least three turns run
+ROOM_GIB = 12  # memory that the compiler needs to time products
 BATCHES = 4
 ROUTINGS = ("uniform", "learned")
 OURS = ("moe_mlp", "moe_mlp_to_fp8", "local")
@@ -266,7 +266,7 @@ class Bench:
         return results
 
     def check(self, method: str, reference: Any) -> dict[str, Any]:
-        """Return a row without times if the first losses are those of the reference."""
+        """Return a row without times if the first losses equal those of the reference."""
         program, layer = self.programs[method], LAYERS[method]
         self.state = None  # frees the memory of the last one
         self.state = self.init()
@@ -303,7 +303,7 @@ class Bench:
         return dict(peak_gib=round(used / 2**30, 2))
 
     def take_turns(self, rows: dict[str, dict[str, Any]], more: dict[str, Any]) -> None:
-        """Sample the steps of all methods by turns, and write the record after each."""
+        """Sample the steps of all methods in turns, and write the record after each turn."""
         samplers = {method: self.sampler(self.programs[method]) for method in rows}
         taken: dict[str, list[float]] = {method: [] for method in samplers}
         orders, start = random.Random(0), time.perf_counter()
@@ -340,7 +340,7 @@ class Bench:
 
         def sample_us() -> float:
             if number > 1:
-                seconds(1)  # after another method
+                seconds(1)  # another method ran before
             return seconds(number) / number * 1e6
 
         return sample_us

@@ -70,7 +70,7 @@ def table(rows: list[records.Row]) -> Iterator[str]:
             layer_us(ranks, tokens, loads[ranks, sigma, method])
             for method in ("no plan", "home form")
         )
-        least = tokens * fetch / (before - after)  # only the fetch does not grow with the tokens
+        least = tokens * fetch / (before - after)  # the fetch does not grow with the tokens
         us = before, after + fetch, fetch, least
         yield f"| {ranks}, {sigma} | " + " | ".join(f"{value:,.0f}" for value in us) + " |"
 
@@ -91,8 +91,8 @@ def fetch_us(experts: int) -> float:
 
 def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[records.Row]:
     """Yield the row of each method. A row has the load of the fullest rank relative to the mean,
-    and the share of rows that a capacity factor drops; of each, the mean and the largest value of
-    the batches."""
+    and the share of rows that a capacity factor drops: the mean and the largest value over the
+    batches."""
     rng = np.random.default_rng([0, ranks])
     popularity = rng.normal(0, sigma, EXPERTS).astype(np.float32)
     counts = [_counts(popularity, ranks, rng) for _ in range(BATCHES + 1)]
@@ -154,7 +154,7 @@ def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _rank_rows(placement: ma.Placement, counts: Any, ranks: int, *, exact: bool) -> np.ndarray:
-    """Return the rows of each rank, as ``choose_slots`` chooses for ids with these counts."""
+    """Return the rows of each rank if ``choose_slots`` places ids with these counts."""
     rows = np.zeros(placement.num_slots, np.int64)
     for rank in range(ranks):
         ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]

@@ -1,15 +1,15 @@
-"""Time the experts of a rank, and their grouped matrix products alone, with each implementation.
+"""Time the experts of a rank, and only their grouped matrix products, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --out FILE       writes the record there
     python -m benchmarks.products --models Qwen3-30B-A3B DeepSeek-V3 --rows 256 512 --budget 1000
-                                                   experts of models, with so many rows for each
+                                                   experts of models, each with this many rows
 
 Experts are two products with SwiGLU between them, forward and with all gradients. One rank has 32
 experts and 32,768 rows, as with 4,096 tokens on each of 4 ranks and top-8 of 128 experts; or a few
 rows, as in decoding. Every result is compared with plain products of the first and the last group
 before it is timed. With --models, the experts are the fused experts of `ma.moe_mlp`, with SwiGLU
-and without biases, and their six products are also timed alone. FP8 experts quantize rows and
+and without biases, and their six products are also timed separately. FP8 experts quantize rows and
 weights; the times of products in FP8 do not include quantization. cuBLASLt is a method if the
 library that JAX has loaded, or the library at --cublas-lt, has grouped products.
 
@@ -55,7 +55,7 @@ TINY = 64  # how many times fewer rows and columns, without a GPU
 class Setting(NamedTuple):
     """Products to time: rows [rows, k] with matrices [k, n] by group.
 
-    Experts then gate n / 2 columns by the other half, and multiply them by matrices [n / 2, k].
+    Experts then gate half of the n columns by the other half, and multiply by matrices [n / 2, k].
     """
 
     name: str
@@ -92,7 +92,7 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# More rows of each expert, which need one or two more tiles that are nearly empty.
+# Additional rows of each expert. They need one or two more tiles, which are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 
@@ -157,7 +157,7 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """What to compute with a grouped product."""
+    """A computation with a grouped product."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
@@ -178,7 +178,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def one_product(setting: Setting) -> Work:
-    """Make the work of a product alone: the result, or one gradient and nothing else."""
+    """Make the work of a single product: only the result, or only one gradient."""
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, setting.groups, setting.k, setting.n)

@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
-    """Return a record without rows; ``more`` is part of it."""
+    """Return a record without rows, which includes ``more``."""
     return dict(
         date=today(),
         commit=commit(),
@@ -42,7 +42,7 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that runs, "-dirty" if files differ; or the value of MOE_A2A_COMMIT."""
+    """Return MOE_A2A_COMMIT, or the running commit, followed by "-dirty" if files differ."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -85,7 +85,7 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a record, with the entries of rows that older records lack."""
+    """Read a record, and add entries that rows of older records lack."""
     record = json.loads(path.read_text())
     return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 
@@ -121,7 +121,7 @@ def all_of(sweep: str, folder: pathlib.Path = FOLDER) -> list[Found]:
 
 
 def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
-    """Return an entry of the first row that has the other entries, or None if no row has them."""
+    """Return the entry ``name`` of the first row with the ``wanted`` entries, or None."""
     return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
 
 

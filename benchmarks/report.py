@@ -3,8 +3,8 @@
     python -m benchmarks.report                     README.md and docs/performance.md, with plots
     python -m benchmarks.report RECORD.json ...     prints and draws these records
 
-Use the first form after a new record in ``results/``. It rewrites the marked parts of both
-documents, from the newest record with the most GPUs of each sweep.
+Use the first form after a new record in ``results/``. For each sweep, it rewrites the marked parts
+of both documents from the newest record with the most GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
 PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
 TITLES = PLOTTED | dict(model="Whole training steps", stages="Stages of a whole layer")
 BARS = dict(products=("tflops", "TFLOP/s"), model=("tokens_per_s", "tokens/s per GPU"))
-LOG_FROM = 20  # a scale is logarithmic from this ratio of largest to smallest value on
+LOG_FROM = 20  # a scale is logarithmic if the largest value is this many times the smallest
 
 COMBINE: Row = dict(op="combine", method="ours")
 OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
@@ -46,12 +46,12 @@ DETAILS: dict[str, Row] = {
     **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
     **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
 }
-# What is on the x axis. Each row of another sweep is a bar.
+# The entry on the x axis. In all other sweeps, each row is a bar.
 X = {"": "tokens", "tokens": "tokens", "topk": "top_k"}
 X |= dict(experts="experts", hidden="hidden", sms="num_sms")
-# Rows of a panel share these.
+# All rows of a panel have the same values of these entries.
 PANEL = ("title", "panel", "shape", "k", "n", "sizes", "tokens")
-DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
+DESCRIBING = (  # entries that may distinguish rows; ``OF_SWEEP`` has those of some sweeps
     *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
     *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
     "grouped",
@@ -138,7 +138,7 @@ def with_section(text: str, name: str, section: str) -> str:
 
 
 def sections() -> dict[tuple[pathlib.Path, str], str]:
-    """Return the parts of documents by name; each says how many GPUs its figures are from."""
+    """Return the parts of documents by name. Each part states the number of GPUs of its figures."""
     parts = [standard(DETAILS, PERFORMANCE.parent)]
     for sweep, title in PLOTTED.items():
         if found := records.newest(sweep):
@@ -268,7 +268,7 @@ def number(x: Any) -> str:
 
 
 def named(row: Row) -> Row:
-    """Return a row whose operation says if it does not include routing."""
+    """Return the row. If its operation excludes routing, add this to the name."""
     is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
     return dict(row, op=row["op"] + " without route" * is_part)
 
@@ -320,7 +320,7 @@ def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
         panels = panels_of(sweep, rows)
         if not panels:  # without a GPU, rows have no number of SMs
             continue
-        # One panel below the other: a page shows each in its full width.
+        # Panels are stacked, so that a page shows each panel in full width.
         heights = [4.8 if sweep in X else 0.2 * len(here) + 1.2 for here in panels.values()]
         figure = plt.figure(figsize=(9, sum(heights) + 0.3), layout="constrained")
         grid = figure.add_gridspec(len(panels), height_ratios=heights)

@@ -154,7 +154,7 @@ class Run:
         return timing.per_rank(fn, self.mesh)
 
     def add(self, row: Row) -> None:
-        """Add a row and write the record, so that a run cut short leaves what it has."""
+        """Add a row and write the record, so that an interrupted run keeps its rows."""
         self.record["rows"].append(row)
         if "us" in row:
             say(in_words(row))
@@ -224,10 +224,10 @@ class Run:
 
         Args:
           step, tied_axes: for ``timing.chain``.
-          state, fixed: its arguments, or their shapes.
-          keeps_results: the program is the step, once; it returns all results.
+          state, fixed: the arguments of ``step``, or their shapes.
+          keeps_results: the program runs the step once, and returns all results.
         """
-        if not self.on_gpu:  # XLA:CPU drops barriers early, and would merge what is repeated
+        if not self.on_gpu:  # XLA:CPU drops barriers early, and would merge repetitions
             reps = 1
 
         def lower(reps: int) -> Any:

@@ -24,7 +24,7 @@ from .slices import MoE
 from .workload import Workload, round_up
 
 CAPACITY_FACTOR = 1.25  # of each expert
-EXACT = 5e-3  # the difference of losses of methods that round at other places
+EXACT = 5e-3  # of losses, between methods that round at different places
 ALONE = "self"  # the axis of one rank
 
 
@@ -71,7 +71,7 @@ def multiply(dot: Any, rows: Any, sizes: Any, experts: ma.Experts) -> Any:
     """Return the outputs of experts by a grouped product.
 
     Biases are products with the one-hot expert of each row, so that their gradients are also
-    products. Rows after the last group are zeroed before, because they may be NaN.
+    products. Rows after the last group may be NaN, so they are zeroed first.
     """
     expert = jnp.repeat(jnp.arange(sizes.size), sizes, total_repeat_length=len(rows))
     one_hot = jax.nn.one_hot(expert, sizes.size, dtype=rows.dtype)

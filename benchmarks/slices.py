@@ -29,7 +29,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 EP, EVERYWHERE = PartitionSpec("ep"), PartitionSpec()
 BALANCE, Z_LOSS = 0.01, 0.001  # weights of the router's losses
 CLIP, BETAS, EPSILON, DECAY = 1.0, (0.9, 0.95), 1e-8, 0.1
-NOISE = 0.1  # share of the tokens that do not follow from the one before
+NOISE = 0.1  # share of tokens that do not follow from the previous token
 IN_F32 = ("norm", "router")  # weights with these words in their names are not cast
 
 MoE = Callable[..., tuple[jax.Array, jax.Array]]
@@ -70,7 +70,7 @@ class Geometry:
         return round_up(self.of_vocabulary * self.layers // self.of_layers, 256)
 
     def tokens(self, rows: int, ranks: int) -> int:
-        """Return the tokens of a rank with which an expert gets this many rows on average."""
+        """Return how many tokens of a rank lead to this mean number of rows per expert."""
         return max(1, rows * self.experts // (self.top_k * ranks))
 
 
@@ -78,7 +78,7 @@ GEOMETRIES = {
     "qwen3": Geometry(
         *("Qwen3-30B-A3B", 48, 151936, 2048, 32, 4, 128, 128, 8, 768), layers=8, qk_norm=True
     ),
-    # As a rank of 16 has it: 64 of 256 experts on 4 ranks. Heads are 64 + 64 wide (128 + 64).
+    # As on each of 16 ranks: 64 of 256 experts on 4 ranks. Heads are 64 + 64 wide, not 128 + 64.
     "dsv3": Geometry(
         *("DeepSeek-V3", 61, 129280, 7168, 128, 128, 128, 64, 8, 2048),
         **dict(layers=3, shared=2048, q_rank=1536, kv_rank=512),
@@ -162,8 +162,8 @@ def shardings(g: Geometry, mesh: Mesh) -> dict[str, Any]:
 
 
 def flops(g: Geometry, length: int) -> tuple[int, int]:
-    """Return the operations of a token, forward and backward, without rematerialization: the number
-    of all operations, and of those of the routed experts."""
+    """Return the operations of a token, forward and backward, without rematerialization: all
+    operations, and the operations of routed experts."""
     dense = sum(
         int(np.prod(shape))
         for name, shape in shapes(g).items()
@@ -281,7 +281,7 @@ class Model:
         return ids, weights, loss, counts
 
     def experts(self, p: dict[str, Any]) -> ma.Experts:
-        """Return the experts of a layer. Quantized ones have the float weights as their source."""
+        """Return the experts of a layer. If quantized, their source is the float weights."""
         w_in, w_out = p["w_in"], p["w_out"]
         if "quantized" in p:
             w_in, w_out = (
@@ -292,12 +292,12 @@ class Model:
         return ma.Experts(w_in, w_out, p.get("b_in"), p.get("b_out"), activation=activation)
 
     def layer(self, given: jax.Array | None, x: jax.Array, scanned: Any) -> Any:
-        """Apply a layer to x [B, S, H]; return it, and the router's loss, the dropped choices and
-        the choices of each expert."""
+        """Apply a layer to x [B, S, H]; return the result, the router's loss, the dropped choices
+        and the choices of each expert."""
         number, p = scanned
         x += self.attend(rms_norm(x, p["norm_attention"]), p)
         h = rms_norm(x, p["norm_moe"])
-        if given is not None:  # each layer has other experts
+        if given is not None:  # each layer chooses different experts
             given = (given + number * (self.g.experts // self.g.layers)) % self.g.experts
         ids, weights, loss, counts = self.route(h, p["router"], given)
 
@@ -351,7 +351,7 @@ class Model:
 
         Args:
           tokens: [M, B, S + 1], for M micro-batches.
-          given: the choices [B, S, K] in place of the router's, or None.
+          given: choices [B, S, K], which replace the router's choices, or None.
           rate: of learning. With zero, weights stay as they are.
         """
         gradients, results = self.gradients(state["params"], tokens, given)

@@ -1,8 +1,8 @@
 """Time a whole MoE layer by its stages, as ``python -m benchmarks.layer --stages`` does.
 
 In the forward pass, each stage runs alone on the arrays of the layer. Then ``ma.moe_mlp`` and
-``ma.moe`` run, which have all stages. The router and the layer also run with gradients. Decode is a
-program of several layers of ``ma.moe`` with residuals, whose statistics are not read.
+``ma.moe`` run, which contain all stages. The router and the layer also run with gradients. Decode
+is a program of several ``ma.moe`` layers with residuals. It does not read their statistics.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class Layer:
 def loop(
     step: Callable[..., Any], reps: int, args: Any, place: jax.Array, add: Callable[..., Any]
 ) -> jax.Array:
-    """Run a step several times. ``add(place, results)`` returns ``place`` unchanged, which XLA
-    cannot know."""
+    """Run a step several times. ``add(place, results)`` returns ``place`` unchanged, but XLA cannot
+    know this."""
 
     def body(_: Any, place: jax.Array) -> jax.Array:
         # Without the barriers, XLA would move work out of the loop, or not compute some results.
@@ -243,7 +243,7 @@ def loop(
 
 
 def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
-    """Return the integers ``place`` unchanged, after results."""
+    """Return the integers ``place`` unchanged, but only after the results."""
     return timing.tie([place], [0], [leaf for leaf in results if leaf.size])[0]
 
 

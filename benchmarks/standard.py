@@ -9,8 +9,7 @@
 
 The same run times plain JAX and the link limit. It writes a JSON record and a plot to
 benchmarks/results/. Without a GPU it runs small sizes on virtual CPU devices, which only checks
-that the program works. Figures of such a run mean nothing and are written only if --out names a
-path.
+that the program works. Then figures mean nothing, and are written only if --out names a path.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
-    except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
+    except (RuntimeError, ValueError) as error:  # ValueError: its output is not JSON
         say(f"the link limit is not known: {error}")
         return None
     say(wire.in_words(measured))

@@ -21,12 +21,11 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# Share of a measured time. A tie in a program without steps takes as long as in other programs, or
-# longer.
+# A share of the measured time. In a program without steps, a tie takes at least as long as in a
+# program with steps.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Up to the first number, a tie takes only the time of its
-# launch.
+# Elements of the largest tied array. Up to the first size, a tie only takes the time of a launch.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 # The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
 # number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.
@@ -40,7 +39,7 @@ PLAIN_COSTS = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One workload and what to time of it."""
+    """A workload, and what to time with it."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
@@ -58,7 +57,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """What identifies ties that take about the same time."""
+    """The key that ties of about the same duration share."""
 
     num_tied: int
     num_elements: int
@@ -257,7 +256,7 @@ def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, re
     op, group = operation.op, variant.group
     tie_us = run.tie_us.get(timed.tie_key)
     if tie_us is not None:
-        tie_us *= (reps - 1) / reps  # there is none after the last
+        tie_us *= (reps - 1) / reps  # no tie follows the last repetition
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     path = group.path if variant.method == "ours" else "plain"
     graphs = lowering.DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs

@@ -34,7 +34,7 @@ BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
 
 
 class Sweep(NamedTuple):
-    """What a sweep varies, and what it measures."""
+    """A sweep: the parameter that varies, and what is measured."""
 
     cases: Callable[[Any], Iterable[dict[str, Any]]]
     """From a size to changes of the base setting."""
@@ -51,20 +51,19 @@ def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
 
 
 def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
-    """Return the options of a plan that has plain JAX for a few numbers of tokens."""
+    """Return the options of a plan, which includes plain JAX for a few numbers of tokens."""
     methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
     return dict(methods=methods, ops=ops, plain_ops=plain_ops)
 
 
 def formats(name: str) -> list[dict[str, Any]]:
-    """Return cases of tokens in a format, whose rows arrive quantized or decoded, and of sums in
-    the format."""
+    """Return the cases of a format: tokens that arrive quantized or decoded, and sums."""
     found = ("rows", "decoded", "sums") if name else ("",)
     return [dict(format=name, formatted=formatted) for formatted in found]
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return what is measured of a format."""
+    """Return what is measured with a format."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)

@@ -86,8 +86,8 @@ def layer(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def last_launches(call: Callable[[], None]) -> list[Launch]:
-    """Run a call four times, and return the kernels of the last time in the order of their start.
-    The GPU's name is short, and times are in µs."""
+    """Run a call four times, and return the kernels of the last call in the order of their start.
+    GPU names are short, and times are in µs."""
     call(), call()
     found = sorted(launches_of(lambda: (call(), call())), key=lambda launch: launch[1])
     found = found[len(found) // 2 :]

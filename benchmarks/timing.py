@@ -1,11 +1,11 @@
 """Measure the device time of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the previous
-repetition, so that XLA cannot merge, drop or overlap repetitions. A sample runs the program several
-times in a row without waiting, once a few times and once more often. The difference of the two
-wall-clock times, divided by the difference of repetitions, is the time on the device. The time to
-start the first program and to learn of the end of the last program, half a millisecond or more, is
-in both and cancels.
+repetition, so that XLA cannot merge, drop or overlap repetitions. A sample measures the wall-clock
+time of a few runs of the program without a wait between them, and then of more runs. The difference
+of both times, divided by the difference of repetitions, is the time on the device. Both times
+include starting the first program and noticing the end of the last (half a millisecond or more), so
+this overhead cancels.
 
 A *tie* is the dependency between repetitions. It is one small kernel, which adds comparisons of the
 results' first elements to integers of the inputs. All of our calls read these integers; for plain
@@ -89,7 +89,7 @@ def chain(
     """Repeat ``step`` (state, fixed arguments -> results) ``reps`` times on the same state.
 
     The result is the first element of each of the last results, which is enough to keep them alive.
-    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results.
+    ``pick_tied`` explains ``tied_axes``; with None, all of the state waits for the results.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
 
@@ -130,9 +130,9 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
     """Return which arrays of a state make each repetition depend on the previous repetition.
 
-    The smallest array of integers with at least so many axes (expert ids, or the slots of a
-    routing), which all of our calls read; None: all integers, for programs of which only a part
-    may read one of them. Without any, the smallest array.
+    It is the smallest integer array with at least ``axes`` axes (ids, or slots of a routing),
+    because all of our calls read it. With None, all integer arrays are tied, because parts of a
+    program may read different ones. Without integers, the smallest array is tied.
     """
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
@@ -148,7 +148,7 @@ def tie(
     """Return ``leaves`` unchanged. Before XLA has the ``results``, it cannot know that the inputs
     are unchanged.
 
-    Comparisons of scalars, added to the ``tied`` leaves: XLA compiles the tie to one kernel,
+    The tie adds comparisons of scalars to the ``tied`` leaves, which XLA compiles to one kernel
     without a reduction.
     """
     is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
@@ -160,7 +160,7 @@ def tie(
 
 
 def first_element(x: jax.Array) -> jax.Array:
-    """Return the first element as a scalar, by a slice, which XLA fuses with what uses it."""
+    """Return the first element as a scalar. It is a slice, which XLA fuses with its use."""
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 
@@ -176,7 +176,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     package or collectives. If the number is 0, each repetition has at least a kernel and a tie.
 
     Raises:
-      RuntimeError: if it does not.
+      RuntimeError: if some are missing.
     """
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
@@ -193,7 +193,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
 
 
 def count_fusions(compiled: Any) -> int:
-    """Return the number of fusions in a program; those of ``chain_of_ties`` are its kernels."""
+    """Return the number of fusions in a program. In ``chain_of_ties`` they are the kernels."""
     return len(_FUSION.findall(compiled.as_text()))
 
 
@@ -218,8 +218,8 @@ def sampler(
     """Run a compiled program a few times; return a function that samples the microseconds of one of
     its repetitions.
 
-    A sample is ``sample_seconds`` of calls, after a few calls that are not counted. If more calls
-    took no longer than fewer calls, the sample is noise and is repeated.
+    A sample is ``sample_seconds`` of calls, after a few calls without measurement. If more calls
+    take no longer than fewer calls, the sample is noise and is repeated.
 
     The function raises:
       RuntimeError: if all samples are noise.

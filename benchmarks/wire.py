@@ -43,7 +43,7 @@ def build(folder: str) -> str:
     """Compile ``wire.cu``; return the program's path.
 
     Raises:
-      RuntimeError: if there is no nvcc, or if it failed.
+      RuntimeError: if nvcc is missing or fails.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -60,7 +60,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
     Args:
       sizes: bytes that each GPU sends in all.
-      num_gpus: how many GPUs, two at least.
+      num_gpus: the number of GPUs, at least two.
 
     Returns:
       ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
@@ -69,7 +69,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
       ``gb_per_s``.
 
     Raises:
-      RuntimeError: it could not be built, or failed.
+      RuntimeError: if the program cannot be built, or fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [build(folder), str(num_gpus), *(str(size) for size in sorted(set(sizes)))]
@@ -77,8 +77,8 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """Return the time that plain peer stores need for bytes out of every GPU, from the results of
-    ``measure``.
+    """Return the time in which every GPU sends this many bytes by plain peer stores, from the
+    results of ``measure``.
 
     For a size that was not measured, use the rate of the nearest measured size. Return None if no
     size was measured.

@@ -149,7 +149,7 @@ class Workload:
 
 
 def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
-    """Draw a routing. It differs between ranks, but is the same in every run."""
+    """Draw a routing. Ranks have different choices, which are the same in every run."""
     ids = _draw_ids(setting, ranks, np.random.default_rng([seed, ranks, *setting.sizes]))
     rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))
@@ -198,8 +198,8 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
     leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
-    # Dispatch: x read; landed rows written and read; all rows written, padding too. Combine: rows
-    # read; own partial sums written and read, landed ones too; the output written.
+    # Dispatch reads x, writes and reads landed rows, and writes all rows, padding included. Combine
+    # reads rows, writes and reads own and landed partial sums, and writes the output.
     out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
     dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
     rows = pairs.sum(axis=0)
@@ -226,7 +226,7 @@ def _distinct(
     *lead, top_k = shape
     if popularity is None:
         keys = rng.random((*lead, num_experts), np.float32)
-    else:  # the largest sums of Gumbel numbers and log-odds, without their order
+    else:  # the largest sums of Gumbel numbers and log-odds, in any order
         keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
     if popularity is not None:

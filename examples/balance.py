@@ -3,10 +3,10 @@
     python examples/balance.py                 # trains four times, prints a table
     python examples/balance.py --out load.png  # and draws the load of each step
 
-Tokens are of domains of different sizes, and the router starts with a preference for the first
-experts. It is left alone, or balanced by a loss, by the sign rule of DeepSeek-V3, or by quantiles.
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs, in under a minute.
-docs/recipes.md shows the figure.
+Tokens belong to domains of different sizes, and the router at first prefers the first experts. It
+stays unbalanced, or is balanced by a loss, by the sign rule of DeepSeek-V3, or by quantiles. Runs
+on all GPUs of a host, or on 8 virtual CPU devices without GPUs, in under a minute. docs/recipes.md
+shows the figure.
 """
 
 import argparse
@@ -33,8 +33,8 @@ OPTIMIZER = optax.adam(3e-3)
 
 
 def draw_tokens(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [tokens, hidden], and what the layer shall make of them. Domain i has a share
-    in proportion to 1 / (i + 1), and a center and a target function of its own."""
+    """Return tokens [tokens, hidden], and the targets of the layer. Domain i has a share in
+    proportion to 1 / (i + 1), a separate center and a separate target function."""
     of_domains, of_step, noise = jax.random.split(key, 3)
     centers, turns = jax.random.normal(jax.random.key(1), (2, DOMAINS, HIDDEN))
     domain = jax.random.categorical(of_step, -jnp.log1p(jnp.arange(DOMAINS)), shape=(TOKENS,))
@@ -52,7 +52,7 @@ def balance(method: jax.Array, stats: ma.MoEStatistics, bias: jax.Array) -> jax.
 
 @partial(jax.jit, static_argnames="steps")
 def train(method: jax.Array, steps: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the loss of each step, without the auxiliary one, and the layer's statistics."""
+    """Return the loss of each step without the auxiliary loss, and the layer's statistics."""
     config = ma.MoEConfig(HIDDEN, EXPERT_HIDDEN, NUM_EXPERTS, CHOOSE)
     params = ma.init_moe(jax.random.key(0), config, "ep")
     skew = jnp.linspace(2, -2, NUM_EXPERTS)

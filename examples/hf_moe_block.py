@@ -72,7 +72,7 @@ def expert_parallel_block(x: jax.Array, weights: Weights) -> jax.Array:
 class Model(NamedTuple):
     name: str
     block: str  # its class in transformers
-    fields: dict[str, Any]  # of the configuration, besides the sizes that all models have
+    fields: dict[str, Any]  # of the configuration, in addition to the sizes that all models have
     kind: str = ""  # the model type in transformers, if this is not the name
 
     def config_and_block(self) -> tuple[Any, torch.nn.Module]:
@@ -80,7 +80,7 @@ class Model(NamedTuple):
         module = importlib.import_module(
             f"transformers.models.{kind.removesuffix('_text')}.modeling_{kind.removesuffix('_text')}"
         )
-        # Version 5 has several ways to run experts, and a block outside of a model must be told.
+        # Version 5 has several ways to run experts, and a block outside of a model must select one.
         sizes = dict(hidden_size=HIDDEN, hidden_act="silu", experts_implementation="eager")
         config = transformers.AutoConfig.for_model(kind, **sizes, **self.fields)
         return config, getattr(module, self.block)(config).eval()
@@ -136,8 +136,8 @@ def weights_of(block: torch.nn.Module, pick: Callable, config: Any) -> Weights:
 
 
 def random_block(model: Model) -> tuple[Any, torch.nn.Module]:
-    """Make the original with random weights, which transformers sets in whole models only, and
-    return its configuration, too."""
+    """Return a configuration, and the original with random weights, because transformers
+    initializes weights only in whole models."""
     config, block = model.config_and_block()
     generator = torch.Generator().manual_seed(0)
     # In reverse order of names, the router comes before the experts, which differ between versions
@@ -166,7 +166,7 @@ def original(
     y.backward(torch.tensor(dy).reshape(y.shape))
 
     def gradient(p: torch.Tensor) -> torch.Tensor:
-        # It is None if the output does not depend on p: the bias, or an expert that no token chose.
+        # p.grad is None if the output does not depend on p (the bias, or an expert without tokens).
         return torch.zeros_like(p) if p.grad is None else p.grad
 
     return {
@@ -200,8 +200,8 @@ def expert_parallel(
 
 
 def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Return the largest difference of results, relative to the original's largest value: of the
-    output, and of the gradients of tokens, router, experts and shared expert."""
+    """Return the largest difference from the original, relative to its largest value, for the
+    output and for the gradients of tokens, router, experts and shared expert."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, SEQUENCES * LENGTH, HIDDEN), np.float32)
     config, block = random_block(model)
@@ -212,7 +212,7 @@ def differences(model: Model, mesh: jax.sharding.Mesh) -> dict[str, float]:
     ours = expert_parallel(weights, x, dy, mesh)
     found: dict[str, float] = {}
     for name, value in theirs.items():
-        # The gradient of a bias that only chooses is zero on both sides.
+        # A bias that only affects choices has a zero gradient in both blocks.
         difference = float(abs(ours[name] - value).max() / (abs(value).max() or 1))
         kind = name.partition(".")[0]
         found[kind] = float(np.max([difference, found.get(kind, 0.0)]))  # NaN if there is any

@@ -25,7 +25,7 @@ Params = dict[str, Any]  # a router, and experts
 def moe(params: Params, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
     """Apply the layer to the tokens of all ranks, x [tokens, hidden], under jax.set_mesh.
 
-    Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
+    Each rank has room for twice the rows of a balanced load. The load says if rows were dropped.
     """
     y, stats = ma.moe(x, **params, axes="ep", exchange=ma.Exchange(capacity_factor=2.0))
     return y, stats.load

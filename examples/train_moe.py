@@ -8,10 +8,10 @@
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts (`ma.moe`). All arrays are global. A mesh has the axes "data" and "ep": tokens are divided
-over both, and experts over "ep". Weights that "data" would repeat are divided over "data" until
-they are used (FSDP).
+over both, and experts over "ep". Weights that are equal along "data" are divided over it until they
+are used (FSDP).
 
-A training step is what large runs use. Parameters and the optimizer's state are float32
+A training step has the parts that large runs use. Parameters and the optimizer's state are float32
 (*masters*), and a copy in bfloat16 computes, except in the router. Gradients of micro-batches are
 added in float32. The layers are one `lax.scan`. The backward pass computes each layer again, except
 for the routing and the rows that `--remat` keeps. Experts are balanced by a loss, or by a bias of
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # JAX reads this when it starts, so it is set before the import. It concerns the CPU only. A number
-# that you set yourself is later in the list and wins.
+# that you set yourself comes later and takes precedence.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -91,7 +91,7 @@ GEOMETRIES = {
 
 
 def init(key: jax.Array, g: Geometry) -> Params:
-    """Draw parameters in float32. Those of the layers have a leading axis of layers."""
+    """Draw parameters in float32. Parameters of layers have a leading axis of layers."""
 
     def matrix(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape) / shape[-2] ** 0.5
@@ -114,7 +114,7 @@ def init(key: jax.Array, g: Geometry) -> Params:
         "embed": matrix(embed, VOCABULARY, g.hidden),
         "layers": jax.vmap(layer)(jax.random.split(layers, g.layers)),
         "norm": jnp.ones(g.hidden),
-        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # all bytes are as likely at first
+        "unembed": matrix(unembed, g.hidden, VOCABULARY) / 10,  # at first, all bytes are as likely
     }
 
 
@@ -346,7 +346,7 @@ def read_text(path: Path | None) -> np.ndarray:
 def batch(text: np.ndarray, shape: tuple, seed: tuple, mesh: jax.sharding.Mesh) -> jax.Array:
     """Return random pieces of the text, int32 [micro-batches, sequences, length + 1].
 
-    A process makes the sequences of its own devices only.
+    A process makes only the sequences of its devices.
     """
     first = np.random.default_rng(seed).integers(0, len(text) - shape[-1], shape[:-1])
 
@@ -395,7 +395,7 @@ def draw(history: Report, first: int, path: Path) -> None:
 
 
 class Log:
-    """Progress lines. Reading a report waits for its step, so reports are read a few at a time."""
+    """A log of progress. Reading a report waits for its step, so reports are read in groups."""
 
     def __init__(self, first: int, tokens: int):
         self.first, self.tokens, self.reports, self.read = first, tokens, [], []
@@ -556,7 +556,7 @@ def main() -> int:
             donate_argnums=0,
             out_shardings=(shardings, None),
         )
-        # Evaluation must not drop rows: another program, with room for the worst case.
+        # Evaluation must not drop rows, so it is another program, with room for the worst case.
         exact = o._replace(capacity_factor=None)
         evaluate = jax.jit(lambda *a: loss_fn(*a, g, exact)[1].loss)
 

@@ -20,7 +20,7 @@ FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The static numbers of one exchange except the number of ranks; capacity None is the
+    """The static numbers of an exchange, without the number of ranks. Capacity None is the
     default."""
 
     name: str
@@ -51,11 +51,11 @@ class Layout:
         )
 
     def has_rows(self, ranks):
-        """Return False for an exchange of empty arrays, which no kernel runs."""
+        """Return False if the arrays of the exchange are empty, because then no kernel runs."""
         return self.tokens > 0 and self.rows(ranks) > 0
 
     def is_summed_in_formats(self, ranks):
-        """Return True if kernels sum rows in a token format: a warp has lanes for 32 sums."""
+        """Return True if kernels sum rows in a token format. A warp has lanes for 32 sums."""
         return self.top_k + ranks <= 32
 
     def exchanges_of_dispatch(self, ranks):
@@ -132,14 +132,14 @@ def next_rank(rng, ranks, layout):
 
 
 def masked(rng, ranks, layout):
-    """Draw ids of which about 40 % are -1."""
+    """Draw ids. About 40 % of them are -1."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
 
 
 def masked_tokens(rng, ranks, layout):
-    """Draw ids in which some tokens have no choice and the others have all choices, so that ranks
-    send different numbers of tokens."""
+    """Draw ids in which some tokens have no choices and all other tokens have all choices, so that
+    ranks send different numbers of tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -157,7 +157,7 @@ def single_choice(rng, ranks, layout):
 
 
 def repeated(rng, ranks, layout):
-    """Draw ids of few distinct experts: most tokens name some expert more than once."""
+    """Draw ids of few distinct experts, so that most tokens name some expert more than once."""
     pool = rng.permutation(layout.num_experts(ranks))[:2]
     return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
 
@@ -207,7 +207,7 @@ ROUTINGS: dict[str, Callable] = {
 
 PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
 PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
-# 19 is no multiple of the alignment: the last group's padding, or its rows, are cut.
+# 19 is no multiple of the alignment, so the padding or the rows of the last group are cut.
 CUT = Layout(
     "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
 )
@@ -230,7 +230,7 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# Enough tokens and bytes to need many blocks, chunks and rounds of a ring. Only GPUs run them.
+# These layouts have enough tokens and bytes for many blocks, chunks and ring rounds, and need GPUs.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
@@ -244,8 +244,8 @@ def for_many_ranks(layout):
 
     With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks.
     The capacity is therefore twice the mean load, with padding. Landing zones and the loops of the
-    oracle grow in the same way. The layouts for GPUs therefore have fewer tokens with more than
-    `MOST_RANKS` ranks.
+    oracle grow in the same way, so the layouts for GPUs have fewer tokens on more than `MOST_RANKS`
+    ranks.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -295,9 +295,9 @@ def cases_of(layout, names=None):
 
 
 def few_layouts():
-    """Return the layouts for tests that compile the whole catalogue again: all layouts on GPUs,
-    because kernels differ by layout, and otherwise only layouts between which the portable path
-    distinguishes."""
+    """Return the layouts for tests that compile the whole catalogue again: on GPUs all layouts,
+    because kernels differ by layout, and otherwise only layouts that differ on the portable
+    path."""
     names = "alignment_8", CUT.name, "capacity_0", "no_tokens", "top_32"
     return [layout for layout in LAYOUTS if ON_GPU or layout.name in names]
 
@@ -343,7 +343,7 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Draw values of any bit pattern: infinities, NaNs with payloads, negative zeros,
+    """Draw values of any bit pattern, such as infinities, NaNs with payloads, negative zeros and
     subnormals."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)

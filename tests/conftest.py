@@ -5,7 +5,7 @@ If GPUs are requested, their absence is an error. MOE_A2A_TEST_IMPLEMENTATION is
 every group. `python -m tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
-error, except in tests with the marker `promotes`, which says why.
+error, except in tests with the marker `promotes`, which states the reason.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
 several devices are then skipped (`-rs` lists them). On a GPU, all other tests fail unless they
@@ -54,8 +54,8 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 
 if harness.RANKS_ON_ONE_GPU and ON_GPU:
-    # These groups need implementation="cuda", with which a call that the kernels do not support is
-    # an error. In the tests, such a call takes the portable path, and the test expects no exchange.
+    # These groups need implementation="cuda". Unsupported calls of such groups are errors, but in
+    # the tests they take the portable path, and the test expects no exchange.
     lowering.check_may_refuse = lambda *args: None
 
 
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report):
-    """Add to the report of a worker that died how it died. -9 means that another process killed it.
+    """If a worker died, add its exit status to the report. -9 means that another process killed it.
     For other signals the log has the stacks of all Python threads, after XLA's message if XLA
     aborted."""
     report.longrepr += f", with exit status {report.node.gateway._io.wait()}"
@@ -92,7 +92,7 @@ def handler_library(tmp_path_factory):
     return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
-# Set to "strict" and "raise" they make JAX refuse to promote dtypes and ranks.
+# The values "strict" and "raise" make JAX refuse to promote dtypes and ranks.
 PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 
@@ -111,7 +111,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Compare the exchanges of a test with its statement, if all ranks share one GPU."""
+    """If all ranks share one GPU, compare the exchanges of a test with its statement."""
     # tests/gpu across close() and set_epoch()
     counts_by_itself = item.path.parent.name == "gpu" or item.get_closest_marker("counts_by_itself")
     if not (harness.RANKS_ON_ONE_GPU and ON_GPU) or counts_by_itself:
@@ -141,14 +141,14 @@ def stated_by_marker(item):
 
 @pytest.fixture
 def exact_products():
-    """Keep products in float32, because GPUs would round their operands to TF32."""
+    """Compute products in float32, because GPUs would otherwise round the operands to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Pretend GPUs of compute capability 9.0, which need not exist."""
+    """Pretend that there are GPUs of compute capability 9.0."""
     jax.clear_caches()
     monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)

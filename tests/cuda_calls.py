@@ -1,4 +1,4 @@
-"""Lower programs for GPUs, which need not exist, and list the calls of kernels in them."""
+"""Lower programs for GPUs, also on a machine without GPUs, and list the kernel calls in them."""
 
 import re
 from typing import NamedTuple

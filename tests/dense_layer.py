@@ -10,7 +10,7 @@ import jax_moe_a2a as ma
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
     """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H].
 
-    Gate and up of `w_in` and `b_in` are side by side, or have a separate axis.
+    In `w_in` and `b_in`, gate and up are side by side, or on a separate axis.
     """
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in.reshape(*w_in.shape[:2], -1))
     if b_in is not None:
@@ -22,14 +22,14 @@ def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
 
 
 def dense_experts(x, weights, ids, experts):
-    """Return `dense` of `ma.Experts`; an axis of experts is added to those of a shared expert."""
+    """Return `dense` of `ma.Experts`. A shared expert gets an axis of experts."""
     if experts.output_gate is not None:
         weights = weights * jax.nn.sigmoid(x @ experts.output_gate)[..., None]
     if experts.w_out.ndim == 2:
         experts = jax.tree.map(lambda w: w[None], experts)
     activation = experts.activation or swiglu
     arrays = experts.w_in, experts.w_out, activation, experts.b_in, experts.b_out
-    if experts.weigh_input:  # an expert that a token chooses twice is applied to both products
+    if experts.weigh_input:  # both choices of the same expert have separate products
         of_choice = lambda weight, k: dense(
             weight[..., None] * x, jnp.ones_like(weight)[..., None], ids[..., k : k + 1], *arrays
         )

@@ -1,5 +1,5 @@
-"""Read the sync counters of a group's workspace, which tests compare with the exchanges that they
-have made."""
+"""Read the sync counters of a group's workspace. Tests compare them with the exchanges that they
+made."""
 
 import dataclasses
 
@@ -29,16 +29,16 @@ class DeviceCounters:
 def epochs_of(topology, kind=native.WHOLE):
     """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
     Credits and heads list the ranks of one ring half after the other. No exchange of the topology
-    may run meanwhile."""
+    may run during this call."""
     problem, values = native._native.counters(*topology, kind)
     native._raise(problem)
     return values
 
 
 def counters_of(group):
-    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``, without the
-    counters of split exchanges and of replicated tokens. () on the portable path, with two levels,
-    and while the workspace is closed."""
+    """Return the ``DeviceCounters`` of each device, in the order of ``Group.memory``. Counters of
+    split exchanges and of replicated tokens are left out. Return () on the portable path, with two
+    levels, or while the workspace is closed."""
     if group.two_level:
         return ()
 

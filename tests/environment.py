@@ -6,10 +6,10 @@ import os
 
 @contextlib.contextmanager
 def restored():
-    """Restore the variables of the environment that changed, and write no others.
+    """Restore the environment variables that changed, and write no other variables.
 
-    ``mock.patch.dict(os.environ)`` writes all of them, while the last program may still run. XLA on
-    CPUs (jax 0.12) calls ``getenv`` when it runs a fusion for the first time, and crashes.
+    ``mock.patch.dict(os.environ)`` writes all variables. If a program still runs, XLA on CPUs (jax
+    0.12) may call ``getenv`` at that moment, for the first run of a fusion, and crash.
     """
     before = dict(os.environ)
     try:

@@ -13,7 +13,7 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Exchanges on each rank: whole ones, and split ones (a start and its done)."""
+    """Numbers of exchanges on each rank: whole exchanges, and split ones (a start and its done)."""
 
     whole: int = 0
     split: int = 0
@@ -29,9 +29,9 @@ class Count:
 
 
 def shown_by_counters(group):
-    """Return the exchanges that the counters of the group's ranks show since they opened.
+    """Return the exchanges since the workspaces opened, from the counters of the group's ranks.
 
-    Replicated tokens are exchanged by `group.single_rank`. Its counters are separate, and are
+    Replicated tokens are exchanged by `group.single_rank`. It has separate counters, which are
     added.
     """
     total = Count()

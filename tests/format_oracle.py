@@ -1,8 +1,8 @@
 """Encode and decode token formats in plain numpy.
 
 This file has tables of the narrow floats. It computes in float64 where this is exact, and in
-float32 for the operations that the definition (docs/formats.md) names. Only the classes that
-describe the formats come from the package.
+float32 for the operations that the definition (docs/formats.md) names. From the package it uses
+only the classes that describe formats.
 """
 
 import cases
@@ -24,8 +24,8 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Return the indices of the values that are nearest to x >= 0. Of two equally near values,
-    return the even index. For x above all values, return the last index."""
+    """Return the indices of the values nearest to x >= 0. If two values are equally near, return
+    the even index. For x above all values, return the last index."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -35,14 +35,14 @@ EXPONENTS = np.arange(-200, 200)
 
 
 def smallest_exponents(largest):
-    """Return for each group the exponent of the smallest power of two by which the numbers of the
-    group can be divided so that none exceeds 448."""
+    """Return an exponent for each group. Divided by this power of two, the smallest possible one,
+    no number of the group exceeds 448."""
     return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
 
 
 def ocp_exponents(largest):
-    """Return for each group the exponent of the power of two at or below its largest number, minus
-    8, which is the largest exponent in float8_e4m3fn."""
+    """Return an exponent for each group: of the power of two at or below the largest number, minus
+    8 (the largest exponent in float8_e4m3fn)."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
@@ -62,7 +62,7 @@ def encode(fmt, x):
     else:
         values = (codes | sign << 7).view(E4M3)
     scales[~is_finite] = np.nan
-    *lead, hidden = x.shape  # no -1 below: there may be no tokens
+    *lead, hidden = x.shape  # no -1 in reshape, because there may be no tokens
     values = values.reshape(*lead, hidden * values.shape[-1] // fmt.group_size)
     return values, scales.reshape(*lead, hidden // fmt.group_size)
 

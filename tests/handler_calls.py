@@ -1,6 +1,6 @@
 """Run the package's handlers as custom calls on CPU, over the fake driver of
-``tests/emulation/host``. Tests see the errors of loading a program, of initializing it, and of the
-checks of its arrays. No kernel runs."""
+``tests/emulation/host``. Tests see the errors of loading and initializing a program, and of
+checking its arrays. No kernel runs."""
 
 import ctypes
 import os
@@ -80,8 +80,8 @@ def load(path):
 
 
 def register(library):
-    """Register the library's calls with XLA. JAX's backend is started first, because it would
-    otherwise register the targets before the types of their states, which XLA refuses."""
+    """Register the library's calls with XLA. First start JAX's backend. Otherwise it would register
+    the targets before the types of their states, and XLA refuses that order."""
     jax.devices()
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),

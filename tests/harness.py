@@ -25,10 +25,10 @@ ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 # How many ranks share one GPU (0: every rank has a separate device). If ranks share a GPU, they are
 # a vmap over the group's axis; without MOE_A2A_TEST_GPU=1 they use the portable path.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
-TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # bounds on time, if many ranks share a GPU
+TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # factor of time limits if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 if RANKS_ON_ONE_GPU and ON_GPU:
-    IMPLEMENTATION = "cuda"  # without it a vmap over the group's axis uses the portable path
+    IMPLEMENTATION = "cuda"  # otherwise a vmap over the group's axis uses the portable path
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
@@ -67,8 +67,7 @@ def exchanging(*dictionaries, **options):
 
 
 def worst_case(num_tokens, top_k, ranks, num_experts, **options):
-    """Return the number of rows with which a rank drops nothing, for the other options of an
-    `Exchange`."""
+    """Return the capacity at which no rank drops rows, for the other options of an `Exchange`."""
     exchange = ma.Exchange(**options)
     return exchange.rows_per_rank(num_tokens, top_k, group_size=ranks, num_experts=num_experts)
 
@@ -89,8 +88,8 @@ def mesh_of(ranks):
 
 
 def mesh_over(axis_type=AxisType.Auto, **sizes):
-    """Return a mesh with these axes. The axes have one type, or a type each. Skip the test if it
-    needs more devices than exist."""
+    """Return a mesh with these axes. All axes have one type, or each has its own. If there are too
+    few devices, skip the test."""
     count = math.prod(sizes.values())
     if count > NUM_DEVICES:
         pytest.skip(f"needs {count} devices")
@@ -208,8 +207,8 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """Return (mesh of one device of each process, a program that sends the bytes of each process to
-    all)."""
+    """Return a mesh with one device of each process, and a program that sends the bytes of each
+    process to all processes."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -221,7 +220,7 @@ def received_from_all(sent):
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
     shape = (PROCESSES, sent.size)
-    with jax.set_mesh(mesh):  # a test may have set its own
+    with jax.set_mesh(mesh):  # a test may have set another mesh
         return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
 
 
@@ -235,7 +234,7 @@ def of_all_processes(value, most=1 << 16):
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-# Tests that compile much and run little take half the time on CPU without optimizations.
+# On CPUs, tests that compile much and run little take half the time without optimizations.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
 # Other tests are about what XLA makes of users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
@@ -329,9 +328,8 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# The number of exchanges of a test, if all ranks share one GPU. Each test states how many exchanges
-# it makes on each rank, with arguments of the programs that it runs, with `expect_exchanges`, or
-# with the marker `exchanges`.
+# If all ranks share one GPU, each test states its number of exchanges on each rank: with arguments
+# of the programs that it runs, with `expect_exchanges`, or with the marker `exchanges`.
 
 
 class Ledger:
@@ -357,7 +355,7 @@ def exchanged():
 def expect_exchanges(whole, split=0):
     """Fail unless the block makes this number of whole and split exchanges on each rank.
 
-    Nothing is checked without a GPU, or if each rank has a device of its own.
+    Nothing is checked without a GPU, or if each rank has a separate device.
     """
     if not (RANKS_ON_ONE_GPU and ON_GPU):
         yield
@@ -379,7 +377,7 @@ def stated(exchanges, split):
 def every_exchange_is_stated():
     """Fail if a test makes exchanges that no statement covers, or states nothing."""
     ledger.begin_test()
-    run_case.cache_clear()  # results of another test come without its exchanges
+    run_case.cache_clear()  # cached results of other tests make no exchanges
     before = exchanged()
     yield
     actual = exchanged() - before
@@ -394,7 +392,7 @@ def is_traced(*args):
 
 
 def counted(jitted, exchanges, split):
-    """Return a jitted function whose runs are finished, and counted, when they return."""
+    """Return a jitted function that waits for each run, counts its exchanges, and then returns."""
 
     @functools.wraps(jitted)
     def run(*args, **kwargs):
@@ -425,7 +423,7 @@ def emulated(fn):
 
 def emulated_group(ranks):
     """Return a group without devices, whose ranks are a vmap on the portable path."""
-    implementation = "portable" if RANKS_ON_ONE_GPU else None  # there None would be `group_of`
+    implementation = "portable" if RANKS_ON_ONE_GPU else None  # None would mean the kernels there
     return ma.Group(axis_name=AXIS, size=ranks, implementation=implementation)
 
 
@@ -435,7 +433,7 @@ def vmapped_group(ranks):
 
 
 def exchange_fn(layout, group):
-    """Return a function of one rank's arrays: a dispatch, an unweighted and a weighted combine."""
+    """Return a function of one rank's arrays that dispatches and combines, also with weights."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(x, ids, topk_weights, **layout.route_args(group))
@@ -456,8 +454,8 @@ def exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Return arguments of `exchange_fn` for all ranks, with NaN in all places that a program must
-    not read, and the expected routing."""
+    """Return (arguments of `exchange_fn` for all ranks, the expected routing). Places that a
+    program must not read are NaN."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -475,7 +473,7 @@ def exchange_inputs(case, ranks, seed=0):
 
 @functools.lru_cache(maxsize=4)
 def run_case(case, ranks, seed=0):
-    """Return the results of a case with its inputs and its expected routing."""
+    """Return the results, the inputs and the expected routing of a case."""
     (ids, x, topk_weights, y), routing = exchange_inputs(case, ranks, seed)
     results = exchange_program(case.layout, ranks)(ids, x, topk_weights, y)
     return types.SimpleNamespace(
@@ -484,7 +482,7 @@ def run_case(case, ranks, seed=0):
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Assert the same shape, dtype and bits: NaN equals the same NaN, and 0 is not -0."""
+    """Assert equal shape, dtype and bits. A NaN equals a NaN of equal bits; 0 differs from -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what

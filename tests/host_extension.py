@@ -25,8 +25,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build the extension if it does not exist and g++ does. Add it to the path, where this
-    process, and processes that it starts, find it. Call this before the package is imported."""
+    """Build the extension if it is missing and g++ exists. Add it to the path of this process and
+    of processes that it starts. Call this before the package is imported."""
     folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
@@ -49,7 +49,7 @@ def pretend():
 
 
 def built():
-    """Return the folder of a package with the extension, compiled if its sources have changed."""
+    """Return the folder of a package with the extension. Compile it if its sources have changed."""
     import nanobind
 
     sources = [CUDA / "ext.cc", CUDA / "gemm/limits.cc", *(HOST / name for name in FAKES)]
@@ -73,8 +73,8 @@ def built():
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        # Only one file has the digest of all sources, so that a compiler cache can reuse the
-        # objects of the other files.
+        # Only one file contains the digest of all sources, so a compiler cache can reuse the
+        # objects of all other files.
         own = [all_sources] if source.name == "ext.cc" else []
         subprocess.run(["g++", *flags, *own, "-c", source, "-o", object_file], check=True)
         return object_file

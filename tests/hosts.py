@@ -1,6 +1,6 @@
 """Make hosts for tests: network namespaces of this machine, each with its own address, on a bridge.
-As on different hosts, programs in two namespaces share no loopback, port or abstract socket. Making
-namespaces needs root and `ip` of iproute2; an error says which is missing.
+As on different hosts, programs in two namespaces share no loopback, port or abstract socket.
+Namespaces need root and `ip` of iproute2. An error says if one of these is missing.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def namespaces(count):
             _ip("-n", name, "link", "set", "lo", "up")
             folder = HOSTS_FILES / name
             folder.mkdir(parents=True)
-            # JAX's collectives on CPU need the address of the host's own name.
+            # JAX's collectives on CPU look up the address of the host's name.
             own = f"{address_of(host)} {socket.gethostname()}"
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")
@@ -57,7 +57,7 @@ def namespaces(count):
         yield names
     finally:
         for name in names:
-            # A namespace without a name continues to exist while a process runs in it.
+            # A removed namespace continues to exist while a process runs in it.
             inside_it = subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True
             )

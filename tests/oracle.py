@@ -63,8 +63,8 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Return a number of rows that holds any routing: every choice at one rank, and the padding
-    that these rows can need."""
+    """Return a capacity for any routing. It has room for every choice on one rank, and for the
+    padding that these rows can need."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
@@ -188,8 +188,7 @@ def choices(routing):
 
 
 def dispatch(x, routing):
-    """Return rows [R, C, ...] of the tokens x [R, T, ...]: bytes moved; rows without a token are
-    zero."""
+    """Move the bytes of tokens x [R, T, ...] to rows [R, C, ...]. Rows without a token are zero."""
     rows = np.zeros((x.shape[0], routing.capacity, *x.shape[2:]), x.dtype)
     for source, token, _, destination, row in choices(routing):
         rows[destination, row] = x[source, token]
@@ -197,8 +196,7 @@ def dispatch(x, routing):
 
 
 def dispatch_choices(values, routing):
-    """Move a value of each choice [R, T, K] to the choice's row [R, C], as router weights
-    travel."""
+    """Move a value of each choice [R, T, K] to the choice's row [R, C], like router weights."""
     rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
     for source, token, k, destination, row in choices(routing):
         rows[destination, row] = values[source, token, k]
@@ -231,12 +229,11 @@ def combine(y, routing, weights=None, wire_dtype=None, add=None):
 
     For each rank, the partial sum is over k in order, in the accumulation dtype, and is rounded to
     the wire dtype (or by a function). The result is the sum of these partial sums in the order of
-    ranks and of `add` [R, T, ...], rounded to y's dtype. The slack [R, T, ...] is how far another
-    correct result may differ. It is zero without weights, because then the definition fixes every
-    rounding. With weights, a fused multiply-add may change the rounding of a partial sum to the
-    wire dtype, and of the total to the dtype of the result, by one step each. The slack does not
-    include the rounding of a function, so with weights use a function only if no product is
-    rounded.
+    ranks, then of `add` [R, T, ...], rounded to y's dtype. Another correct result may differ by the
+    slack [R, T, ...]. It is zero without weights, because then the definition fixes every rounding.
+    With weights, a fused multiply-add may change the rounding of a partial sum to the wire dtype,
+    and of the total to the dtype of the result, by one step each. The slack does not include the
+    rounding of a function, so with weights use a function only if no product is rounded.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype, add)
 
@@ -292,8 +289,8 @@ def _combine(pairs, routing, wire_dtype, add):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None, add=None):
-    """Combine as `combine_pairs`, but over two levels: before the sum of each host crosses, it is
-    rounded to the dtype of y and then to the wire dtype, which has at most as many bits.
+    """Combine like `combine_pairs`, but over two levels. Before a host's sum crosses, it is rounded
+    to y's dtype and then to the wire dtype, which has at most as many bits.
     """
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
@@ -333,7 +330,7 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# Modes: a shared expert and replicated tokens are ordinary routings of changed ids.
+# Modes. A shared expert and replicated tokens are ordinary routings of changed ids.
 
 
 def share_of(token, tokens, ranks):
@@ -420,7 +417,7 @@ def row_experts(routing):
 
 def expert_load(routings, shared):
     """Return (rows of each expert, rows of each rank, dropped rows of each rank) of all domains
-    that `route_mode` returns. The rows of a shared expert count for its rank, but not for the
+    that `route_mode` returns. The rows of a shared expert are counted for its rank, but not for the
     experts."""
     per_expert = []
     for routing in routings:
@@ -433,9 +430,8 @@ def expert_load(routings, shared):
     return np.array(per_expert, np.int32), *counts
 
 
-# Products and whole layers of experts, in float64. All functions are analytic, so that a complex
-# step gives the derivative in a direction with the accuracy of the values, without a difference of
-# values.
+# Products and whole layers of experts, in float64. All functions are analytic. A complex step
+# therefore gives directional derivatives as accurate as the values, without subtracting values.
 
 STEP = 1e-100
 
@@ -451,8 +447,8 @@ def type_of(arrays):
 
 
 def spans(sizes, num_rows):
-    """Return (first row, end) of each group. A negative size counts as 0, and the sizes may exceed
-    the number of rows."""
+    """Return (first row, end) of each group. A negative size is treated as 0, and the sizes may
+    exceed the number of rows."""
     end, found = 0, []
     for size in sizes:
         start, end = end, min(end + max(int(size), 0), num_rows)
@@ -472,7 +468,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
     """Multiply rows (values [C, K], scales [C, K / block]) of each group by its weights (values
     [L, N, K], scales [L, N / block, K / block]), as docs/fp8.md defines it.
 
-    Return the float32 sums [C, N], and the sums of magnitudes, to which errors are relative.
+    Return the float32 sums [C, N], and the sums of magnitudes, which scale the errors.
     """
     (values, scales), (w_values, w_scales) = rows, w
     wide = lambda x: x.astype(np.float64)
@@ -490,7 +486,7 @@ def grouped_dot_fp8(rows, w, sizes, block=128):
 
 
 def grouped_outer(x, y, sizes):
-    """Sum over the rows of each group x^T y: the gradient of `w` in `grouped_dot`."""
+    """Sum x^T y over the rows of each group. This is the gradient of `w` in `grouped_dot`."""
     out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
     for group, (start, end) in enumerate(spans(sizes, len(x))):
         out[group] = x[start:end].T @ y[start:end]
@@ -626,7 +622,7 @@ def _rows_of_layer(a, rows, activation, weigh_input):
 
 
 def expert_layer_transpose(a, rows, activation, g, weigh_input=False):
-    """Return the cotangents of the arrays from that of the sums, g [R, T, H]."""
+    """Return the cotangents of the arrays from g [R, T, H], the cotangent of the sums."""
     x, before, h, p, act, weight, _ = _rows_of_layer(a, rows, activation, weigh_input)
     g = g[rows.home]
     of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])

@@ -25,7 +25,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """Return how many starts a program has, by name, after `problems` has found none."""
+    """Return the number of starts by name, of a program in which `problems` has found none."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -38,7 +38,7 @@ def problems(jaxpr):
 
 
 def problems_of_one(jaxpr):
-    """Return the problems of one jaxpr without nested ones: arrays in flight never cross between
+    """Return the problems of one jaxpr without nested jaxprs. Arrays in flight never cross between
     jaxprs."""
     found = []
     origin = {}  # var -> (number of the start's equation, index of its result)

@@ -1,9 +1,9 @@
-"""Run the suite in several processes, which are one JAX job: every process runs the same tests
-in the same order, and has its share of the devices.
+"""Run the suite in several processes of one JAX job. Every process runs the same tests in the same
+order, and has a share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
-    python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
+    python -m tests.processes 2 --as-hosts -- -q    # each with a separate network; needs root
     python -m tests.processes 2 --devices 4 -- -q   # CPU devices of all processes together
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
@@ -12,7 +12,7 @@ process has ended and the other processes do not end soon, or after the deadline
 killed. The exit status is 0 if the exit status of every process is 0.
 
 `conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
-`harness.put` and `harness.numpy_of`. A test that makes no sense with several processes has the
+`harness.put` and `harness.numpy_of`. Tests that make no sense with several processes have the
 marker `one_process`.
 """
 
@@ -125,19 +125,18 @@ def free_address():
 
 
 def met_by_chance(*printed):
-    """Return True if processes failed in a way that may be chance, so that the run should be
-    repeated once.
+    """Return True if the failure of processes may be chance. The run should then be repeated once.
 
-    Another program may take the free port before it is used. In addition, once in hundreds of runs
-    processes stalled, on two busy cores with jax 0.10.2. Calls in different orders would stall
-    every run.
+    Another program may take the free port before it is used. Processes also stalled, about once in
+    hundreds of runs, on two busy cores with jax 0.10.2. Calls in different orders would stall every
+    run.
     """
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
 
 def assert_tests_pass(tests, *options, deadline=150):
     """Run tests of this suite in two processes, and repeat them once if they failed by chance. The
-    deadline applies to one try, which needs about fifteen seconds on idle cores."""
+    deadline is for one try, which takes about fifteen seconds on idle cores."""
     command = [sys.executable, "-m", "tests.processes", "2", f"--deadline={deadline}", *options]
     # On GPUs this process has most of the memory already.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -157,8 +156,8 @@ def run_together(folder, programs, deadline):
 
     Args:
       folder: for their output.
-      programs: each is a command, which accepts ``--coordinator``, ``--num-processes`` and
-        ``--process-id``, and the additions to its environment.
+      programs: each is (command, additions to its environment). A command accepts
+        ``--coordinator``, ``--num-processes`` and ``--process-id``.
       deadline: seconds.
 
     Returns:

@@ -70,7 +70,7 @@ def layer_of(group, layout=LAYOUT):
 
 
 def shapes_of_moe(layout, width, intermediate, shared=0):
-    """Return the shapes of the floats of `moe_layer` of one rank; `w_in` has `width` columns."""
+    """Return the shapes of one rank's floats of `moe_layer`. `w_in` has `width` columns."""
     experts = layout.local_experts + shared
     return (
         (layout.tokens, layout.hidden),
@@ -83,8 +83,8 @@ def shapes_of_moe(layout, width, intermediate, shared=0):
 
 
 def moe_layer(*args, activation=None, change=None, layout=LAYOUT, group=None, **options):
-    """Call `ma.moe_mlp` with the arrays of one rank: the arrays of `shapes_of_moe`, of which biases
-    may be missing, and ids. `change` is applied to the experts."""
+    """Call `ma.moe_mlp` with one rank's ids and arrays of `shapes_of_moe`. Biases may be missing.
+    `change` is applied to the experts."""
     x, topk_weights, *arrays, ids = args
     of_layout = route_args(group or harness.group_of(harness.SEVERAL), layout)
     experts = experts_of(*arrays, activation=activation)
@@ -195,9 +195,9 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 def assert_same(actual, expected, what=""):
     """Assert that every leaf is equal in dtype, shape and bits.
 
-    On GPUs, floats of 32 bits or more may differ by a few roundings of float32, because XLA's order
-    of sums and fusion of products depend on the program, and a weighted dispatch sums its inner
-    products lane by lane.
+    On GPUs, floats of 32 bits or more may differ by a few roundings of float32. XLA's order of sums
+    and its fusions depend on the program, and a weighted dispatch sums its inner products lane by
+    lane.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -236,5 +236,5 @@ def payload(eqn):
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
-        shapes = shapes[1:]  # the ids; what is moved
+        shapes = shapes[1:]  # drop the ids, or the array that is moved
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_choice_arrays]

@@ -1,4 +1,4 @@
-"""`ma.accumulate_grads`: totals are the sums of all gradients, whatever transforms a loss has, and
+"""`ma.accumulate_grads`: totals are the sums of all gradients under any transforms of a loss, and
 the products of experts add to the totals."""
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax_moe_a2a._src.grouped.totals import add_outer_p
 pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products")]
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
-START = 100.0  # large, to detect totals that count twice or not at all
+START = 100.0  # large, to detect totals that are added twice or not at all
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
@@ -52,8 +52,7 @@ def mesh(request):
 
 
 def num_added(fn, *args):
-    """Return the number of products that add to a total, and the number of products that add to
-    zeros."""
+    """Return how many products add to a total, and how many add to zeros."""
 
     def count(jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -83,8 +82,8 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     return num_added(add, totals, params, *args)
 
 
-# Losses are functions of the parameters of one layer and tokens, and return loss and totals. Each
-# has the number of products that may add to a total on ranks that have all of their tokens.
+# Losses are functions of tokens and the parameters of one layer, and return loss and totals. Each
+# states how many products may add to a total on ranks that have all of their tokens.
 
 
 def once(axes, params, x):
@@ -164,7 +163,7 @@ def scales(axes, params, x):
 
 
 TOLERANCES = {casts: dict(tolerance=2e-2)}
-# The number of products of each loss that add to a total, and that add to zeros.
+# For each loss, how many products add to a total, and how many add to zeros.
 LOSSES = {
     once: (2, 0),
     in_chunks: (2, 0),

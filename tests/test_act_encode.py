@@ -2,7 +2,7 @@
 kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number next to the middle of two FP8 values may become the other value."""
+a number near the middle of two FP8 values may be rounded to the other one."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ FMT = ma.BlockwiseFp8()
 WHY_NO_ACT_ENCODE = act_encode.why_no_act_encode
 GATED = [FusedActivation(act.kind, True) for act in PLAIN]
 EXACT = [act for act in (*PLAIN, *GATED) if "relu" in act.kind]
-# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, a block of the kernel 32 warps.
+# Rows, I, sizes of groups. A warp has 4 groups of 128 columns, and a block has 32 warps.
 CASES = dict(
     tail=(40, 256, [7, 0, 20, 1]),
     no_tail=(30, 128, [9, 21]),
@@ -45,8 +45,8 @@ CASES = dict(
 
 
 def draw(case, activation, dtype, powers_of_two=False):
-    """Return a product, weights and sizes. Rows without a token, also within groups, have the
-    weight 0 and NaN."""
+    """Return a product, weights and sizes. Rows without a token, also within groups, are NaN with
+    weight 0."""
     num_rows, columns, sizes = CASES[case]
     rng = np.random.default_rng(num_rows)
     product = 3 * rng.normal(size=(num_rows, activation.width(columns)))
@@ -120,7 +120,7 @@ def assert_encodes(values, scales, h, magnitudes, dtype):
 
 
 def both_dtypes(values):
-    """Return each value with both dtypes, or with only one dtype if the kernel does not run."""
+    """Return each value with both dtypes, or with one dtype if the kernel does not run."""
     dtypes = "bfloat16", "float32"
     if harness.ON_GPU:
         return itertools.product(values, dtypes)
@@ -233,7 +233,7 @@ def test_derivatives_are_refused():
 
 @pytest.fixture
 def hopper(hopper, monkeypatch):
-    """Repeat this for the kernel, even if `path` has hidden it."""
+    """Pretend Hopper GPUs again for the kernel, even if `path` has hidden the kernel."""
     monkeypatch.setattr(act_encode, "why_no_act_encode", WHY_NO_ACT_ENCODE)
 
 

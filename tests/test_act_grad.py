@@ -1,5 +1,5 @@
-"""The pass of the gradients between two products in FP8 against float64: the composition, and on
-GPUs also the kernel."""
+"""Compare the pass of gradients between two FP8 products with float64: the composition and, on
+GPUs, the kernel."""
 
 import functools
 
@@ -25,7 +25,7 @@ WHY_NO_ACT_GRAD = act_grad.why_no_act_encode
 
 
 def operands(case, activation, dtype):
-    """Return ct_h, pre, weights and sizes. Rows without a token have the weight 0 and NaN."""
+    """Return ct_h, pre, weights and sizes. Rows without a token are NaN with weight 0."""
     pre, weights, sizes = draw(case, activation, dtype)
     rng = np.random.default_rng(len(pre) + 1)
     ct = rng.normal(size=(len(pre), CASES[case][1])) * 2.0 ** rng.integers(-9, 9, (len(pre), 1))
@@ -52,8 +52,7 @@ def path(request):
 
 
 def exact(ct, pre, weights, activation):
-    """Return ct_pre, h and ct_weights in float64, and magnitudes that their errors are relative
-    to."""
+    """Return ct_pre, h and ct_weights in float64, and the magnitudes that scale their errors."""
     x, ct = (array.astype(np.float64) for array in (pre, ct))
     with jax.enable_x64(True):
         act, transpose = jax.vjp(activation, jnp.asarray(x))
@@ -92,7 +91,7 @@ def test_gradients_are_close_and_encoded(path, activation_and_case, dtype):
     )
     for one, right, size in zip(found, *exact(ct, pre, weights, activation), strict=True):
         one, right, size = (np.asarray(x, np.float64) for x in (one, right, size))
-        if right.ndim == 1:  # the derivative of a weight without a token may be anything
+        if right.ndim == 1:  # weights without a token may have any derivative
             one, right, size = (x[has_token] for x in (one, right, size))
         bound = inexact * np.where(np.isnan(size), 0, size) + 1e-37
         assert (np.abs(one - right) <= bound).all(), np.nanmax(np.abs(one - right) / bound)
@@ -128,7 +127,7 @@ def test_a_batch_is_one_call_of_the_same_rows(path, shares_sizes):
 
 
 def test_derivatives_are_those_of_the_gradients():
-    """Those of rows of the weight 0 are not: its derivative is that of the plain product."""
+    """Rows with weight 0 are left out: this weight has the derivative of the plain product."""
     *floats, sizes = (jnp.asarray(x) for x in operands("no_tail", SWIGLU, "float32"))
     floats = [jnp.where(jnp.isnan(x), 0.5, x) for x in floats]
     of_primitive = lambda *floats: bind_act_grad(*floats, sizes, activation=SWIGLU, num_sms=None)[

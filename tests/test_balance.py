@@ -33,7 +33,7 @@ def dense_loss(scores, ids, earlier=0):
 
 
 def dense_losses(kernel, x, ids):
-    """Return the losses of each micro-batch: with running counts, of sequences, and of the first
+    """Return three losses of each micro-batch: with running counts, of sequences, and of first
     choices."""
     logits = x.astype(np.float64) @ kernel
     scores = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
@@ -110,7 +110,7 @@ def dense_histogram(scores, bias, k, num_bins):
 
 
 def dense_next_bias(bias, histogram, k):
-    """Return the quantiles k / E, each in the bin where the cumulative count reaches it."""
+    """Return the quantiles k / E. Each is in the bin where the cumulative count reaches it."""
     width = (bias.max() - bias.min() + 2) / histogram.shape[1]
     found = []
     for counts in histogram:
@@ -151,7 +151,7 @@ def test_the_next_bias_is_the_centered_quantile_of_the_biases_that_tokens_need(s
 
 @pytest.mark.exchanges(0)
 def test_counts_of_many_tokens_have_an_exact_quantile():
-    """2**31 - 1 tokens, of which the quantile 2 / 3 falls into a bin with three of them."""
+    """The quantile 2 / 3 of 2**31 - 1 tokens falls into a bin with three tokens."""
     whole = 2 * (2**31 - 1) // 3  # and two thirds
     histogram = np.array([[whole, 3, 2**31 - 4 - whole], [1, 0, 0], [0, 1, 0]], np.int32)
     found = ma.quantile_select_bias(jnp.zeros(3), histogram, k=2)

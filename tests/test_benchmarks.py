@@ -49,7 +49,7 @@ ROW_KEYS = {
 
 
 def run_of(mesh, wires=None):
-    """Return a run that has found nothing yet."""
+    """Return a run without results."""
     head = dict(wire=wires, rows=[], failures=[])
     return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
 
@@ -240,7 +240,7 @@ def test_experts_of_a_model_are_measured_and_checked_with_each_form_of_sizes(tmp
 
 @pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
-    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # whose largest takes long to draw
+    plans = sweeps.plans(name, 4, on_gpu=name != "tokens")  # to draw its largest takes long
     assert len(plans) >= 2
     wires = dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)
     a_run = run_of(harness.mesh_of(1), wires)

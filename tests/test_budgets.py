@@ -1,4 +1,4 @@
-"""A launch has the requested number of blocks, but not more than the GPU has room for."""
+"""A launch has the requested number of blocks, but not more than fit on the GPU."""
 
 import pytest
 

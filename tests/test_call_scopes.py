@@ -1,6 +1,6 @@
 """A call has a hash of the names around it, so that ranks detect swapped calls of equal shapes.
 
-The names are names in the program, never names of files, and are equal in every process.
+The names come from the program, never from files, and are equal in every process.
 """
 
 import functools
@@ -58,7 +58,7 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """Equal names let XLA merge them."""
+    """XLA can merge both only if their names are equal."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)
@@ -77,7 +77,7 @@ def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))
 def test_what_wraps_the_layer_does_not_make_names_up(wrap):
-    """The calls of a gradient have the same name forward and backward."""
+    """The calls of a gradient have the same name in both passes."""
     wrapped = wrap(loss)
     for of_operation in scopes(lambda *args: jax.grad(wrapped)(*args)):
         assert of_operation and len(set(of_operation)) == 1

@@ -1,4 +1,4 @@
-"""A capacity by a factor: the number of rows, in all functions that accept it, and the errors."""
+"""Test capacities given as factors: the number of rows in all functions, and the errors."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""`ma.moe` with choices in place of a router, with replayed choices, and with a user's router.
+"""Test `ma.moe` with given choices, with replayed choices, and with a user's router.
 
 The reference applies each expert to each token of all ranks. A router sees all tokens at once.
 """
@@ -95,7 +95,7 @@ REPLICAS = [0, 1, 2, 3, 4, 0, 4, 5, 6, 7, 0, -1]  # of 2 ranks
     ids=["2 in chunks", "2 with replicas", "2 replicated", "2 by 4 masked"],
 )
 def test_replayed_and_given_choices_equal_those_of_the_router(mesh, options):
-    """Output and statistics are equal, and so are all gradients of a replay. Choices have the
+    """Output and statistics are equal, and all gradients of a replay, too. Given choices have the
     gradient of their weights. The 15 tokens need padding."""
     mesh, options = mesh_of(**mesh), options_of(options)
     mask = options.get("mask", np.ones(LEAD, bool))
@@ -148,19 +148,19 @@ def hashed(tokens, logits, token_ids, table):
 
 
 def sqrt_softplus(tokens, logits, _, bias):
-    """The bias is trained: it changes choices and weights."""
+    """Use a trained bias, which changes choices and weights."""
     scores = jnp.sqrt(jax.nn.softplus(logits)) * jnp.exp(bias)[None]
     return weigh(scores, ma.TopK(TOP_K)(scores).ids)._replace(scores=scores)
 
 
 def with_identity(tokens, logits, _, __):
-    """The last two logits are of experts that compute nothing."""
+    """Use the last two logits for experts that compute nothing."""
     choices = weigh(jax.nn.softmax(logits), ma.TopK(3)(logits).ids)
     return choices._replace(ids=jnp.where(choices.ids < EXPERTS, choices.ids, -1))
 
 
 def scaled(tokens, logits, per_token, whole):
-    """Each token has a separate scale, which may be anything in masked tokens."""
+    """Use a separate scale for each token, which may be any number for masked tokens."""
     choices = ma.TopK(TOP_K)(logits * jnp.sqrt(per_token["scale"])[:, None])
     return choices._replace(weights=choices.weights * jnp.cos(tokens[:, :1]))
 
@@ -193,7 +193,7 @@ ROUTERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_router_of_the_users_reads_the_arrays_of_its_tokens(name, mesh, options):
-    """Gradients of the kernel and of the router's own floats are exact, too."""
+    """The gradients of the kernel and of the router's other floats are also compared."""
     mesh, options = mesh_of(**mesh), options_of(options)
     params = dict(router=ROUTERS[name], experts=OWN)
     layer = lambda params, x: ma.moe(x, **params, axes=axes_of(mesh), **options)[0]
@@ -275,7 +275,7 @@ def test_any_number_of_tokens_has_choices(lead):
 
 
 def test_ids_that_are_no_experts_stay_none():
-    """Ids of 64 bits are not cut to 32 bits, which would be experts."""
+    """If ids of 64 bits were cut to 32 bits, some would name experts."""
     bad = np.array([2**32, 2**40 + 1, -7, EXPERTS, -1])
     ids = np.where(POSITIONS < 5, np.resize(bad, LEAD), 1)[..., None]
     with jax.set_mesh(mesh_of(ep=1)):

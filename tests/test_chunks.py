@@ -1,5 +1,5 @@
-"""Layers that run chunks of tokens save memory, and have the derivatives of the layer without
-chunks. Drops and the sums of gradients of weights are tested in test_layer."""
+"""Layers that run in chunks of tokens save memory, and have the derivatives of the layer without
+chunks. test_layer tests drops, and sums of the gradients of weights."""
 
 import functools
 import re
@@ -78,7 +78,7 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
 
 @pytest.mark.several_devices("a mesh of two axes")
 def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
-    """The loop is followed by one sum over the other axis, instead of a sum for each chunk."""
+    """One sum over the other axis follows the loop, instead of one sum for each chunk."""
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, RANKS), ("data", harness.AXIS), axis_types=axis_types)
     group = ma.Group(mesh, harness.AXIS)

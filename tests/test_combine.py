@@ -44,12 +44,12 @@ def routed(layout, routing, ranks, seed=0):
 
 @pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
 def test_every_summed_dtype_rounds_as_stated(wire_dtype):
-    """Nothing is dropped, so that many partial sums, on the source rank and on other ranks, have
-    several rows."""
+    """Nothing is dropped, so many partial sums of source ranks and of other ranks have several
+    rows."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
-    # No kernel narrows float32 or float16 to a bfloat16 wire: all sums are then portable.
+    # No kernel narrows float32 or float16 to a bfloat16 wire, so all sums are then portable.
     exchanges = 1 if wire_dtype == "bfloat16" else 1 + len(y)
     program = combine_program(layout, ranks, wire_dtype=wire_dtype, exchanges=exchanges)
     for routing in ("skewed", "repeated", "first_expert_only"):
@@ -97,18 +97,17 @@ def test_float64_is_summed_in_float64(weighted):
 
 
 def cancelling_rows(dtype):
-    """Return rows of one token, whose sum depends on the order in which they are added and
-    rounded."""
+    """Return rows of one token. Their sum depends on the order of additions and roundings."""
     big = 2.0 / oracle.epsilon(dtype)
     return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
 
 
 def test_the_sum_over_k_runs_in_order_of_k():
-    """In float32: big + 1 - big + 1 is 1 in this order, and 0 or 2 in others."""
+    """In float32, big + 1 - big + 1 is 1 in this order, and 0 or 2 in other orders."""
     layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
     ranks = harness.SEVERAL
     for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
-        # Experts in any order: the rows lie by expert, but are summed by k.
+        # Experts are in any order. Rows lie by expert, but are summed by k.
         ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
         expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
         y = np.zeros((ranks, expected.capacity, 1), np.float32)
@@ -121,9 +120,9 @@ def test_the_sum_over_k_runs_in_order_of_k():
 
 @pytest.mark.parametrize("wire_dtype", (None, "float32"))
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
-    """One row at each rank: the order of k does not matter, the order of ranks does.
+    """Each rank has one row, so only the order of ranks matters, and not the order of k.
 
-    A token has 32 choices at most, so only the first 32 ranks have rows.
+    A token has at most 32 choices, so only the first 32 ranks have rows.
     """
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
@@ -143,14 +142,14 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """With bfloat16 rows 1 and 2^-9 at one rank and wire dtype bfloat16, their sum is 1, whatever
-    the source rank is.
+    """If bfloat16 rows 1 and 2^-9 are at one rank and the wire dtype is bfloat16, the sum is 1 for
+    any source rank.
     """
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
     layout = cases.Layout("rounding", tokens=ranks, top_k=top_k, local_experts=2)
-    # Token t of each rank has two rows at rank t, whose partial sum loses the smaller one, and then
-    # -1 at the next rank in order.
+    # Token t of each rank has two rows at rank t, whose partial sum loses the smaller row, and a
+    # row of -1 at the next rank.
     ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
     for token in range(ranks):
         ids[:, token, :2] = 2 * token, 2 * token + 1
@@ -161,8 +160,8 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     out = combine_program(layout, ranks)(ids, y)
     np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
 
-    # The same with a third row of -1 at another rank: 0 after rounding the partial sum, 2^-9
-    # without.
+    # A third row of -1 at another rank makes the sum 0 if the partial sum is rounded, and otherwise
+    # 2^-9.
     if ranks == 1:
         return
     for token in range(ranks):
@@ -196,7 +195,7 @@ def test_weights_come_from_recv_an_array_or_nowhere():
         cases.Case(layout, "masked"), ranks
     )
     own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
-    own[expected.row_token < 0] = np.nan  # reaches no sum
+    own[expected.row_token < 0] = np.nan  # affects no sum
 
     def combine(ids, x, topk_weights, y, own):
         route_args = layout.route_args(group)

@@ -1,4 +1,4 @@
-"""Combine with `add` adds an array to each sum last, before the only rounding of the result.
+"""Combine with `add` adds an array to the sums last, before the result's only rounding.
 
 Unweighted sums are compared exactly, weighted sums within the slack of `oracle.combine`.
 """
@@ -41,8 +41,8 @@ def program(layout, ranks, wire_dtype=None, weighted=True):
 
 
 def inputs(case, ranks, dtype="bfloat16", trailing=None, seed=0):
-    """Return (ids, y, weights, addend) of all ranks, with NaN in rows without a token; expected
-    routing."""
+    """Return (ids, y, weights, addend) of all ranks, with NaN in rows without a token; and the
+    expected routing."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -62,8 +62,8 @@ def assert_adds(sums, y, weights, addend, routing, wire_dtype=None, what=""):
         harness.assert_sums_agree(actual, *expected, what)
 
 
-# An addend is added where a partial sum ends, whatever the routing. One routing of six layouts
-# therefore replaces the catalogue.
+# Where an addend is added does not depend on the routing. One routing of six layouts therefore
+# replaces the catalogue.
 LAYOUTS = ("plain", "alignment_8_capacity_19", "capacity_0", "no_tokens", "top_32", "many_tokens")
 CASES = [cases.Case(layout, "masked") for layout in cases.LAYOUTS if layout.name in LAYOUTS]
 
@@ -74,8 +74,8 @@ def test_the_addend_is_added_to_the_sums_of_every_layout(case):
     assert_adds(program(case.layout, RANKS)(*args), *args[1:], routing)
 
 
-# Rows of 6 and 4 words of 16 bytes, of a part of a word, and of one element. Only kernels
-# distinguish them.
+# Rows have 6 or 4 words of 16 bytes, a part of a word, or one element. Only kernels distinguish
+# these sizes.
 @pytest.mark.parametrize(
     "trailing", ((6, 8), (32,), (33,), ())[: None if harness.ON_GPU else 1], ids=str
 )
@@ -132,7 +132,7 @@ def test_the_addend_is_added_last_and_rounded_with_the_sum():
     big = 4.0 / oracle.epsilon("float32")
     np.testing.assert_array_equal(sums(big, -big, 1.0, "float32"), 1)
     np.testing.assert_array_equal(sums(1.0, -big, big, "float32"), 0)
-    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 was added: a tie would round down.
+    # The sum 2^-8 + 2^-16 is rounded to bfloat16 only after 1 is added. A tie would round down.
     np.testing.assert_array_equal(sums(2.0**-8, 2.0**-16, 1.0, "bfloat16", "float32"), 1 + 2.0**-7)
 
 
@@ -211,7 +211,7 @@ def test_gradients_and_tangents_of_a_combine_are_those_of_the_oracle(weighted, d
 
 
 def traced(fn, *avals):
-    """Return how often fn of one rank's abstract arrays binds each primitive, over two ranks, and
+    """Return how often fn of one rank's abstract arrays, on two ranks, binds each primitive, and
     the number of addends of each exchange."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), avals)
     jaxpr = jax.make_jaxpr(jax.vmap(fn, axis_name=harness.AXIS))(*stacked)

@@ -1,4 +1,4 @@
-"""A training step compiles once, and its state stays where the recipes place it."""
+"""A training step compiles once, and its state keeps the placement of the recipes."""
 
 import contextlib
 
@@ -28,9 +28,8 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def counted():
-    """Yield a list to which each compilation adds an element. Unlike the number of signatures in
-    the cache of a jitted function, its length does not count different arguments with equal
-    programs."""
+    """Yield a list to which each compilation adds an element. Different arguments with equal
+    programs add only one element (the cache of a jitted function gets several signatures)."""
     found = []
     COMPILED.append(lambda: found.append(1))
     try:
@@ -95,14 +94,14 @@ def test_the_recipe_compiles_once_with_adamw_accumulation_and_restore(recipes, t
         with counted() as compiled:
             step(params, state, x)
         assert not compiled
-        # Over Explicit axes, specs of results have an entry for each axis: a second signature.
+        # Over Explicit axes, specs of results have an entry for each axis, a second signature.
         if AxisType.Auto in mesh.axis_types:
             assert step._cache_size() == 1
 
 
 @pytest.mark.promotes("optax mixes numbers and arrays")
 def test_only_a_state_that_is_placed_otherwise_compiles_a_second_program(recipes):
-    """Other spellings of a placement (NNX has ``P(None)`` for ``P()``) share the program."""
+    """Other spellings of a placement, such as NNX's ``P(None)`` for ``P()``, share the program."""
     optimizer, mesh, x = recipes["optimizer"], recipes["mesh"], recipes["x"]
     is_auto = set(mesh.axis_types) == {AxisType.Auto}
     with jax.set_mesh(mesh):

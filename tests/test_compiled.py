@@ -19,7 +19,7 @@ pytestmark = [
 
 @functools.cache
 def made():
-    """Return the table as the programs compile now."""
+    """Compile the programs, and return their table."""
     why = plugin.why_not()
     if why and os.environ.get("MOE_A2A_TEST_COMPILED") == "1":
         pytest.fail(f"MOE_A2A_TEST_COMPILED=1, but {why}")

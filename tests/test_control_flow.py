@@ -95,8 +95,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
 
 @pytest.mark.exchanges(5 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
-    """Each step is the layer or the identity. The predicate is equal on all ranks, but not
-    static."""
+    """Each step is the layer or the identity. The predicate is traced, and equal on all ranks."""
     floats, ids, kept = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 

@@ -131,7 +131,7 @@ def test_an_array_of_a_level_is_refused_by_its_name(name):
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():
-    """A checkpoint returns such a routing."""
+    """A restored checkpoint has numpy arrays."""
     group = flat_group()
     route = lambda ids: ma.route(
         ids, group=group, num_experts=EXPERTS, exchange=ma.Exchange(capacity=CAPACITY)

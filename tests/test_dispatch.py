@@ -45,15 +45,15 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), oracle.row_experts(expected))
 
 
-# With half of the dtypes, the arrays are few enough for the kernels. With all dtypes, only the
-# route is an exchange.
+# Half of the dtypes are few enough arrays for the kernels. With all dtypes, only the route is a
+# kernel's exchange.
 @pytest.mark.parametrize(
     "dtypes",
     (cases.MOVED_DTYPES, cases.MOVED_DTYPES[::2], cases.MOVED_DTYPES[1::2], cases.WIDE_DTYPES),
     ids=("all", "even", "odd", "wide"),
 )
 def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
-    """Many dtypes as leaves of one payload: any bits; odd sizes, no and several trailing axes."""
+    """The leaves of one payload have many dtypes, any bits, odd sizes, and any trailing axes."""
     layout, ranks = cases.PADDED, harness.SEVERAL
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(ranks)

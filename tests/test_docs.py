@@ -3,10 +3,10 @@
 Links, paths, ``make`` targets and modules that documents name exist, and the API pages list every
 public name.
 
-A snippet sees what the first snippet of its file and the earlier ones of its section define. A
+A snippet sees the names of its file's first snippet, and of earlier snippets in its section. A
 fence of kind ``text`` holds what the snippet above it prints, and then the error that it raises;
-"..." stands for anything. A snippet that raises without such a fence is a failure. Marks, as HTML
-comments on the line above a fence:
+"..." stands for any text. A snippet that raises without such a fence is a failure. An HTML comment
+on the line above a fence may be a mark:
 
     gpu                 the snippet needs several GPUs
     on CPU              the output is compared on the CPU only
@@ -301,7 +301,7 @@ def test_public_functions_document_and_type_every_parameter():
             if parameter.name == "self" or "." in name and "Args:" not in doc:
                 continue
             assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed on to another one
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed on to another function
                 assert parameter.annotation not in UNTYPED, f"{name}: {parameter}"
         assert signature.return_annotation not in UNTYPED, name
         if "." not in name and signature.parameters:

@@ -1,6 +1,6 @@
 """`python -m jax_moe_a2a` prints the right lines, and fails if a check fails.
 
-Tests break parts of this process, and pretend drivers and GPUs that do not exist.
+Tests break parts of this process, and pretend drivers and GPUs.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def broken_dispatch(break_rows):
     ("break_rows", "named"),
     [
         (lambda rows: rows.at[0].set(rows[1]), ("rows", "sums", "the gradient of the weights")),
-        (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # no token: only the rows show it
+        (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # a row without a token
     ],
     ids=["a row of another token", "a row without a token"],
 )
@@ -162,7 +162,7 @@ api.dispatch = dispatch
 
 
 def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_path):
-    """On CPU, joined by gloo."""
+    """On CPU, gloo connects the processes."""
     code = (
         f"import jax, sys\nfrom jax_moe_a2a import _doctor\n{BREAK_ROWS}\nsys.exit(_doctor.main())"
     )
@@ -297,7 +297,7 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough):
 
 @pytest.mark.skipif(harness.MANY < 4, reason="needs two hosts of two")
 def test_devices_on_several_hosts_are_checked_in_two_levels(monkeypatch):
-    """The workspace is the one within a host, and buffers of the collectives are also counted."""
+    """The required memory is the workspace within a host and the buffers of the collectives."""
     ranks_of_host = harness.MANY // 2
 
     def hosts_of(mesh, axes):

@@ -1,7 +1,6 @@
 """If rows do not fit, the rows of the last choices are dropped, whatever their expert is.
 
-The oracle implements the definition choice by choice. The tests of this file check consequences of
-the definition.
+The oracle implements the definition choice by choice. These tests check consequences of it.
 """
 
 import functools
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 @functools.cache
 def program(capacity, alignment, shared_expert):
-    """Return a program ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
+    """Return a program from ids [R, T, K] to [R, T, K'], True for kept choices."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -40,7 +39,7 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1, shared_expert=False):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K], by falling weight; popularity is lognormal with that sigma."""
+    """Draw distinct ids [R, T, K], sorted by falling weight. Popularity is lognormal."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]

@@ -1,6 +1,6 @@
 """Run the kernels on a CPU, as C++. Random sequences are right, and mutations are detected.
 
-A run tries a third of the mutations, which depends on the commit; ``make emulate`` tries all. These
+A run tries a third of the mutations, selected by the commit; ``make emulate`` tries all. These
 tests fail on a machine without a C++ compiler.
 """
 
@@ -13,7 +13,7 @@ from emulation import mutations, runs
 SEEDS = {"plain": 4, "colocated": 3, "tsan": 2}
 # Sequences of the kinds on which tests/mutations/list.toml relies.
 MORE_SEEDS = {"sequences": 6, "drops": 6}
-# Kinds of other variants run in ``make emulate`` only.
+# Kinds of all other variants run only in ``make emulate``.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3
 

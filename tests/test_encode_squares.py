@@ -25,7 +25,7 @@ quantize = functools.partial(ma.quantize_experts, transposed=True)
 
 
 def draw(dtype, *shape):
-    """Return weights with squares of all sizes of scales, and with squares that are not finite."""
+    """Return weights. Their squares have scales of all sizes, and some are not finite."""
     rng = np.random.default_rng(len(shape))
     w = rng.normal(size=shape) * 2.0 ** rng.integers(-12, 12, shape)
     w *= 2.0 ** rng.integers(-120, 100, (*shape[:-1], 1))

@@ -43,7 +43,7 @@ def assert_refuses(fn, *args, naming):
 
 
 def route_args(**changed):
-    """Return valid keyword arguments of route and dispatch, of which some are changed or
+    """Return valid keyword arguments of route and dispatch, except that some are changed or
     LEFT_OUT."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
@@ -102,12 +102,12 @@ def ids_of(ids, *value):
 
 
 def numbers(*naming, **changed):
-    """Return the cases of wrong arguments of a routing."""
+    """Return cases of wrong arguments for a routing."""
     return [(call, (X, IDS), naming) for call in (route(**changed), dispatch(**changed))]
 
 
 def tokens(x, *value):
-    """Return the cases of a wrong x, alone and as a leaf."""
+    """Return cases of a wrong x, as the payload and as a leaf."""
     naming = r"\bx\b", "6", *value
     given = x, {"good": X, "bad": x}
     return [(call, (each, IDS), naming) for call in (dispatch(), by_routing()) for each in given]
@@ -145,7 +145,7 @@ def addend(add, *value):
 
 
 ROUTED = functools.partial(ma.route, **route_args())
-# For each case: calls with their arguments, and the text of the error.
+# Each case has calls with their arguments, and the text of the error.
 REFUSED = {
     "ids of floats": ids_of(array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]"),
     "ids of bools": ids_of(array((TOKENS, TOP_K), "bool"), r"bool\[6,\s*3\]"),
@@ -338,7 +338,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
 
 def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
-    """With 2 local experts, one row of each needs twice the alignment."""
+    """With 2 local experts, one row of each needs room for twice the alignment."""
     fits, wraps = (route_args(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
     trace(lambda ids: ma.route(ids, **fits), IDS)
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
@@ -364,8 +364,8 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """The number determines the shapes of the exchange, so jax.export needs one program for each
-    number."""
+    """The number of tokens determines shapes of the exchange, so each number needs a separate
+    export."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -383,7 +383,7 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
 
 
 def test_another_symbolic_size_is_refused_with_advice():
-    """XLA ends the process that calls an export of such a program."""
+    """XLA would crash a process that calls an export of such a program."""
     (size,) = jax.export.symbolic_shape("h")
     naming = ("symbolic", r"h\]|h,", "jax.export once")
     x, y = array((TOKENS, size)), array((CAPACITY, size))
@@ -485,7 +485,7 @@ def test_a_group_must_name_axes_of_its_mesh():
 
 
 def test_groups_of_equal_content_are_equal():
-    """Programs compiled for one group serve an equal group. No field of a group can be changed."""
+    """An equal group can use programs compiled for a group. No field of a group can be changed."""
     for make in (
         lambda: harness.emulated_group(RANKS),
         lambda: harness.group_of(harness.FEW),

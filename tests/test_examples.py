@@ -64,14 +64,14 @@ def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_
     assert "--- the model:" in printed
 
 
-# A few steps without drops, which have the same results on every mesh and in the dense reference.
+# A few steps without drops. The results are equal on every mesh and in the dense reference.
 FEW_STEPS = "--layers=1 --steps=3 --sequences=8 --micro-batches=2 --log-every=1".split()
 FEW_STEPS += "--balance=bias --capacity-factor=0 --dtype=float32".split()
 
 
 @pytest.fixture(scope="module")
 def dense_losses(tmp_path_factory):
-    """The losses of `FEW_STEPS` without an exchange, in one process."""
+    """Return the losses of `FEW_STEPS` without an exchange, in one process."""
     plot = tmp_path_factory.mktemp("dense") / "a.png"
     of_dense = "--experts=dense", "--mesh=1,2", "--sample=0", f"--out={plot}"
     # Products of GPUs round float32 to TF32.

@@ -1,4 +1,4 @@
-"""Load figures equal counts of the oracle's rows, in every mode and transform."""
+"""In every mode and transform, the load equals counts of the oracle's rows."""
 
 import dataclasses
 import functools

@@ -36,7 +36,7 @@ def planner(ranks, spare, home, hosts):
 
 
 def rank_loads(placement, load, num_ranks):
-    """Return the rows of each rank if each slot has its share."""
+    """Return the rows of each rank if all slots of an expert have their shares of its load."""
     shares = np.diff(placement.share_ends, axis=-1, prepend=0) / 2**15
     assert (shares >= 0).all() and (placement.share_ends[..., -1] == 2**15).all()
     found = np.zeros(num_ranks)
@@ -107,8 +107,8 @@ def test_experts_are_packed_in_the_order_of_their_loads():
 
 
 def test_the_last_spare_slot_of_a_rank_fills_it_even_if_its_source_falls_below_the_mean():
-    """Rank 2 takes from rank 0 all 190 rows that it has room for. Rank 0 then takes 90 rows from
-    rank 1."""
+    """Rank 2 takes 190 rows from rank 0, for all of its room. Rank 0 then takes 90 rows from rank
+    1."""
     load = np.array([300, 290, 10])
     placement = ma.plan_placement(load, num_ranks=3, spare=1)
     np.testing.assert_allclose(rank_loads(placement, load, 3), 200, atol=0.1)
@@ -189,7 +189,7 @@ def test_choices_fill_the_shares_of_slots(table):
 def test_ids_that_are_no_experts_stay_outside():
     placement = ma.Placement.from_slots([0, 1, -1, 2, 3, 0], 4, num_ranks=2)
     for dtype, ids in ((np.int64, [[-(2**40), -1, 4, 2**40]]), (np.uint8, [[255, 4, 3, 3]])):
-        ids = np.array(ids, dtype)  # known to the program, because jit would wrap 64 bits
+        ids = np.array(ids, dtype)  # not an argument, because jit would wrap 64 bits
         choose = lambda table, ids=ids: ma.choose_slots(ids, table, rank=0, num_ranks=2)
         slots = harness.jit(choose)(placement)
         assert slots.tolist() == [[-2, -1, 6, 6] if dtype == np.int64 else [6, 6, 4, 4]]

@@ -110,7 +110,7 @@ def assert_close(actual, right, tolerance=2e-5):
 # Values and derivatives
 
 
-# Without the kernels, an activation of one array is the same function without `up`.
+# Without the kernels, tests of gated activations suffice, because `up` is one more factor.
 @pytest.mark.parametrize(
     "activation", ACTIVATIONS if harness.ON_GPU else [GELU, *ACTIVATIONS[len(PLAIN) :]], ids=name_of
 )
@@ -210,7 +210,7 @@ def test_one_row_and_no_rows(rows, sizes):
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_short_floats(activation, dtype):
-    """On a GPU with the kernels, these sizes run them."""
+    """On a GPU with the kernels, products of these sizes run the kernels."""
     sizes = (150, 0, 70, 1)
     args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
     fn = functools.partial(fused, activation=activation, sizes=sizes)
@@ -224,7 +224,7 @@ def test_short_floats(activation, dtype):
     assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
     wide = [x.astype(jnp.float32) for x in args]
     right, transpose = jax.vjp(functools.partial(dense, activation=activation, sizes=sizes), *wide)
-    # Rounding moves a few pre-activations across the point where a derivative jumps.
+    # Rounding moves a few pre-activations across a jump of the derivative.
     has_jumps = "relu" in activation.kind or activation is CLAMPED
     tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
     names = "y", *NAMES
@@ -274,11 +274,11 @@ def test_vmap_over_any_operand(batched):
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
 
 
-# What a program computes
+# The operations of a program
 
 
 def passes(jaxpr, shape):
-    """Return the names of element-wise primitives whose results are arrays [*shape, columns]."""
+    """Return the names of element-wise primitives with results [*shape, columns]."""
     containers = ("jit", "closed_call", "name")
     return [
         eqn.primitive.name
@@ -312,7 +312,7 @@ def test_the_layer_makes_no_pass_over_rows():
     assert passes(forward, (ranks, capacity)) == passes(both, (ranks, capacity)) == []
     biased = own.replace(b_in=draw(2, 2, INTERMEDIATE), b_out=draw(2, HIDDEN))
     assert passes(jax.make_jaxpr(every)(*floats[:2], biased, ids), (ranks, capacity)) == []
-    # The check detects the pass of an activation that is not recognized.
+    # The check detects the separate pass of an activation that is not recognized.
     unfused = own.replace(activation=ma.gated(jnp.tanh))
     jaxpr = jax.make_jaxpr(every)(*floats[:2], unfused, ids)
     assert "tanh" in passes(jaxpr, (ranks, capacity))
@@ -420,7 +420,7 @@ def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, optio
 
 
 def in_pairs(args, num):
-    """Divide weights and biases. The last groups use the spare weights."""
+    """Divide weights and biases into pairs (home, spare). The last groups use the spare weights."""
     return [(x[:num], x[num:]) if i in (1, 2, 4, 5) else x for i, x in enumerate(args)]
 
 
@@ -436,7 +436,7 @@ PAIRS = (
     list(itertools.product(*PAIRS) if harness.ON_GPU else zip(*PAIRS)),
 )
 def test_two_arrays_of_weights_equal_one(dtype, activation, sizes):
-    """On a GPU with the kernels, these sizes run them, in both forms of the first product."""
+    """On a GPU with the kernels, both forms of the first product run the kernels."""
     args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
 
     def both(*args):

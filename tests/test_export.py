@@ -1,5 +1,4 @@
-"""jax.export serializes programs with exchanges, which then run again, and exports for other
-platforms."""
+"""jax.export serializes programs with exchanges, also for other platforms, and they run again."""
 
 import functools
 
@@ -20,7 +19,7 @@ TARGETS = [
     for name in ("route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch")
     for suffix in ("", "_in_graph")
 ]
-# JAX promises stability for its own custom calls only.
+# JAX promises stability only for JAX's own custom calls.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")
@@ -28,10 +27,9 @@ has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not 
 
 @functools.cache
 def program():
-    """Return a jitted (x, topk_weights, w, ids) -> layer, with shardings that make it a layer of
-    all ranks."""
+    """Return a jitted function of (x, topk_weights, w, ids): the layer, sharded over all ranks."""
     layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
-    if harness.RANKS_ON_ONE_GPU:  # JAX exports no gradient of a program for one named device
+    if harness.RANKS_ON_ONE_GPU:  # JAX cannot export the gradient of a program for one named device
         return jax.jit(layer)
     return jax.jit(layer, in_shardings=sharding, out_shardings=sharding)
 
@@ -85,8 +83,7 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """The export is made on a machine with one of the platforms, and returns the layer's bytes on
-    it."""
+    """A machine with one of the platforms makes the export, and gets the layer's bytes from it."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
     *args, _ = placed_arguments()
     both = exported(platforms=("cpu", "cuda"))
@@ -96,8 +93,8 @@ def test_one_export_serves_cpu_and_cuda():
 
 
 def assert_xla_cpu_can_compile_a_route_for_several_platforms():
-    """Assert that the process continues. In jax 0.12.0.1 jnp.cumsum is a chlo.scan, at which
-    XLA:CPU aborts in a branch for one platform if the branch also has a collective."""
+    """Assert that the process continues. In jax 0.12.0.1 jnp.cumsum is a chlo.scan. XLA:CPU aborts
+    if a branch for one platform has a chlo.scan and a collective."""
     ids = placed_arguments()[3]
     group = harness.group_of(RANKS)
     route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **route_args(group)))
@@ -111,8 +108,8 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path needs no custom call of this package. On one host, one launch routes and
-    sends few tokens."""
+    """The portable path needs no custom call of this package. With few tokens on one host, one
+    launch routes and sends."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

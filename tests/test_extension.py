@@ -1,5 +1,5 @@
-"""The compiled extension belongs to this package, to another installation if this package is a
-clone, or to an installed wheel."""
+"""The compiled extension comes from this package, from another installation if this package is a
+clone, or from an installed wheel."""
 
 import re
 import subprocess

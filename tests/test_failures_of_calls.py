@@ -1,5 +1,5 @@
-"""Calls that fail report the reason to XLA, and therefore to the user: a lack of memory, or an
-earlier exchange that has failed. In these tests, the handlers run on CPU over a fake driver."""
+"""If a call fails, XLA and the user get the reason: a lack of memory, or an earlier failed
+exchange. In these tests, the handlers run on CPU over a fake driver."""
 
 import contextlib
 import pathlib
@@ -60,8 +60,8 @@ def test_a_failed_group_raises_or_returns_nan_as_the_call_says(handler_library):
 
 
 class Extension:
-    """A pretended compiled extension with the functions that these tests need. A problem is (text,
-    lacks memory)."""
+    """A pretended extension with the functions that these tests need. A problem is (text, True if
+    memory is lacking)."""
 
     def __init__(self, **answers):
         for name, answer in answers.items():
@@ -71,7 +71,7 @@ class Extension:
 @pytest.fixture
 def answering(monkeypatch):
     """Return a context in which the extension gives certain answers. After the test, the counters
-    of a real extension are read before `monkeypatch` would undo its changes."""
+    of a real extension are read before `monkeypatch` undoes its changes."""
 
     @contextlib.contextmanager
     def answer(**answers):

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.exchanges(0),  # of this process
 ]
 
-# Runs of each place, which take about 2 and 8 seconds; they mostly wait.
+# Runs of each place take about 2 and 8 seconds, and mostly wait.
 RUNS = {"memory": 8, "programs": 2}
 SEED = 1
 
@@ -65,7 +65,7 @@ def test_close_closes_all_workspaces_or_none(monkeypatch):
 
 
 def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
-    """Leaks are, for example, the socket of a process, and its notice."""
+    """The socket of a process or its notice, for example, could be leaked."""
     calls = []
     make = compat.per_job(lambda: (time.sleep(0.05), calls.append(1)))
     with futures.ThreadPoolExecutor(4) as pool:
@@ -74,15 +74,15 @@ def test_threads_that_ask_at_once_make_the_value_of_a_job_once():
 
 
 def killed_at_a_step(run):
-    """Kill one of three processes in a step that the other two cannot finish without it. One of
-    these two may then wait until gloo's timeout for the other, which has already raised."""
+    """Kill one of three processes in a step that needs it. One of the other two may then wait until
+    gloo's timeout for the third, which has already raised an error."""
     programs.begin(run, count=3)
     programs.churn(run, 7, "kill")
     return programs.die(run, lambda victim: victim.process.join(60))
 
 
 def test_the_survivors_of_a_killed_process_go_on_in_a_group_over_the_remaining_devices(monkeypatch):
-    """With jax_enable_recoverability, on CPUs. The run makes that group after the error."""
+    """This runs with jax_enable_recoverability, on CPUs. The group is made after the error."""
     monkeypatch.setitem(campaign.KINDS, "killed at a step", killed_at_a_step)
     done = campaign.run_one(1, 0, ["killed at a step"])
     assert done.outcome == "error", done

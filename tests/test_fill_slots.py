@@ -1,4 +1,4 @@
-"""The kernel that plans placements: equal to NumPy, bit for bit, and called on GPUs only."""
+"""The kernel that plans placements equals NumPy bit for bit, and is called only on GPUs."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Ranks and experts: up to all ranks, more experts on a rank than lanes in a warp, odd numbers.
+# Ranks and experts: up to the most ranks, odd numbers, more experts per rank than warp lanes.
 SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
@@ -143,7 +143,7 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)
     jax.clear_caches()
-    # Tests on GPUs count exchanges with the kernels, after this function.
+    # Tests on GPUs read the counters of exchanges after this function.
     with (
         monkeypatch.context() as patch,
         caplog.at_level(logging.INFO, logger="jax_moe_a2a"),

@@ -36,7 +36,7 @@ of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def test_every_format_stands_wherever_formats_are_listed():
-    """A compiler or another test guards the other places of a format that CONTRIBUTING.md lists."""
+    """A compiler or another test checks the other places of a format, listed in CONTRIBUTING.md."""
 
     def formats_of(module):
         kinds = ((name, kind) for name, kind in vars(module).items() if isinstance(kind, type))
@@ -52,7 +52,7 @@ def test_every_format_stands_wherever_formats_are_listed():
     texts |= {fn.__name__: fn.__doc__ for fn in (ma.Exchange, ma.combine)}
     texts["the error of another format"] = str(error.value)
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
-    # Payloads, estimates and attributes of calls know the parameter of NvFp4 alone.
+    # In payloads, estimates and attributes of calls, only NvFp4 has a parameter.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
     more = {kind: {f.name for f in fields[kind]} - {"scale_layout"} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
@@ -63,11 +63,9 @@ def test_every_format_stands_wherever_formats_are_listed():
 
 
 def every_pattern(dtype, group_size):
-    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that make their scale
-    larger.
+    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that enlarge the scale.
 
-    At first the numbers of a group have about the same magnitude. Then all numbers follow in random
-    order.
+    First, the numbers of a group have similar magnitudes. Then all numbers follow in random order.
     """
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
@@ -109,8 +107,8 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # NvFp4, also with a global scale that is not a power of two, because the order of operations
-    # then changes results.
+    # NvFp4 also has a global scale that is not a power of two, with which the order of operations
+    # changes results.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
@@ -134,7 +132,7 @@ def float32_groups(group_size):
         return np.concatenate([group.astype(np.float32) for group in groups])
 
 
-# The same shapes for all dtypes, so that they share compiled eager operations.
+# All dtypes have the same shapes, so that they share compiled eager operations.
 NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 
@@ -172,8 +170,8 @@ def test_encode_returns_the_bits_of_the_oracle(name, dtype):
 
 @of_every_format
 def test_decode_returns_the_bits_of_the_oracle(name):
-    """For every value and every scale, also scales that `encode` never returns, except if a product
-    is subnormal in float32."""
+    """This holds for every value and scale, even if `encode` never returns the scale, unless a
+    product is subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -223,7 +221,7 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Groups of bounds between two values, and of the numbers next to them.
+    # Groups of the bounds between two values, and of the neighbours of these bounds.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -253,7 +251,7 @@ def test_unpacked_values_are_float4():
 
 
 def laid_out(fmt, scales):
-    """Return the scales [C, S] in the layout of the format, and back in rows."""
+    """Return the scales [C, S] in the layout of the format, and converted back to rows."""
     values = np.zeros((len(scales), scales.shape[1] * fmt.group_size // fmt.values_per_item))
     values = values.astype(fmt.value_dtype)
     quantized = jax.jit(fmt.laid_out)(ma.Quantized(values, scales))
@@ -313,8 +311,8 @@ def sums_in_a_format(number, layout=SMALL):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """Return a program (ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing;
-    the same of decoded rows; the combine of these)."""
+    """Return a program of (ids, x, topk_weights). Its results are Recvs of quantized rows, by ids
+    and by a routing; Recvs of decoded rows; and the combine of the decoded rows."""
     fmt, static = FORMATS[name], layout.route_args(harness.group_of(ranks))
 
     def dispatch(ids, x, topk_weights):
@@ -368,8 +366,8 @@ def test_dispatch_moves_what_encode_returns(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# Tokens and hidden such that the tokens of all ranks hold all of `inputs` and some of them twice,
-# in rows of many segments, of which the last is not whole.
+# With these sizes, the tokens of all ranks hold all of `inputs`, and some of them twice. Rows have
+# many segments, and the last segment is not whole.
 WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv": (64, 8160)}
 
 
@@ -379,7 +377,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
     has_traced_scale = name == "nv" and out_dtype != "bfloat16"
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # If tokens are spread evenly, a rank receives twice as many tokens as it sends, and few more.
+    # If tokens are spread evenly, a rank receives about twice as many tokens as it sends.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -415,7 +413,7 @@ def dispatch_and_check_rows(name, x, expected_parts, out_dtype):
         harness.assert_same_bytes(weights, weights_of_rows)
 
 
-@pytest.mark.gpu  # elsewhere tokens are encoded by `encode`
+@pytest.mark.gpu  # on CPUs, `encode` encodes tokens
 @pytest.mark.exchanges(5)
 @of_every_dtype
 @of_every_format
@@ -434,7 +432,7 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """The zone has more slots than flags, and values and scales of a row are not whole vectors."""
+    """The zone has more slots than flags. Values and scales of a row do not fill whole vectors."""
     group_size = FORMATS[name].group_size
     num_groups = 3 if RANKS <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", group_size), (RANKS, 4100, num_groups * group_size))
@@ -485,8 +483,8 @@ def on_the_wire(fmt):
     return lambda sums: decode(fmt, *encode(fmt, sums), "float32").reshape(sums.shape)
 
 
-# Groups that do not fill a warp, groups larger than a warp handles at a time, and values that end
-# between two vectors.
+# Groups that do not fill a warp, groups that exceed one step of a warp, and values that end inside
+# a vector.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
     ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
@@ -499,7 +497,7 @@ WIRES = (
 
 
 def rows_of_every_size(layout, ranks, dtype):
-    """Draw rows from tiny to huge, on each rank one row of zeros and some with special numbers."""
+    """Draw tiny to huge rows. Each rank has a row of zeros, and some rows with special numbers."""
     rng = np.random.default_rng([ranks, layout.hidden])
     y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
     limits = ml_dtypes.finfo(cases.dtype(dtype))
@@ -538,7 +536,7 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
 
 @pytest.mark.exchanges(2 + sums_in_a_format(6), split=sums_in_a_format(2))
 def test_batches_halves_and_gradients_of_sums_in_a_format():
-    """The sums equal those of each element, of the whole combine, and of a combine without a
+    """Sums equal the sums of each element, of the whole combine, and of a combine without a
     format."""
     fmt, ranks = FORMATS["nv"], RANKS
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
@@ -570,8 +568,8 @@ def test_batches_halves_and_gradients_of_sums_in_a_format():
         assert_same_trees(actual, expected)
 
 
-# Transforms. Dispatch and an unweighted combine are linear except for the format's rounding, so
-# that straight-through derivatives equal those without a format bit for bit.
+# Transforms. Except for the format's rounding, dispatch and an unweighted combine are linear.
+# Straight-through derivatives therefore equal those without a format bit for bit.
 
 
 def transposed(fn, x, direction):
@@ -618,7 +616,7 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
 
 
 def two_by_two(axes, axis_type):
-    """Return a mesh of four devices, equally many of each process."""
+    """Return a mesh of four devices, with the same number from each process."""
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
     return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))

@@ -1,7 +1,7 @@
 """Compare `grouped_dot` of arrays in `BlockwiseFp8` with the definition of docs/fp8.md in numpy.
 
-On CPU, the tests run decoded products ("reference"), and numpy in place of the kernel, with the
-kernel's arguments ("table"). With MOE_A2A_TEST_GPU=1 they run the kernel and decoded products.
+On CPU, the tests run decoded products ("reference"), and numpy with the kernel's arguments in place
+of the kernel ("table"). With MOE_A2A_TEST_GPU=1 they run the kernel and decoded products.
 """
 
 import dataclasses
@@ -85,8 +85,8 @@ def powers(seed, shape):
 
 
 def draw_exact(num_rows, k, n, sizes, seed=0):
-    """Return rows, whose tail is NaN, and weights, all of whose sums are exact: small integers with
-    powers of two as scales."""
+    """Return rows, whose tail is NaN, and weights. They are small integers with powers of two as
+    scales, so that all sums are exact."""
     rows = ma.Quantized(integers(seed, (num_rows, k)), powers(seed + 1, (num_rows, k // BLOCK)))
     rows.values[sum(sizes) :], rows.scales[sum(sizes) :] = np.nan, np.inf
     blocks = len(sizes), -(-n // BLOCK), k // BLOCK
@@ -161,9 +161,9 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest of them
-        # and keep 13 bits after its first: if each were cut by as much, an error would be 2^-6 of
-        # the magnitudes, but the largest of normal numbers is less than a tenth of their sum.
+        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest one and
+        # keep 13 bits after its first bit. If all were as large, the error would be 2^-6 of the
+        # magnitudes, but the largest of normal numbers is less than a tenth of their sum.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7
@@ -197,7 +197,7 @@ def test_exact_sums_of_hostile_groups(path, case, dtype):
     rows, w = draw_exact(*HOSTILE[case])
     right = oracle.grouped_dot_fp8(rows, w, sizes)[0].astype(jnp.dtype(dtype))
     for tail in ("zero", "unspecified"):
-        # Results may be allocated in this memory, so that an element that is not written is NaN.
+        # Results may be allocated in this memory, so that unwritten elements are NaN.
         jax.block_until_ready(jnp.full((num_rows, n), np.nan, dtype)).delete()
         dot = jax.jit(
             lambda *args, tail=tail: ma.grouped_dot(*args, tail=tail, preferred_element_type=dtype)
@@ -258,7 +258,7 @@ def test_weights_and_rows_that_others_quantized_keep_their_numbers(path):
 
 
 def test_both_orientations_of_weights_that_others_quantized_have_their_numbers():
-    """With as many rows as columns, no shape tells the orientations apart."""
+    """With as many rows as columns, shapes do not distinguish the orientations."""
     squares = format_oracle.encode_squares(normal(3, (2, 256, 256)))
     w = ma.Quantized(*(np.swapaxes(part, 1, 2) for part in squares))
     found = ma.quantize_experts(w, transposed=True)
@@ -335,7 +335,7 @@ def test_derivatives_of_quantized_arrays_are_refused():
 
 
 def bad(**changes):
-    """Return arguments of `grouped_dot`, of which some are changed."""
+    """Return arguments of `grouped_dot` with some changes."""
     rows, w, sizes = draw("tail")
     rows = ma.Quantized(rows.values, np.where(np.isinf(rows.scales), 0, rows.scales))
     given = dict(values=rows.values, scales=rows.scales, w_values=w[0], w_scales=w[1])
@@ -462,7 +462,7 @@ def test_quantization_counts_as_the_identity_for_derivatives():
 
 
 def assert_derivatives(everything, end):
-    """Compare pairs that are equal, and derivatives that differ by rounding."""
+    """Compare pairs that must be equal, and derivatives that may differ by rounding."""
     pairs, found, expected = jax.tree.map(np.asarray, everything)
     for one, right in pairs:
         np.testing.assert_array_equal(one[:end], right[:end])
@@ -475,8 +475,8 @@ def assert_derivatives(everything, end):
 @pytest.mark.parametrize("num_spare", (0, 1))
 @pytest.mark.parametrize("n", (256, 200))
 def test_products_of_frozen_weights_have_derivatives_of_any_order(num_spare, n):
-    """Only the transpose quantizes, and the derivative of the transpose does not. A transpose over
-    columns that are not whole blocks does not quantize either."""
+    """Only the transpose quantizes. The derivative of the transpose does not, and neither does a
+    transpose over columns that are not whole blocks."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, n), "bfloat16") for seed in (9, 10))

@@ -1,5 +1,5 @@
-"""Experts in FP8 as one primitive: results and derivatives are those of products around passes of
-the activation, which quantize the same numbers."""
+"""Experts in FP8, one primitive, have the results and derivatives of separate products and
+activation passes, which quantize the same numbers."""
 
 import functools
 
@@ -26,7 +26,7 @@ quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def draw(activation, seed=0, dtype="float32"):
-    """Return operands whose rows are finite, because derivatives are compared in all directions."""
+    """Return operands with finite rows, because derivatives are compared in all directions."""
     args = operands(activation, seed, dtype, hidden=128, intermediate=128)
     return tuple(jnp.where(jnp.isfinite(x), x, 1) for x in args)
 
@@ -52,14 +52,14 @@ def separate(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
 
 
 def gradients(fn, *args, of=jnp.sin):
-    """Return the gradients of a sum. Those of rows after the last group are unspecified."""
+    """Return the gradients of a sum. After the last group, gradients of rows are unspecified."""
     grads = jax.grad(lambda *args: jnp.sum(of(fn(*args))), OF_ALL)(*args)
     rows, w_in, b_in, weights, *others = grads
     return rows[:END], w_in, b_in, weights[:END], *others
 
 
 def assert_close(found, expected, tolerance=2e-3):
-    """A number next to the middle of two FP8 values may become the other value."""
+    """Compare. A number near the middle of two FP8 values may round to the other value."""
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(one - right) < tolerance * np.linalg.norm(right)
 
@@ -95,7 +95,7 @@ def test_derivatives_of_any_order_are_those_of_separate_passes():
 
     (*found, reverse), (*expected, right) = everything(fused), everything(separate)
     assert_close(found, expected)
-    assert_close(reverse, right, 0.1)  # one quantizes where the other multiplies floats
+    assert_close(reverse, right, 0.1)  # one of them quantizes, and the other multiplies floats
 
 
 @pytest.mark.parametrize("wanted", range(len(OF_ALL)))
@@ -126,8 +126,8 @@ def test_a_batch_has_the_results_of_its_elements(shares_weights):
 
 
 def unwriting(fn):
-    """Return a function whose results are NaN after the last group, as kernels leave memory that
-    held NaN."""
+    """Return a function whose results are NaN after the last group, like kernels in memory of
+    NaN."""
 
     def poisoned(*args, **options):
         def cut(x):
@@ -171,5 +171,5 @@ def test_no_pass_of_xla_is_between_the_products(hopper):
     inference = [call.target for call in calls(fused, *avals()) if call.target != "dot_act"]
     assert sorted(set(inference)) == ["act_encode", "encode_squares", "fp8_gemm", "grouped_gemm"]
     for call in calls(fused, *avals()):
-        if call.target == "encode_squares":  # only the orientation that is read
+        if call.target == "encode_squares":  # only the used orientation
             assert "tensor<0xf8E4M3FN>" in call.types

@@ -79,7 +79,7 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
     assert (counts["grouped_dot_fp8"], counts["act_encode"]) == (2, 1)
     other = args[2].replace(activation=lambda x: SWIGLU(1 * x))
     assert "act_encode" not in small_layer.counts(of_all_ranks(), *args[:2], other, args[3])
-    with jax.debug_nans(True):  # it must not see rows that the kernel does not write
+    with jax.debug_nans(True):  # debug_nans must not see rows that the kernel does not write
         assert "act_encode" not in small_layer.counts(of_all_ranks(), *args)
 
 
@@ -89,8 +89,8 @@ def test_a_recognized_activation_and_quantization_are_one_pass():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("trainable", (False, True))
 def test_gradients_of_numbers_in_fp8_are_refused(trainable):
-    """This is also an error next to a source, because an optimizer would change the source, but not
-    its numbers in FP8."""
+    """This is an error even with a source, because an optimizer would change the source, but not
+    its FP8 numbers."""
     layers = on_one_device()
     x, topk_weights, experts, ids = arguments()
     experts = jax.vmap(functools.partial(ma.quantize_experts, trainable=trainable))(experts)
@@ -122,8 +122,8 @@ decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_tra
 
 
 def with_decoded_weights(*args, weigh_input=False):
-    """Return what the layer returns, from decoded numbers: rows, weights, activations, gradients of
-    products."""
+    """Return the layer's result, computed from decoded numbers: rows, weights, activations and
+    gradients of products."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
     w_in, w_out = (
@@ -166,7 +166,7 @@ def frozen_gradients(fn, args):
 
 @pytest.mark.parametrize("weigh_input", (False, True))
 def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
-    """In float32, only the order of sums differs, unless it makes a number the next FP8."""
+    """In float32, only the order of sums differs, unless it changes an FP8 rounding."""
     args = frozen(arguments("float32"))
 
     def run(fn, exchanges):
@@ -304,7 +304,7 @@ OF_ROWS = POLICIES.save_only_these_names(ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHE
     ids=("weights", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
-    """JAX would make a NaN of each float8_e4m3fn from 256 on."""
+    """JAX itself would turn each float8_e4m3fn from 256 on into NaN."""
     x, topk_weights, experts, ids = arguments() if in_fp8 else frozen(arguments())
 
     def gradients(policy, x):
@@ -317,13 +317,13 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     if policy is OF_QUANTIZED:
         counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
         assert tuple(counts) == (2, 4)  # of two arrays of weights
-    # What is saved is rounded to bfloat16, and some activations become the next FP8.
+    # Saved numbers are rounded to bfloat16, so some activations become the neighbouring FP8 value.
     assert relative_error(*(quick_jit(fn)(x) for fn in (saving, again))) < 0.1
 
 
 @pytest.mark.exchanges(0)
 def test_chunks_quantize_weights_once_and_train_as_one():
-    """The weights are quantized before the loops, also if a batch shares them."""
+    """The weights are quantized before the loops, even if a batch shares them."""
     x, topk_weights, experts, ids = arguments("float32")
     batch = [jnp.stack([each, each[::-1]]) for each in (x, topk_weights, ids)]
 
@@ -391,7 +391,7 @@ def test_moe_over_expert_and_tensor_axes():
 
     @quick_jit
     def run(x, params):
-        """Return the result, and all gradients except those of the experts' weights."""
+        """Return the result, and all gradients except the gradients of the experts' weights."""
         experts = params["experts"]
 
         def result(x, router, b_in, b_out):
@@ -410,7 +410,7 @@ def test_moe_over_expert_and_tensor_axes():
             with pytest.raises(ValueError, match="experts.w_in must .* 128 times the size 2"):
                 ma.moe(x, params["router"], narrow, **harness.exchanging(options))
     pairs = list(zip(*map(jax.tree.leaves, (found, close)), strict=True))
-    assert len(pairs) == 6  # the result, and the gradients of x, both of the router, and biases
+    assert len(pairs) == 6  # the result, and the gradients of x, both router arrays, and biases
     for i, (one, right) in enumerate(pairs):
         assert relative_error(one, right) < (0.08 if i == 0 else 0.1)
     assert placed["experts"].w_out.scales.sharding.spec == P("ep", None, "tensor")

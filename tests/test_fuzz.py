@@ -1,7 +1,7 @@
-"""Drawn exchanges, layers and products equal those of the oracle, and the fuzzer detects a broken
+"""Drawn exchanges, layers and products have the oracle's results, and the fuzzer detects a broken
 package.
 
-`python -m tests.fuzz` runs more programs, and repeats a failure.
+`python -m tests.fuzz` runs more programs, and can repeat one that failed (`--program`).
 """
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def has_weighted_inputs(p):
     return p.weigh_input and p.topk_weights and p.shared_expert
 
 
-# By number, what a program of this seed has. No other module shows these options together.
+# Properties of programs of this seed, by number. No other module tests these options together.
 PROGRAMS = {
     13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
     16: lambda p: p.derivative == "reverse over reverse",

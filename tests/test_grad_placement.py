@@ -24,7 +24,7 @@ def problem():
 @pytest.mark.exchanges(5)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
-    """Cotangents cross back: each rank gets the gradient of the sum of all losses."""
+    """Cotangents cross ranks, so each rank gets the gradient of the sum of all losses."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of(harness.group_of(RANKS))
 

@@ -1,4 +1,4 @@
-"""A group is a value: it starts nothing until a method is called. The tests need no GPU."""
+"""A group is a value, and starts nothing until a method is called. The tests need no GPU."""
 
 import inspect
 import pickle
@@ -29,7 +29,7 @@ def mesh_of(*shape):
 
 @pytest.fixture
 def nothing_acts(monkeypatch):
-    """Make every function that could ask a device or another process an error."""
+    """Make every function raise an error that could ask a device or another process."""
 
     def refuse(name):
         return lambda *args, **kwargs: pytest.fail(f"{name} was called")

@@ -1,8 +1,8 @@
 """Compare `grouped_dot` with plain numpy products in float64, on every path that the machine has.
 
-On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
-kernel ("table"); and products in place of `lax.ragged_dot` that mask less ("careless"). With
-MOE_A2A_TEST_GPU=1: the kernel and `lax.ragged_dot`.
+On CPU these are `lax.ragged_dot`, numpy with the kernel's table of groups ("table"), and products
+that mask less than `lax.ragged_dot` ("careless"). With MOE_A2A_TEST_GPU=1 these are the kernel and
+`lax.ragged_dot`.
 
 Rows after the last group are NaN and infinite in every operand of every test.
 """
@@ -195,8 +195,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Assert equality up to one rounding of each of this many terms, which are sums of `length`
-    products in float32."""
+    """Assert equality up to one rounding of each of `terms` terms. Each term is a sum of `length`
+    float32 products."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -206,7 +206,7 @@ def close(found, right, dtype, terms=1, length=512):
 
 
 def in_groups(x, sizes, zero_tail):
-    """Return the rows of groups, and also the tail if the tail must be zero."""
+    """Return the rows of groups, and also the tail if it must be zero."""
     x = np.asarray(x)
     return x if zero_tail else x[: sum(sizes)]
 
@@ -342,9 +342,9 @@ SUBSETS = [
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Return operands, one for each element or one for all, and their cotangents."""
+    """Return operands, for each element or for all elements together, and their cotangents."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
-    # If all elements share the rows, the tail of the rows begins where the last tail begins.
+    # If all elements share the rows, the tail begins where the last of the elements' tails begins.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
     each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
     cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]

@@ -158,7 +158,7 @@ def test_each_product_is_one_call(hopper):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    """Pretend a GPU of compute capability 10.0 and no other. Return a function that pretends a
+    """Pretend that the only GPU has compute capability 10.0. Return a function that pretends a
     version of cuBLASLt."""
     if harness.ON_GPU:
         pytest.skip("the GPUs of this process are others")
@@ -170,7 +170,7 @@ def blackwell(monkeypatch):
 
 
 def by_library(fn, *args):
-    """Return the products that are lowered for GPUs as calls of cuBLASLt: product and mean rows."""
+    """Return the cuBLASLt calls in a program lowered for GPUs, as product and mean rows."""
     found = [call.attributes for call in calls(fn, *args) if call.target == "library_gemm"]
     return sorted((int(each["product"]), int(each["mean_rows"])) for each in found)
 

@@ -225,13 +225,13 @@ def is_refused(library, operation, operands, results, attributes):
 
 
 def refuses_missing_attributes(library):
-    """Each call lacks an attribute that all calls have, or an attribute that only this call has."""
+    """Make calls that lack an attribute of all calls, or an attribute that only one call has."""
     told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
     for operation, (operands, results, attributes) in CALLS.items():
         everything = handler_calls.attributes() | attributes
         for name in (next(iter(everything)), next(reversed(everything))):
             rest = {key: value for key, value in everything.items() if key != name}
-            with pytest.raises(jax.errors.JaxRuntimeError, match=told):  # when it is loaded
+            with pytest.raises(jax.errors.JaxRuntimeError, match=told):  # while it is loaded
                 jitted(operation, results, rest).lower(*zeros(operands)).compile()
 
 

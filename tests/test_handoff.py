@@ -1,5 +1,5 @@
-"""Processes of one host find each other, and only the right ones get an answer. The tests need no
-GPU."""
+"""Processes of one host find each other, and only the right processes get an answer. The tests need
+no GPU."""
 
 import dataclasses
 import functools
@@ -59,15 +59,15 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Publish the notice of another process, which differs from this process in these fields."""
+    """Publish the notice of another process. Only these fields differ from this process."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """Return a group over "ep" of GPUs that these processes hold, in rows of two if there are two
-    axes."""
+    """Return a group over "ep" of GPUs that these processes own. With two axes, the mesh has rows
+    of two."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -142,7 +142,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
 
 
 def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
-    """The process may have been restarted, and then answers at a different socket."""
+    """The process may have restarted, and then answers at a different socket."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
     assert ranks.path == "cuda"
@@ -176,7 +176,7 @@ def test_reports_and_closing_wait_for_no_process_and_announce_nothing(told, monk
     ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
 )
 def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
-    """A device that is still at work is an error before anything is closed."""
+    """If a device still works, closing raises an error before anything is closed."""
     monkeypatch.setattr(native, "close", lambda *args: pytest.fail("it was closed"))
 
     def wait(topology, timeout):
@@ -229,7 +229,7 @@ def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
 
 
 def test_a_host_of_another_version_takes_no_kernels_within_it(told, monkeypatch):
-    """Its program differs, although the processes of each host agree with each other."""
+    """Programs of both hosts differ, although the processes of each host agree with each other."""
     for index in (2, 3):
         tell(told, index, host="another", package="0.0.1")
     tell(told, 1)
@@ -322,7 +322,7 @@ def test_a_request_without_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # the devices, which no process has
+UNDERSTOOD = "is unknown in this process"  # the devices, which no process owns
 DEVICES = (7001, 7002)
 MOST_BYTES = 32 << 30  # of a ring half
 
@@ -374,10 +374,10 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C
 
 
 # ask SOCKET SECRET PID: prints the problem, whether the process has ended, and the number of
-# allocations. listen [MS]: prints socket and secret, answers, and forks for each line of its input.
-# A child waits MS milliseconds before it closes its copy of the socket. hold FD: asks itself. While
-# it answers with FD as memory, it forks, and then ends. throw: asks itself; its first two answers
-# are exceptions. Prints status and reason of each answer.
+# allocations. listen [MS]: prints socket and secret, answers requests, and forks once for each
+# input line. A child waits MS milliseconds before it closes its copy of the socket. hold FD: asks
+# itself. While it answers with FD as memory, it forks. Then it ends. throw: asks itself; its first
+# two answers are exceptions. Prints status and reason of each answer.
 PEERS = r"""
 #include <pthread.h>
 #include <unistd.h>
@@ -489,8 +489,8 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(peers):
 
 
 def asked_impostor(peers, user, pid_of):
-    """Ask a process that has taken a socket's name. Return the problem, whether the process counts
-    as ended, the number of allocations, and what the impostor received."""
+    """Ask a process that has taken a socket's name. Return the problem, whether the process seems
+    to have ended, the number of allocations, and what the impostor received."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -527,8 +527,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The impostor's parent has a different process id. The impostor's own id, or no id, is
-    accepted."""
+    """The id of the impostor's parent is refused. The impostor's id, or no id, is accepted."""
     problem, has_ended, allocations, told = asked_impostor(
         named_peers, 0, lambda impostor: os.getpid()
     )

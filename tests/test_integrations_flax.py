@@ -128,7 +128,7 @@ def test_a_module_with_all_parameters_is_moe(make):
         expected = quick_jit(layer)(X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)
-    # NNX has an entry in each placement.
+    # NNX's placements have an entry for each axis, even if no axis is divided.
     specs = {name: P(*spec if any(spec) else ()) for name, spec in specs.items()}
     router = specs["router_kernel"], specs["router_bias"], specs["select_bias"]
     as_stored = dict(

@@ -151,7 +151,7 @@ def choices_of(kind, block, token):
     scores = sigmoid(logits) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
     bias = [x.reshape(-1) for name, x in block.items() if name.endswith("correction_bias")]
     chosen_by = scores + (bias[0] if bias else 0)
-    if kind.startswith("deepseek"):  # two groups of two experts, of which the best one counts
+    if kind.startswith("deepseek"):  # only the better of two groups of two experts is used
         groups = chosen_by.reshape(2, 2)
         values = groups.max(axis=1) if kind == "deepseek_v2" else groups.sum(axis=1)
         chosen_by = np.where(np.repeat(values == values.max(), 2), chosen_by, -np.inf)
@@ -193,7 +193,7 @@ def original(kind, block, x):
 
 
 def converted(params, x):
-    """Return the same, with the converted weights, the router of the package and all experts."""
+    """Return the same result from converted weights, with the package's router and all experts."""
     router, zeros = params["router"], np.zeros(E, x.dtype)
     logits = x @ router.kernel + (zeros if router.bias is None else router.bias)[None]
     choices = router.choose(logits, select_bias=router.select_bias)
@@ -205,7 +205,7 @@ def converted(params, x):
 
 
 def fused(kind, block):
-    """Return a block with tensors of each expert as one with tensors of all experts."""
+    """Convert a block with a tensor for each expert to one with a tensor for all experts."""
     gate, up, down = projections_of(kind)
     of_all = lambda name: np.stack([block[f"experts.{e}.{name}.weight"] for e in range(E)])
     gate_up = np.concatenate([of_all(gate), of_all(up)], axis=1)
@@ -359,7 +359,7 @@ def torch():
 
 
 def model_of(kind, **fields):
-    """Return a tiny model of transformers with two layers; a dense one first in some families."""
+    """Return a tiny model of transformers with two layers. In some families the first is dense."""
     import transformers
 
     more = dict(vocab_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)

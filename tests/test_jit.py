@@ -1,4 +1,4 @@
-"""Compiled and eager programs agree: jit around all ranks, jit inside one rank's function, and no
+"""Programs agree with jit around all ranks, with jit inside one rank's function, and without
 jit."""
 
 import functools

@@ -1,4 +1,4 @@
-"""Forward mode and both second orders equal those of the dense layer on one device."""
+"""Forward mode and both second derivatives equal those of the dense layer on one device."""
 
 import functools
 

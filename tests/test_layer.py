@@ -1,8 +1,8 @@
 """The expert layer in one call has the results and derivatives of the dense layer on one device,
 and the number of exchanges that docs/concepts.md states.
 
-On the portable path, rows after the last group are NaN. Every test with a capacity above the number
-of rows therefore detects if such a row affects a result or a gradient.
+On the portable path, rows after the last group are NaN. If such a row affects a result or a
+gradient, every test with a capacity above the number of rows detects it.
 """
 
 import functools
@@ -61,7 +61,7 @@ def dense(*args, activation=SWIGLU, change=lambda experts: experts):
 
 
 def value_and_grads(fn):
-    """Return a function (floats, *others) -> value, and gradients of a loss in all floats."""
+    """Return a function (floats, *others) -> (value, gradients of a loss in all floats)."""
 
     def run(floats, *others):
         def value(*floats):
@@ -102,7 +102,7 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout):
 
 
 def test_weights_of_choices_may_multiply_the_inputs_of_experts():
-    """A dropped choice adds nothing, although the expert of a zero is not zero with biases."""
+    """A dropped choice adds nothing, although experts with biases map zeros to other numbers."""
     change = lambda experts: experts.replace(weigh_input=True)
     expected = small_layer.compiled(
         value_and_grads(functools.partial(dense, change=change)), exchanges=0
@@ -116,8 +116,8 @@ def test_weights_of_choices_may_multiply_the_inputs_of_experts():
 
 @pytest.mark.exchanges(0)
 def test_without_tokens_gradients_of_weights_are_zero():
-    """The test runs on one device, because this gradient would be a shard_map of constants, which
-    XLA refuses."""
+    """The test runs on one device. In a shard_map, this gradient would be a constant, which XLA
+    refuses."""
     layout = cases.Layout("none", tokens=0, top_k=2, local_experts=2, hidden=5)
     floats, ids, _ = arguments(layout)
     fn = functools.partial(layer, layout=layout, group=harness.vmapped_group(RANKS))
@@ -127,7 +127,7 @@ def test_without_tokens_gradients_of_weights_are_zero():
     assert not any(np.any(grad) for grad in harness.numpy_of(grads))
 
 
-# Rows without a token, which must affect neither results nor gradients
+# Rows without a token must affect neither results nor gradients.
 
 
 @pytest.mark.exchanges(0)
@@ -173,7 +173,7 @@ def test_the_layer_is_the_same_with_all_ranks_on_one_device():
 POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# By policy: routes, and exchanges of tokens, of a forward and a backward pass.
+# For each policy: routes and exchanges of tokens, in a forward and a backward pass.
 REMAT = {
     "no checkpoint": (None, dict(route=1, exchange=4)),
     "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5)),
@@ -207,8 +207,8 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     counted = harness.count_primitives(jaxpr)
     found = dict(route=counted["route"], exchange=num_exchanges(counted))
     assert found == REMAT[policy][1], counted
-    # The result of the second product is never computed again. With biases, the first product and
-    # two biases make two products each, forward and as gradients of rows; fused, each product has
+    # The result of the second product is never recomputed. With biases, the first product and two
+    # biases make two products each, forward and as gradients of rows. If fused, each product has
     # its bias, and only the second bias has a gradient of its weights.
     again = int(policy not in ("no checkpoint", "everything"))
     if activation is UNFUSED:
@@ -220,7 +220,7 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """The exchange of the gradient does not either, because only grouped products read it."""
+    """This includes the exchange of the gradient, because only grouped products read its rows."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint"))(floats, ids)
     outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "moe_a2a_dispatch"]
@@ -230,7 +230,7 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @pytest.mark.exchanges(0)
 @ACTIVATIONS
 def test_the_backward_pass_keeps_rows_and_first_products(activation):
-    """It keeps nothing else that grows with rows and columns, and above all no second product. If
+    """Nothing else that grows with rows and columns is kept, and above all no second product. If
     the activation is not fused, it also keeps the weighted activations."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
@@ -340,7 +340,7 @@ def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     backward = [eqn for eqn in scans if eqn.params["reverse"]]
     results = [v.aval for eqn in backward for v in eqn.outvars]
-    # The sum that the loop carries, of one rank or of all ranks that share a device.
+    # The sum that the loop carries: of one rank, or of all ranks that share a device.
     of_w_in = [aval for aval in results if aval.shape in (floats[2].shape[1:], floats[2].shape)]
     assert [aval.dtype for aval in of_w_in] == ["float32"]
     found = small_layer.compiled(run, exchanges=21)(floats, ids)

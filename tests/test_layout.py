@@ -1,4 +1,4 @@
-"""The layout that Python assumes equals the layout of the kernels, which the extension returns."""
+"""The layout in Python equals the layout of the kernels, which the extension returns."""
 
 import jax.numpy as jnp
 import pytest
@@ -73,7 +73,7 @@ def test_the_fields_of_a_routing_have_one_order():
 
 
 def test_token_formats_agree():
-    """``Format`` in ``cuda/token_format.h`` and the classes of ``formats.py``."""
+    """``Format`` in ``cuda/token_format.h`` agrees with the classes of ``formats.py``."""
     classes = {
         name
         for name, found in vars(formats).items()

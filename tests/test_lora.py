@@ -1,5 +1,5 @@
-"""Layers with low-rank adapters equal the layers of merged weights, whose gradients reach the
-adapters alone."""
+"""Layers with low-rank adapters equal layers of merged weights, but only the adapters get
+gradients."""
 
 import functools
 
@@ -172,7 +172,7 @@ def test_adapters_accumulate_gradients():
 
 
 def base_gradients(program):
-    """Return the equations of a program that compute a gradient of frozen weights, or carry one."""
+    """Return the equations of a program that compute or carry a gradient of frozen weights."""
     of_base = {(HIDDEN, 2 * WIDTH), (WIDTH, HIDDEN)}
     names = "grouped_outer", "add_outer", "passing_dot"
     found = [eqn for name in names for eqn in small_layer.equations(program, name)]
@@ -186,7 +186,7 @@ def base_gradients(program):
 def test_no_gradient_of_frozen_weights_is_computed_or_sent(name):
     program = jax.make_jaxpr(functools.partial(gradients, **OPTIONS[name]))(*problem())
     assert not base_gradients(program)
-    # Rows of pieces of weights have the features of whole arrays here.
+    # A row of sent gradients would have as many features as an array of weights.
     sent = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(program, "combine")]
     sizes = {shape[-1] for shapes in sent for shape in shapes}
     assert not sizes & {HIDDEN * 2 * WIDTH, WIDTH * HIDDEN}
@@ -203,7 +203,7 @@ def test_adapters_have_derivatives_of_finite_differences():
 
 
 def gradients_of_all(fn, args):
-    """Return the output, and all gradients. Those of numbers in FP8 are zeros."""
+    """Return the output, and all gradients. Gradients of FP8 numbers are zeros."""
     *floats, ids = args
     ct = jnp.asarray(cases.normal(np.random.default_rng(1), floats[0].shape, "float32"))
     y, transpose = jax.vjp(lambda *floats: fn(*floats, ids), *floats)

@@ -1,4 +1,4 @@
-"""A training of the example model has the losses of the committed record, which a GPU has made."""
+"""Training the example model has the losses of the committed record, which was made on a GPU."""
 
 import os
 
@@ -32,12 +32,12 @@ def test_all_ways_begin_like_the_dense_reference_and_end_near_it():
     curves = recorded()[1]
     for curve in curves.values():
         np.testing.assert_allclose(curve[:, :20], curves["dense"][:, :20], rtol=1e-3)
-        # Runs whose rounding differs follow different paths: one of them ends within 4 percent.
+        # Runs with different rounding follow different paths. One must end within 4 percent.
         last, rel = slice(-losses.END, None), 0.04 / np.sqrt(len(curve))
         assert curve[:, last].mean() == pytest.approx(curves["dense"][:, last].mean(), rel=rel)
 
 
-# The first steps differ by the rounding of bfloat16 and FP8 alone.
+# The first steps differ only by the rounding of bfloat16 and FP8.
 @pytest.mark.parametrize("way", losses.WAYS if ON_GPU else ["portable"])
 def test_the_first_losses_are_those_of_the_record(way):
     record, curves = recorded()

@@ -133,7 +133,7 @@ def test_every_primitive_is_one_custom_call_and_no_collective():
 
 
 def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
-    """The launch returns every array of the routing, because the combine reads them."""
+    """The launch returns all arrays of the routing, because the combine reads them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
     rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -153,7 +153,7 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
 @pytest.mark.parametrize("capacity", (None, TOKENS), ids=("worst_case", "drops"))
 def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
     """Ids and rows cross between hosts, and then rows cross within hosts; sums cross in the reverse
-    order. The kernels within a host accept any capacity, like the kernels of a group of one
+    order. Within a host, the kernels accept any capacity, like the kernels of a group with one
     level."""
     axes, hosts = ("host", harness.AXIS), 2
     mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
@@ -189,8 +189,8 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("scale", (None, "static", "traced", "of_tokens"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens enter the call unquantized, and no narrow float is computed outside of it. Scales of
-    tokens that stay quantized arrive as a choice array."""
+    """Tokens enter the call unquantized, and no narrow float is computed outside of it. If tokens
+    stay quantized, their scales arrive as a choice array."""
     has_token_scales, is_returned = scale in ("traced", "of_tokens"), scale == "of_tokens"
     is_returned = is_returned and not decode
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
@@ -268,7 +268,7 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
 
 
 def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
-    """The handler refuses scales with an axis of the batch."""
+    """The handler would refuse scales with a batch axis."""
     devices = np.array(harness.devices(RANKS)).reshape(2, -1)
     mesh = Mesh(devices, ("dp", harness.AXIS))
     group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
@@ -361,11 +361,10 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     ids="_and_".join,
 )
 def test_modes_are_the_calls_of_an_ordinary_exchange(modes):
-    """If tokens are replicated, the calls are those of single-rank domains, which reserve no
-    zone."""
+    """With replicated tokens, the calls are those of single-rank domains, which reserve no zone."""
     x = aval(TOKENS, HIDDEN)
     text = lower(functools.partial(gradients_of_mode, **modes), x, IDS, WEIGHTS, x)
-    # XLA weighs rows that are on this rank already.
+    # XLA weights rows that are already on this rank.
     weighed = {} if "replicated" in modes else {"weighted_dispatch": 1}
     assert calls(text) == {"route": 1, "dispatch": 1, **weighed, "combine": 2}
     ranks = 1 if "replicated" in modes else RANKS
@@ -380,7 +379,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes):
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():
-    """In a dispatch with a format, own tokens also land in a zone. A single rank has no zones."""
+    """With a format, a rank's tokens for itself also need a zone. A single rank has no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):
@@ -436,8 +435,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """Otherwise XLA copies a constant for each call, and the done looks for the exchange at a
-    different address."""
+    """Otherwise XLA copies the constant for each call, and the done would look for the exchange at
+    a different address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -459,8 +458,8 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
 
 
 def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
-    """Every result of a done is in the memory of one of its operands, which come after the operands
-    of the start."""
+    """The operands of a done are the start's operands, followed by arrays whose memory gets the
+    results."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -473,8 +472,8 @@ def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned()
 
 def test_nothing_is_fused_with_a_half():
     """Barriers precede and follow each call. Without barriers, XLA on GPUs fuses a call with slices
-    of its operands, or with the update of a larger array by its result. The fusion copies the array
-    in flight, and the done would not find it.
+    of its operands, or with the update of a larger array by its result. The fusion would copy the
+    array in flight, and the done would not find it.
     """
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
@@ -623,7 +622,7 @@ def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
 
 
 def refused(*avals, of=None, **wire):
-    """Return a program of `of` (x, ids, group), its arguments."""
+    """Return a program of `of` (x, ids, group), and its arguments."""
     of = of or (lambda x, ids, group: ma.combine(x, route(ids, group), **wire))
     return of, avals
 
@@ -641,7 +640,7 @@ def routed_to_many(x, ids, group):
     return route(ids, group, num_experts=RANKS * (native.limit("MAX_LOCAL_EXPERTS") + 1)).row_token
 
 
-# The primitive, a program that binds it, the types of its arguments, and why it is refused.
+# The primitive, a program that binds it, its arguments' types, and the reason of the refusal.
 REFUSED = {
     "packed": ("dispatch", *refused(aval(TOKENS, 4, dtype="int4"), IDS, of=dispatched), "S4["),
     "arrays": ("dispatch", *refused([aval(TOKENS, 4)] * 17, IDS, of=dispatched), "at most 16"),
@@ -783,14 +782,14 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# A limit of the kernels, and how much of it one step uses; a program of n steps with its arguments;
-# its calls, and the operation that uses the portable path with one more step.
+# A limit of the kernels, and the part that one step uses; a program of n steps with its arguments;
+# its calls, and the operation that takes the portable path with one more step.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),
     "arrays of sums": ("MAX_ARRAYS", 1, lambda n: (combine_alone, rows_of_arrays(n), IDS),
                        {"route": 1, "combine": 1}, "combine"),
-    # Each leaf travels as values and scales. XLA computes them if there are too many arrays.
+    # Each leaf travels as values and scales. If there are too many arrays, XLA quantizes.
     "parts of a format": ("MAX_ARRAYS", 2, lambda n: (encoded_by_ids, [aval(TOKENS, 32)] * n, IDS),
                           {"routed_dispatch": 1}, "routed_dispatch"),
     "parts by a routing": (
@@ -826,8 +825,8 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# A limit of a launch that routes and dispatches, with the largest number of tokens; a program with
-# n of the limited quantity, and its arguments.
+# A limit of a launch that routes and dispatches, with the most tokens; a program in which the
+# limited quantity is n, and its arguments.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),
@@ -923,7 +922,7 @@ def test_devices_are_told_domain_after_domain():
 
 
 def test_every_call_stands_before_a_barrier():
-    """XLA would make the exchange twice if a loop stores a result in a larger array and uses it."""
+    """Otherwise, if a loop uses a result and stores it in a larger array, XLA repeats the call."""
     x = aval(TOKENS, HIDDEN)
 
     def exchange(x, ids, weights):

@@ -1,5 +1,5 @@
-"""A malformed call is a bug of the lowering. It raises an error while the program is lowered, and
-is not a reason for another path.
+"""A malformed call is a bug of the lowering. It raises an error while the program is lowered. It
+does not select another path.
 
 Each test damages a call of one kernel in one way between the lowering and the kernels, and then
 damages the call in all other ways."""
@@ -53,7 +53,7 @@ class Call(NamedTuple):
     lower: Callable[["Call"], Any]
 
     def error(self, damage):
-        """Return the error of the call after a damage."""
+        """Damage the call, and return its error."""
         with pytest.raises(RuntimeError, match=f"malformed call of {self.target}: ") as error:
             self.lower(damage(self))
         return str(error.value)
@@ -216,7 +216,7 @@ def test_a_malformed_exchange_raises_while_it_is_lowered(name, monkeypatch, capl
     ids=("route", "routed", "routed_in_a_format"),
 )
 def test_a_malformed_route_raises_while_it_is_lowered(target, fn, monkeypatch, caplog):
-    """The kernels do not check the plan, and the scratch memory of a route: its results."""
+    """The kernels do not check a route's results, which are the plan and the scratch memory."""
     caplog.set_level("INFO", "jax_moe_a2a")
     args = f"moe_a2a_{target}", lambda: lower(fn, IDS), monkeypatch, caplog
     # The last operand of a routed dispatch is its payload, whose dtype may be any.
@@ -286,7 +286,7 @@ def test_a_malformed_product_raises_while_it_is_lowered(name, hopper, monkeypatc
 
     assert f"@moe_a2a_{name}(" in lower_it()
     args = f"moe_a2a_{name}", lower_it, monkeypatch, caplog
-    # Two operands are too many, because spare weights may be one more.
+    # Two more operands are too many. One more may be the spare weights.
     too_many = "an operand is too many"
     call = check_every_damage(*args, unchecked=[too_many])
     call.error(lambda call: call._replace(operands=[*call.operands, *call.operands[:1] * 2]))

@@ -1,7 +1,7 @@
 """``enable`` replaces the routed layer of a supported MaxText, and raises an error for any other.
 
-A layer that is written here with the names of MaxText's layer replaces MaxText, which is not
-installed. ``make test-maxtext`` compares training with MaxText itself.
+MaxText is not installed. A layer in this file, with the names of MaxText's layer, replaces it.
+``make test-maxtext`` compares training with MaxText itself.
 """
 
 import functools
@@ -44,7 +44,7 @@ CONFIG = dict(
 
 
 class RoutedMoE:
-    """Has the names of MaxText's layer that ``enable`` uses."""
+    """A layer with the names of MaxText's layer that ``enable`` uses."""
 
     rngs = None
     num_experts = EXPERTS
@@ -167,7 +167,7 @@ CASES = dict(
     forced_experts_in_chunks=(
         dict(fsdp=2, expert=1),
         dict(use_ring_of_experts=True, num_moe_token_chunks=2),
-        3,  # sequences, which the mesh does not divide
+        3,  # sequences, which the mesh cannot divide
     ),
 )
 
@@ -210,7 +210,7 @@ def test_the_layer_computes_what_products_of_all_tokens_with_all_experts_do(inst
 
 @pytest.mark.parametrize("steps", (1, 2))
 def test_bias_updates_count_the_tokens_of_all_ranks(install, steps):
-    """With accumulated gradients, MaxText adds counts of micro-batches first."""
+    """With accumulated gradients, MaxText first adds the counts of micro-batches."""
     options = dict(routed_bias=True, gradient_accumulation_steps=steps)
     layer = install()(mesh_of(fsdp=2, expert=2), **options)
     maxtext.enable()

@@ -1,7 +1,7 @@
 """Two processes use JAX's coordination service: they meet, lower programs in different orders, and
 begin a second job. GPUs are pretended.
 
-Each test looks at a scenario of one run, which is this file again in two processes.
+One run starts this file in two processes. Each test looks at one scenario of this run.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Compare memory_estimate with the arrays that a program really has."""
+"""Compare memory_estimate with the actual arrays of a program."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def assert_estimate_is_of_arrays(layout, ranks, dtype=jnp.bfloat16, **modes):
     said, recv = estimate(layout, ranks, dtype, **modes), traced_recv(layout, ranks, dtype, **modes)
     assert said.capacity == recv.routing.row_rank.shape[1]
     assert said.rows_bytes == nbytes((recv.rows, recv.weights), ranks)
-    # A few scalars may be counted with the routing or not.
+    # The estimate of the routing may include a few scalars or not.
     assert abs(said.routing_bytes - nbytes(recv.routing, ranks)) <= 64
 
 
@@ -92,7 +92,7 @@ def test_replicated_tokens_land_nowhere():
 
 
 def test_a_zone_holds_the_wider_of_rows_and_sums():
-    """Sums return unquantized even if tokens are quantized, and sums in float32 need twice the
+    """Sums return unquantized even if tokens are quantized, and float32 sums need twice the
     room."""
     sizes = SIZES | dict(hidden=1024)
     plain = ma.memory_estimate(**harness.exchanging(sizes))

@@ -1,7 +1,7 @@
-"""Pytrees for a different group, size or form raise an error while a program is traced.
+"""Pytrees made for a different group, size or form raise an error while a program is traced.
 
-These tests run no program. Each pytree is made in the program of its own group, and then used, with
-the same arrays, in the program of a group of 8 ranks.
+These tests run no program. Each pytree is made in a program of its group, and then used, with the
+same arrays, in a program of a group of 8 ranks.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ def test_a_placement_that_moves_home_experts_needs_the_weights_of_all_slots():
 
 
 def test_a_placement_of_other_experts_is_refused():
-    other = plan(16, spare=0)  # with as many slots
+    other = plan(16, spare=0)  # with the same number of slots
     raises(lambda: mlp(zeros(other)), FLAT, "num_experts must be 16")
     raises(lambda: routed(HOME, OF_EXPERTS), FLAT, "Routing of the 16 slots.*one of 8 experts")
     load = lambda: ma.expert_load(zeros(OF_EXPERTS), placement=HOME)

@@ -40,7 +40,7 @@ LAYOUTS = (
 )
 NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 # Every layout is exchanged with a shared expert. Replicated tokens are exchanged in layouts that
-# pad, that drop, and that have fewer rows than tokens; on GPUs, in all layouts.
+# pad, that drop, or that have fewer rows than tokens. On GPUs, they are exchanged in all layouts.
 CASES = [
     pytest.param(layout, *modes, id=f"{layout.name}-{name}")
     for layout in LAYOUTS
@@ -181,7 +181,7 @@ def test_replicated_tokens_are_not_exchanged(shared):
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """A routing can be used again, also by only a combine. Arguments for a different mode raise an
+    """A routing can be used again, even by a combine alone. Arguments for a different mode raise an
     error."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     args, (routing,) = inputs(layout, "masked", True, False)

@@ -1,4 +1,4 @@
-"""`ma.moe` equals the dense layer of its parameters, however mesh axes divide the arrays."""
+"""`ma.moe` equals the dense layer for any division of the arrays over mesh axes."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def draw(*lead, bias=True):
 
 
 def dense(x, params, mask=None):
-    """Return what `moe` returns, except for the load: each expert is applied to each token."""
+    """Apply each expert to each token. Return the results of `moe`, except for the load."""
     router = params["router"]
     logits = jnp.einsum("...h,he->...e", x, router.kernel)
     if router.bias is not None:
@@ -246,7 +246,7 @@ def test_statistics_add_what_the_capacity_of_each_chunk_drops():
 def test_tokens_that_explicit_axes_divide_stay_where_they_are():
     mesh = mesh_of(Explicit, data=2, ep=2)
     x, params = draw(4, 4, bias=False)
-    spec = P("ep", "data")  # neither the order nor the axis that moe would choose
+    spec = P("ep", "data")  # moe would choose another order and another axis
     with jax.set_mesh(mesh):
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
         program = jax.make_jaxpr(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
@@ -294,8 +294,8 @@ def sigmoid_router(tokens, logits, per_token, whole):
     ids=["many", "one"],
 )
 def test_a_shared_expert_and_a_router_of_the_users(lead, more):
-    """The shared expert has biases, another width, another activation and a gate. The routed
-    experts weigh their inputs."""
+    """The shared expert has biases, another width, another activation and a gate. Weights multiply
+    the inputs of routed experts."""
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
     shapes = (HIDDEN, 12), (6, HIDDEN), (12,), (HIDDEN,)
@@ -334,13 +334,12 @@ def test_every_option_of_moe_mlp_is_an_option_of_moe():
     in_moe = {"choices": "router", "group": "axes", "num_experts": "router"}
     options = inspect.signature(ma.moe).parameters
     of_mlp = set(inspect.signature(ma.moe_mlp).parameters)
-    for name in of_mlp - {"return_totals"}:  # the statistics of moe always have them
+    for name in of_mlp - {"return_totals"}:  # moe always returns totals in its statistics
         assert in_moe.get(name, name) in options
 
 
 def test_under_another_axis_that_is_manual():
-    """Such an axis is, for example, the axis of a pipeline, whose stages have different
-    parameters."""
+    """An example is the axis of a pipeline, whose stages have different parameters."""
     mesh = mesh_of(pipe=2, ep=2)
     x, params = draw(2, 3, bias=False)
     both = jax.tree.map(lambda p: np.stack([p, -p]), params)
@@ -359,7 +358,7 @@ def test_under_another_axis_that_is_manual():
 
 
 def traced(change=None, mesh=None, **options):
-    """Trace `moe` with two ranks, and arguments that `change` names."""
+    """Trace `moe` with two ranks. `change` replaces arguments."""
     x, params = draw(2, 3)
     arguments = dict(x=x, **params, axes="ep") | (change or {}) | options
     with jax.set_mesh(mesh or mesh_of(ep=2)):
@@ -513,8 +512,8 @@ def test_a_mesh_with_devices_is_necessary():
 
 @pytest.mark.exchanges(0)
 def test_the_name_of_an_axis_is_a_group():
-    """This test uses `vmap`; test_parallelism uses `shard_map`. If a routing is passed, the
-    argument must equal the option of the routing."""
+    """This test uses `vmap`; test_parallelism uses `shard_map`. If a routing is passed, the group
+    must equal the routing's group."""
     x, params = draw(2, 3, bias=False)
     ids = np.random.default_rng(1).integers(0, EXPERTS, (2, 3, TOP_K))
 

@@ -62,13 +62,13 @@ def test_an_axis_that_divides_tokens_and_is_in_no_argument_is_named_once():
     for axes in ((), ("ep",)):
         assert not warnings_of(explicit, over(explicit, *axes))
         assert not warnings_of(auto, over(auto, *axes), known=True)
-    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # may divide them
+    assert_warns_once(warnings_of(auto, over(auto)), REPEATED)  # could divide the tokens
     for mesh in (explicit, auto):
         divided = over(mesh, "data")
         assert not warnings_of(mesh, divided, axes=ma.Axes("ep", data="data"))
         assert not warnings_of(mesh, divided, axes=ma.Axes("ep", tensor="data"))
         assert not warnings_of(mesh, divided, axes=("data", "ep"))
-        assert not warnings_of(mesh, over(mesh, "data", x=jnp.ones((2, HIDDEN))))  # too few
+        assert not warnings_of(mesh, over(mesh, "data", x=jnp.ones((2, HIDDEN))))  # too few tokens
     three = mesh_of(AxisType.Explicit, data=2, more=2, ep=2)
     found = warnings_of(three, over(three, ("data", "more")), axes=ma.Axes("ep", data="data"))
     assert_warns_once(found, r"'more' of size 2.*data=\('data', 'more'\)")
@@ -117,7 +117,7 @@ def choose(tokens, logits, per_token, whole):
     (
         (5, {}, 5),  # 3 tokens and 2, and one that is padding
         (4, dict(mask=[True, False, True, True]), 3),
-        (1, {}, 1),  # all ranks hold it
+        (1, {}, 1),  # all ranks hold the token
         (4, dict(num_chunks=2), 4),
         (4, dict(placement=[0, 1, 0, 2, 3, -1]), 4),
     ),

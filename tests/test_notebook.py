@@ -23,7 +23,7 @@ def code_cells():
 
 
 def test_the_notebook_is_stored_with_outputs():
-    """Run all cells in Jupyter on CPU devices before a change of the notebook is committed."""
+    """Before you commit a change of the notebook, run all cells in Jupyter on CPU devices."""
     drawn = [cell for cell in code_cells() if "figure" in "".join(cell["source"])]
     for cell in code_cells():
         kinds = [output["output_type"] for output in cell["outputs"]]

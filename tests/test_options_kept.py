@@ -1,8 +1,7 @@
-"""Every static option of a dispatch reaches each exchange that the dispatch becomes, forward and
-backward.
+"""Every static option of a dispatch reaches all exchanges of the dispatch, forward and backward.
 
-An option whose value these tests do not interpret has a sentinel as its value. This includes an
-invented option, and any new field of `Options`."""
+If these tests do not interpret the value of an option, it is a sentinel. This includes an invented
+option, and any new field of `Options`."""
 
 import collections
 import functools
@@ -91,8 +90,7 @@ FORMS["layer in FP8"] = functools.partial(layer, in_fp8=True), False, {}
 
 
 def exchanges(jaxpr):
-    """Yield each equation of an exchange, except the equation in which two levels send their
-    ids."""
+    """Yield the equations of exchanges, except the exchange of ids between two levels."""
     for eqn in jaxpr.eqns:
         of_ids = eqn.primitive is DISPATCH.primitive and eqn.invars[0].aval.dtype == jnp.int32
         if "options" in eqn.params and not of_ids:

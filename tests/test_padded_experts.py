@@ -1,7 +1,7 @@
-"""Experts in FP8 whose sizes are no multiples of 128: zeros change no number.
+"""Padding FP8 experts, whose sizes are no multiples of 128, with zeros changes no number.
 
-The oracle knows no padding: the last group of a row, and the last squares of weights, hold fewer
-numbers. Numbers are integers, so that all sums are exact, in any order.
+The oracle does not pad. Its last group of a row, and its last squares of weights, hold fewer
+numbers. Numbers are integers, so that all sums are exact in any order.
 """
 
 import functools
@@ -37,7 +37,7 @@ def arguments(activation=RELU):
 
     x = 2 * integers(LAYOUT.tokens, HIDDEN) + 1  # not exact in FP8 next to large numbers
     x[..., ::40] *= 100
-    x[..., HIDDEN - 1] = 3  # so that the last group differs from the others
+    x[..., HIDDEN - 1] = 3  # so that the last group differs from all other groups
     w_in = integers(experts, HIDDEN, 2 * WIDTH, density=0.05)
     w_out = integers(experts, WIDTH, HIDDEN, density=0.2)
     biases = integers(experts, 2 * WIDTH), integers(experts, HIDDEN)
@@ -48,7 +48,7 @@ def arguments(activation=RELU):
 
 
 def rounded(row):
-    """Return a row rounded to FP8, each group of at most 128 numbers by its own scale, float64."""
+    """Return a row rounded to FP8, as float64. Each group of at most 128 numbers has a scale."""
     groups = []
     for group in np.split(row, range(128, len(row), 128)):
         codes, scales = encode_power_of_two(ma.BlockwiseFp8(), np.abs(group)[None])
@@ -57,7 +57,7 @@ def rounded(row):
 
 
 def oracle(x, topk_weights, experts, ids):
-    """Return what the layer computes, choice by choice, in float64."""
+    """Compute the layer choice by choice, in float64."""
     w_in, w_out, b_in, b_out = (
         np.concatenate(getattr(experts, name)).astype(np.float64) for name in FIELDS
     )
@@ -102,8 +102,8 @@ def test_padding_changes_no_number(name):
 
 @functools.cache
 def gradients(name, *, is_padded=False, num_chunks=None):
-    """Return the gradients of a layer on one device, for x, weights of choices, and experts unless
-    they are frozen."""
+    """Return the gradients of a layer on one device: of x, of weights of choices, and of experts
+    that are not frozen."""
     x, topk_weights, experts, ids = arguments()
     if is_padded:
         experts = jax.vmap(lambda experts: experts.padded())(experts)
@@ -120,7 +120,7 @@ def gradients(name, *, is_padded=False, num_chunks=None):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", WRAPS)
 def test_gradients_through_padded_experts_are_those_of_the_layer(name):
-    """Chunks pad the tokens of each chunk."""
+    """With chunks, the tokens of each chunk are padded."""
     found = gradients(name, num_chunks=2 if name == "transposed" else None)
     assert len(found) == (6 if name == "in_fp8" else 2)
     for one, right in zip(found, gradients("in the dtype of x"), strict=False):
@@ -139,7 +139,7 @@ def test_parameters_that_were_padded_train_alike_and_their_zeros_stay_zeros():
 
 @pytest.mark.exchanges(6)
 def test_a_whole_layer_has_a_router_and_a_shared_expert_of_the_true_width():
-    """Tokens and router that the user pads have the same result."""
+    """The result is the same if the user pads tokens and router."""
     config = ma.MoEConfig(HIDDEN, WIDTH, 4, ma.TopK(2), bias=True, shared_hidden=24)
     params = ma.init_moe(jax.random.key(0), config)
     params["experts"] = ma.quantize_experts(params["experts"])

@@ -1,5 +1,5 @@
-"""A layer of experts equals the dense layer within the forms of parallelism, accumulation and
-rematerialization that models use around it. Each test compares the result and every gradient."""
+"""A layer of experts equals the dense layer inside the parallelism, accumulation and
+rematerialization of models. Each test compares the result and every gradient."""
 
 import functools
 
@@ -72,7 +72,7 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """Check what the pages tell users of TPUs."""
+    """Check the statements of the documents for users of TPUs."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -112,7 +112,7 @@ BATCH = P("expert")
 
 
 def test_ep_tp_and_fsdp_together():
-    """Split weights over three axes: gather over fsdp, and keep a part of H on each rank of tp."""
+    """Split weights over three axes. Gather over fsdp, and keep a part of H on each rank of tp."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
@@ -151,8 +151,7 @@ POLICIES = (
 @pytest.mark.parametrize("policy", POLICIES, ids=("dots", "routing"))
 def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(policy):
     """One scan runs over blocks of attention and experts, and one over micro-batches. Each sequence
-    is divided. The router is divided over the ranks of the group, and is gathered before its
-    use."""
+    is divided. The router is divided over the ranks of the group, and gathered before its use."""
 
     def body(x, router, w_in, w_out):
         logits = x @ lax.all_gather(router, "expert", tiled=True)

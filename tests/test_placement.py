@@ -56,7 +56,7 @@ def on_one_gpu(group):
 
 
 def avals(*lead, mesh=None):
-    """Return tokens and ids of all ranks; on a mesh, cut along their leading axis."""
+    """Return tokens and ids of all ranks. On a mesh, they are sharded along the leading axis."""
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec("ep"))
     return (
         jax.ShapeDtypeStruct((*lead, HIDDEN), jnp.bfloat16, sharding=sharding),
@@ -194,7 +194,7 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
 @pytest.mark.parametrize("tokens", (0, TOKENS))
 def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
     """The devices are CPUs. The process still announces itself, because other processes could have
-    kernels, and would wait."""
+    kernels, and would wait for this process."""
     announced = []
     monkeypatch.setattr(group_module, "announce", announced.append)
     mesh = mesh_of(jax.devices()[:RANKS])

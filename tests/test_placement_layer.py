@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products"
 
 
 def placement_of(rng, ranks, local, spare, kind="random"):
-    """Return a placement in the home form with random spare slots, of which some are empty."""
+    """Return a placement in the home form with random spare slots. Some of them are empty."""
     experts = ranks * local
     most = 31 if kind == "one" else 30
     spares = rng.integers(-1, experts, (ranks, spare))
@@ -107,7 +107,7 @@ def layer_arguments(rng, hostile=False, shared=0):
     """Return ids and floats of all ranks."""
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     if hostile:
-        ids[:] = 0  # all tokens choose one expert, the others have no tokens
+        ids[:] = 0  # all tokens choose expert 0
     shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH, shared)
     floats = [jnp.asarray(rng.normal(size=(RANKS, *s)), jnp.float32) for s in shapes]
     return jnp.asarray(ids), floats
@@ -169,7 +169,7 @@ def test_gradients_of_rows_of_other_experts_do_not_count():
 
 @pytest.mark.parametrize("kind", ("frozen, chunks", "trained"))
 def test_replicas_compute_in_fp8(kind):
-    """Fetched weights are the same numbers, so only sums differ."""
+    """Fetched weights are equal numbers, so only the order of sums differs."""
     size, rng = 128, np.random.default_rng(5)
     placement, _ = placement_of(rng, RANKS, LOCAL, 2)
     ids, (_, topk_weights, *_) = layer_arguments(rng)
@@ -199,7 +199,7 @@ def test_replicas_compute_in_fp8(kind):
 
 
 def test_chunks_fetch_once():
-    # A fetch and its transpose, and the exchanges of a chunk: two, and three in the backward pass.
+    # A fetch and its transpose; two exchanges of each chunk, and three in its backward pass.
     found = exchanges_of(of_ranks(value_and_gradients, num_chunks=TOKENS), *problem())
     assert found == dict(combine=1 + 2, dispatch=1 + 1 + 2)
 
@@ -237,8 +237,8 @@ def test_the_backward_pass_fetches_again_and_no_program_joins_weights():
     ids, floats, placement = args = problem()
     forward, both = of_ranks(layer), of_ranks(value_and_gradients)
     assert exchanges_of(forward, *args) == dict(combine=1, dispatch=1, routed_dispatch=1)
-    # The exchanges of the gradients of outputs and tokens, the second fetch, and the exchange of
-    # the gradient of the fetch.
+    # The exchanges of the gradients of outputs and of tokens, the second fetch, and the exchange of
+    # the fetch's gradient.
     found = exchanges_of(both, *args)
     assert found == dict(combine=1 + 2, dispatch=1 + 2 + 1)
     _, transpose = jax.vjp(lambda floats: forward(ids, floats, placement), floats)
@@ -275,7 +275,7 @@ def test_kernels_read_home_and_fetched_weights_as_two_operands(hopper, kind):
 
 def test_moved_experts_change_no_bit_and_second_derivatives_are_those_of_the_plain_layer():
     ids, floats, placement = problem(3)
-    run = jax.jit(of_ranks(layer, capacity=6))  # both layers drop rows of the same slots
+    run = jax.jit(of_ranks(layer, capacity=6))  # both layers drop the same rows
     order = np.array([2, 0, 3, 1])
     moved = ma.Placement.from_slots(order, RANKS * LOCAL, num_ranks=RANKS)
     weights = [x.reshape(-1, *x.shape[2:])[order].reshape(x.shape) for x in floats[2:]]

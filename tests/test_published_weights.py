@@ -1,6 +1,6 @@
-"""Quantized weights of published files, read and written: FP8 in squares, and MXFP4.
+"""Read and write the quantized weights of published files: FP8 in squares, and MXFP4.
 
-The numbers of both are decoded here by numpy, from the definitions of their bits.
+The tests decode the numbers of both in numpy, from the definitions of their bits.
 """
 
 import harness
@@ -41,7 +41,7 @@ def shapes_of(kind, per_expert=True):
 
 
 def block_of(kind, per_expert=True, scale_dtype=np.float32):
-    """Return a block in which each byte that is no NaN occurs, and scales are any numbers."""
+    """Return a block that contains each byte except NaN, with any numbers as scales."""
     rng = np.random.default_rng(0)
     block = {"gate.weight": rng.normal(size=(E, H)).astype(jnp.bfloat16)}
     if kind == "deepseek_v3":
@@ -101,7 +101,7 @@ def test_fp8_files_are_read_without_decoding_and_written_with_the_same_bits(kind
 
 
 def test_weights_quantized_here_are_written_as_fp8_files_with_their_bits():
-    """An independent quantization in numpy makes the file that the package writes."""
+    """The package must write the same file as an independent quantization in numpy."""
     config, rng = config_of("qwen3_moe"), np.random.default_rng(0)
     shapes = shapes_of("qwen3_moe") | {"gate.weight": (E, H)}
     floats = {BLOCK + n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
@@ -130,7 +130,7 @@ def test_a_layer_decodes_a_shared_expert_in_fp8_to_the_dtype_of_the_tokens():
     activation = params["shared"].activation
     floats = ma.Experts(*(w.astype(np.float32) for w in (w_in, w_out)), activation=activation)
     x = np.random.default_rng(1).normal(size=(8, H)).astype(np.float32)
-    explicit = (jax.sharding.AxisType.Explicit,) * 2  # over which JAX must place each decoded array
+    explicit = (jax.sharding.AxisType.Explicit,) * 2  # JAX must then place each decoded array
     mesh = jax.make_mesh((1, 1), ("ep", "tensor"), explicit, devices=jax.devices()[:1])
     axes = ma.Axes("ep", tensor="tensor")
     with jax.set_mesh(mesh):

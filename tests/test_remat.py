@@ -1,4 +1,4 @@
-"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers."""
+"""With jax.checkpoint, saved results are not exchanged again, and no policy changes the numbers."""
 
 import functools
 
@@ -21,8 +21,8 @@ def saves_results_of(*names):
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
-# Policies, and how often each primitive stands in value and gradient of a checkpointed layer: one
-# route, one dispatch, what is done again in the backward pass, and ``ONCE``.
+# Policies, and the number of each primitive in value and gradient of a checkpointed layer: one
+# route, one dispatch, the repetitions in the backward pass, and ``ONCE``.
 ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
 CASES = {
     "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=2)),
@@ -89,8 +89,8 @@ def layers_problem():
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
-    """This is the usual way to train deep models. The arrays that a step saves are stacked over the
-    steps."""
+    """This is the usual way to train deep models. The scan stacks the arrays that each step
+    saves."""
     policy, expected = CASES[name]
     (x, topk_weights, w), ids, kept = layers_problem()
 
@@ -106,7 +106,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
         return x
 
     def program(x, topk_weights, w, ids):
-        """Return the program. The batch axis of the stacks is after that of the ranks."""
+        """Return the program. In stacked arrays, the batch axis follows the rank axis."""
         stacks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (topk_weights, w, ids))
         return small_layer.on_all_ranks(of_one_rank)(x, *stacks)
 

@@ -1,4 +1,4 @@
-"""Ids of any integer dtype, inside or outside the range, are routed as by the oracle."""
+"""Ids of any integer dtype, inside or outside the range, are routed as in the oracle."""
 
 import functools
 
@@ -57,7 +57,7 @@ def test_ids_of_any_integer_dtype_route_alike(dtype):
 
 @pytest.mark.parametrize("dtype", ("uint32", "int64"))
 def test_ids_that_int32_does_not_hold_are_invalid(dtype):
-    """4294967295 has the bits of -1, yet it is not masked. The low bits of ids of 64 bits are valid
+    """4294967295 has the bits of -1, but is not masked. The low bits of the 64-bit ids are valid
     ids."""
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks).astype(dtype)

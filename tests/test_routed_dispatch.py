@@ -1,6 +1,6 @@
 """A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
-Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py.
+Test which of both forms is bound, and its transforms. Rematerialization is in test_remat.py.
 """
 
 import functools
@@ -84,7 +84,7 @@ def layer_by(dispatch, group=None):
 
 @pytest.mark.exchanges(0)
 def test_derivatives_have_a_route_and_dispatches_of_their_own():
-    """Tangents route nothing again, and integers of the result have none."""
+    """Tangents do not route again, and integers of the result have no tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(layer_by(at_once))
 

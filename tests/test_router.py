@@ -18,7 +18,7 @@ pytestmark = pytest.mark.exchanges(0)
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
 GROUPS = dict(num_groups=4, top_groups=2)
-# Options of TopK, and the bias of its choice.
+# Options of TopK, and its selection bias.
 ROUTERS = {
     "softmax": {},
     "softmax, not renormalized": dict(renormalize=False),
@@ -51,7 +51,7 @@ def logits_of(seed, *batch):
 
 
 def objective(logits, mask=None, **options):
-    """Return a number that depends on the weights and on both losses."""
+    """Return a number that depends on the router weights and on both losses."""
     found = choose(logits, TOP_K, mask=mask, **options)
     factors = jnp.arange(1, TOP_K + 1, dtype=found.weights.dtype)
     balance = ma.load_balancing_loss(found.scores, found.ids)
@@ -118,7 +118,7 @@ def test_a_token_whose_scores_are_all_zero_counts_with_equal_shares():
 
 @all_routers
 def test_derivatives_are_those_of_finite_differences(options):
-    """The first derivative forward and in reverse, and the second in reverse over forward."""
+    """Compare the first derivative in both modes, and the second in reverse over forward."""
     fn = functools.partial(objective, **options)
     with jax.enable_x64(True):
         logits, direction = (jnp.asarray(logits_of(seed), "float64") for seed in (5, 6))
@@ -223,7 +223,7 @@ def test_few_scores_are_compared_and_have_the_order_of_top_k(dtype):
 @pytest.mark.several_devices("Auto axes need a mesh")
 @pytest.mark.parametrize("options", ({}, GROUPS), ids=("all", "groups"))
 def test_ids_alone_are_right_over_auto_axes(options, monkeypatch):
-    """For lax.top_k alone, XLA returns zeros of another shape on GPUs."""
+    """On GPUs, XLA would return zeros of another shape for lax.top_k alone."""
     monkeypatch.setattr(top_k, "MOST_COMPARISONS", 0)
     devices = np.array(harness.devices(harness.SEVERAL))
     mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -252,7 +252,7 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """Sigmoids of logits below -88 are 0 in float32, but their shares of a token's sum are not."""
+    """In float32, sigmoids of logits below -88 are 0. Their shares of a token's sum are not."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):
@@ -329,7 +329,7 @@ def test_losses_and_bias_over_two_axes():
 
 
 def test_bias_follows_the_choices_before_drops():
-    """Expert 0 is the only popular one. The rows that are left after drops would raise its bias."""
+    """Only expert 0 is popular. The number of its rows after drops would raise its bias."""
     group, bias = harness.emulated_group(2), jnp.zeros(4)
     ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
 
@@ -349,7 +349,7 @@ def test_bias_follows_the_choices_before_drops():
 
 @pytest.mark.parametrize("dtype", ("int32", "uint8", "float32"))
 def test_experts_at_the_mean_keep_their_bias(dtype):
-    """A mean in float32 is a product with 1/E, which is not exactly the count."""
+    """A mean in float32 is a product with 1/E, and may differ from the exact count."""
     for experts in 7, 14, 28, 56, 60, 256:
         counts = np.full(experts, 3, dtype)
         counts[0] += 1
@@ -433,7 +433,7 @@ OF_OTHERS = (
     ),
     (ma.quantile_select_bias, quantile_of(histogram=LOGITS), ("histogram must hold int", "scale")),
 )
-# of `choose`, and of other functions
+# errors of `choose`, and of other functions
 ERRORS = [(choose, dict(logits=LOGITS, k=TOP_K) | own, naming) for own, naming in OF_CHOICE]
 
 
@@ -447,7 +447,7 @@ def test_bad_arguments_are_refused(function, arguments, naming):
 
 @all_routers
 def test_a_replay_has_the_weights_scores_and_gradients_of_the_choice(options):
-    """Ids that choose nothing have the weight 0, and no share of the others' sum."""
+    """Ids that choose nothing have weight 0, and are left out of the sum of a token's weights."""
     options = dict(options)
     select_bias = options.pop("select_bias", None)
     topk, mask = ma.TopK(TOP_K, **options), np.arange(TOKENS) % 5 > 0

@@ -70,8 +70,7 @@ def test_logits_and_gradients_are_those_of_float32(x_dtype, router_dtype):
 @pytest.mark.parametrize("dtypes", PRODUCTS, ids="-".join)
 @pytest.mark.parametrize("sizes", ((40, 512, 24), (6, 8, 24)), ids=("large", "small"))
 def test_products_of_pieces_are_those_of_float32(dtypes, sizes, monkeypatch):
-    """This is the form for GPUs. In this test, XLA multiplies the pieces in float32, which is
-    exact."""
+    """GPUs use this form. In this test, XLA multiplies the pieces in float32, which is exact."""
 
     def matmul(a, b, dtype):
         assert a.dtype == b.dtype != jnp.float32
@@ -102,7 +101,7 @@ def test_tokens_in_float32_have_products_of_the_highest_precision():
 
 
 def on_gpu(fn, x_dtype):
-    """Return the program for GPUs, which need not exist."""
+    """Return the program lowered for GPUs, even without a GPU."""
     traced = jax.jit(fn).trace(*drawn(x_dtype, "float32"))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -113,7 +112,7 @@ def products_of(text):
 
 @pytest.mark.parametrize("in_axes", ((0, None), (None, 0), (1, 2)), ids=str)
 def test_batches_and_derivatives_in_any_order(in_axes):
-    """The results equal those of tokens in float32, whose product is JAX's."""
+    """The results equal those of float32 tokens, which JAX multiplies directly."""
     size = 3
     rng = np.random.default_rng(1)
 

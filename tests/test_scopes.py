@@ -19,8 +19,8 @@ RANKS = harness.SEVERAL
 
 
 def op_names(config, num_tokens, **options):
-    """Return the names of the operations of a layer and its gradients, as compiled for this
-    machine."""
+    """Compile a layer and its gradients for this machine, and return the names of the
+    operations."""
     mesh = harness.mesh_of(RANKS)
     group = ma.Group(mesh, harness.AXIS)
 
@@ -62,6 +62,6 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """In a backward pass JAX repeats the names around a checkpoint."""
+    """In a backward pass, JAX repeats the names around a checkpoint."""
     forward = [op_name for op_name in names if "transpose(" not in op_name]
     assert not [op_name for op_name in forward if re.search(r"\b(moe_\w+)/\1\b", op_name)]

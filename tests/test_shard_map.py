@@ -35,14 +35,14 @@ def group_over(mesh, axes):
 
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
     """Compare value and gradients of `layer`, a function of all ranks' arrays, with the dense
-    layer; grad is outside shard_map."""
+    layer. grad is applied outside shard_map."""
     floats, ids, kept = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
 def test_without_check_vma_the_layer_equals_the_dense_layer():
-    """All tests below set check_vma."""
+    """All tests below use check_vma."""
     layer = small_layer.layer_of_all_ranks(check_vma=False)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
 
@@ -125,7 +125,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The order of the axes in the mesh, ("a", "b"), does not matter."""
+    """The mesh has the axes ("a", "b"). Their order does not matter."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     group = group_over(mesh, axes)
@@ -185,7 +185,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """Its rows and sums are then sharded alike."""
+    """Its rows and sums are then sharded in the same way."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
     mesh = mesh_with((ranks, tp), ("ep", "tp"), (AxisType.Explicit,) * 2)

@@ -44,8 +44,8 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 
 def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """Assert that program(layer) has the same results for the split and the whole layer, that the
-    split layer has these pairs, and that it has no exchange that is not split."""
+    """Assert that program(layer) has equal results for the split and the whole layer, and that the
+    split layer has these pairs and no whole exchanges."""
     jaxpr = jax.make_jaxpr(program(split_layer))(*args)
     assert pairs.num_pairs(jaxpr) == layer_pairs
     assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
@@ -71,14 +71,14 @@ IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 @pytest.mark.exchanges(1 + 3, split=3)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
-    """For a payload of several dtypes, of its weights, and of sums with and without weights."""
+    """This is tested for a payload of several dtypes, for weights, and for both kinds of sums."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP, layout))
         recv = ma.dispatch_done(inflight)
         plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
-        return {  # in another order than the starts
+        return {  # in a different order from the starts
             "recv": recv,
             "weighted": ma.combine_done(weighted),
             "sum": ma.combine_done(plain),
@@ -127,8 +127,8 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     whole, start = (
         dict(inspect.signature(getattr(ma, which)).parameters) for which in (name, f"{name}_start")
     )
-    whole.pop("replicated", None)  # such tokens do not travel
-    whole.pop("add", None)  # add to the result of combine_done instead
+    whole.pop("replicated", None)  # replicated tokens do not travel
+    whole.pop("add", None)  # callers add to the result of combine_done instead
     assert list(start.values()) == list(whole.values())
 
 
@@ -171,7 +171,7 @@ def in_a_branch(layer):
 
 
 def batched(layer):
-    """Return a batch whose elements have their own routings."""
+    """Return a batch whose elements have separate routings."""
     _, ids, _ = problem()
     ids = jnp.stack([ids, ids[:, ::-1]], axis=1)
 
@@ -190,8 +190,8 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# The pairs of a program, and the exchanges of both layers: whole ones, because the split layer
-# routes separately, and split ones.
+# The pairs of a program, and the exchanges of both layers: whole exchanges, because the split layer
+# routes separately, and split exchanges.
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: (
@@ -229,7 +229,7 @@ LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden
 
 
 def sliced(layer):
-    """Process micro-batches of tokens one by one; their results are slices of one array."""
+    """Process micro-batches of tokens one by one. The results are slices of one array."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
@@ -266,7 +266,7 @@ def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts):
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# Whatever a policy saves, no done runs again for an exchange of the forward pass.
+# With any policy, no done runs again for an exchange of the forward pass.
 REMAT_POLICIES = {
     "nothing": (POLICIES.nothing_saveable, 3),
     "everything": (POLICIES.everything_saveable, 2),
@@ -295,7 +295,7 @@ def test_no_policy_of_remat_parts_a_done_from_its_start(name):
 
 
 def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
-    """Such arrays have no gradient, and are not sent back."""
+    """Integers and narrow floats have no gradient, and are not sent back."""
 
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
@@ -386,7 +386,7 @@ def lies_between(eqn, jaxpr, start, done):
 
 @pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
 def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
-    """The work is a running sum. Its transpose is a running sum in the other direction."""
+    """The work is a running sum, whose transpose is a running sum in the other direction."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **route_args(GROUP))
@@ -416,7 +416,7 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
 
 
 def refused(use, error, match):
-    """Apply `use` to (what is in flight, x) in one rank's function."""
+    """Apply `use` to an `InFlight` and x, in a function of one rank."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **route_args(GROUP))

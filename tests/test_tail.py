@@ -1,4 +1,4 @@
-"""If rows after the last group are not written, all other rows, sums and gradients stay the same.
+"""If rows after the last group are unwritten, all other rows, sums and gradients stay the same.
 
 On the portable path, such rows are NaN or extreme integers, so that a test detects a result that
 reads them.
@@ -54,7 +54,7 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Compare every array with rows except its tail. Padding is zero, as it is in `zeroed`."""
+    """Compare every array of rows except its tail. In both, padding is zero."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -142,8 +142,8 @@ def assert_finite_and_same(actual, expected, atol=1e-6):
 @jax.custom_vjp
 def unwriting_dot(rows, w, sizes):
     """Multiply rows as another library may: rows after the last group are NaN in the result and in
-    the gradient of rows. The weight gradient reads every row and multiplies it by 0 or 1, as
-    tokamax 0.0.17 does on Hopper for rows next to a group's end."""
+    the gradient of rows. The weight gradient reads every row and multiplies it by 0 or 1, like
+    tokamax 0.0.17 on Hopper for rows near a group's end."""
     return unwritten(jax.lax.ragged_dot(rows, w, sizes), sizes)
 
 
@@ -221,7 +221,7 @@ def test_the_tail_is_nan_in_every_float_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """The function that computed the rows of a combine may read the cotangent of all rows."""
+    """The function before a combine may read the cotangents of all rows."""
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 
     def on_rank(x, ids):
@@ -246,7 +246,7 @@ def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_ther
 
 @pytest.mark.exchanges(0)
 def test_debug_nans_blames_the_program_and_not_the_tail():
-    """To find the operation that makes NaN, JAX runs the operations of a program one by one."""
+    """JAX runs the operations of a program one by one to find the operation that makes NaN."""
     options = dict(group=PORTABLE, num_experts=4)
     on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
     ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
@@ -267,7 +267,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
         fn = on_ranks(functools.partial(layer, activation=activation, **more))
         return str(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(fn(*args))))(x, w))
 
-    program(x, w)  # the cached program still writes NaN, but JAX runs the operations anew
+    program(x, w)  # the cached program still writes NaN, but JAX runs its operations again
     assert "unspecified" in gradient(jnp.tanh)
     assert "moe_a2a_dot_act" in gradient(jax.nn.silu)  # a kernel that does not write the tail
     with jax.debug_nans(True):
@@ -280,7 +280,7 @@ def test_debug_nans_blames_the_program_and_not_the_tail():
 
 
 def unwriting(product):
-    """Return a product in FP8 that leaves NaN after the last group, like a kernel may."""
+    """Return an FP8 product that leaves NaN after the last group, as a kernel may."""
 
     def poisoned(rows, w, sizes, *args, **options):
         out = product(rows, w, sizes, *args, **options)
@@ -329,7 +329,7 @@ def test_nothing_unwritten_reaches_a_gradient_through_frozen_weights(
     ):
         for name in names:
             monkeypatch.setattr(module, name, unwriting(getattr(module, name)))
-    # Expert 2 has no rows, and the slot after it no expert.
+    # Expert 2 has no rows, and the next slot has no expert.
     poisoned = jax.tree.map(lambda x: x.at[0, 2:].set(jnp.nan), experts)
     found = jax.jit(lambda *args: gradients(*args))(floats, poisoned)
     for one, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

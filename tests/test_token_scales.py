@@ -35,7 +35,7 @@ SPECIAL = np.float32([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40, 2.0**-120
 
 
 def scales_of_tokens(ranks, tokens, special=True):
-    """Draw scales [R, T] of many sizes, some of them special."""
+    """Draw scales [R, T] of many sizes. Some scales are special."""
     rng = np.random.default_rng([ranks, tokens])
     scales = (10.0 ** rng.uniform(-6, 3, (ranks, tokens))).astype(np.float32)
     if special:
@@ -107,8 +107,8 @@ def test_encode_and_decode_use_the_scale_of_each_token(dtype, shape):
 
 
 def whole_exchanges(form, layout=LAYOUT):
-    """Return the number of whole exchanges of two dispatches in a form. They share a route, if the
-    route is an exchange."""
+    """Return the number of whole exchanges of two dispatches in a form. If the route is an
+    exchange, they share it."""
     if form == "halves":
         return 1
     return 3 if form == "routing" or layout is MANY else 2
@@ -134,8 +134,8 @@ of_every_form = pytest.mark.parametrize("form", DISPATCHES)
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_and_their_scales_are_those_of_the_oracle(form, layout, routing, dtype, tail):
-    """Two leaves have the same scales. Rows without a token are zero bytes, but the portable path
-    fills the scales of an unspecified tail with NaN."""
+    """Two leaves have the same scales. Rows without a token are zero bytes, but on the portable
+    path the scales of an unspecified tail are NaN."""
     ids = cases.Case(layout, routing).ids(RANKS)
     scales = scales_of_tokens(RANKS, layout.tokens)
     x, other = (tokens_of(scales, shape, dtype) for shape in ((64,), (2, 32)))
@@ -189,8 +189,8 @@ def small_arguments(elements=2):
 
 
 def by_form(form, group, ids, **options):
-    """Return a function (x, scales) -> rows without a format if ``scales`` is None, otherwise
-    decoded rows."""
+    """Return a function (x, scales) -> rows. Without ``scales`` there is no format; otherwise rows
+    are decoded."""
 
     def rows(x, scales):
         given = dict(options)
@@ -207,7 +207,7 @@ def by_form(form, group, ids, **options):
 )
 @of_every_form
 def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
-    """The scales get zeros."""
+    """The cotangents of the scales are zeros."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -239,7 +239,7 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(form):
 
 @pytest.mark.exchanges(3)
 def test_the_transpose_is_that_of_a_dispatch_without_a_format():
-    """The global scale is an array of tokens, a traced number, or a number."""
+    """The global scale is an array with one number per token, a traced number or a static one."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 
@@ -291,7 +291,7 @@ def test_quantized_rows_and_their_scales_have_no_gradient(form):
     ),
 )
 def test_a_batch_has_the_rows_of_each_element(form, axes):
-    """The routing, the tokens and the scales may be batched, each or together."""
+    """The routing, the tokens and the scales may be batched, alone or together."""
     ids, x, scales = small_arguments()
     group = harness.vmapped_group(VMAPPED)
 

@@ -110,7 +110,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """For a payload of two leaves, weights and rows: what is not used downstream stays."""
+    """Of two leaves, weights and rows, arrays without a later use are not moved back."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
@@ -153,7 +153,7 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    # A combine for each of the three dtypes. The dispatched rows are not used.
+    # A combine for each of the three dtypes. XLA removes the dispatch, because its rows are unused.
     return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 

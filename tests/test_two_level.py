@@ -1,8 +1,8 @@
-"""With two levels, rows equal those of an exchange of one level in the same order, sums are
-computed within hosts first, and a token crosses to a host once.
+"""With two levels, rows equal those of one level, in the same order. Sums are first computed within
+hosts, and a token crosses to a host once.
 
-The devices are treated as 2 x N hosts x ranks, and as every other possible number of hosts. If all
-ranks share one GPU, the hosts are a vmap, and kernels exchange within each host.
+The devices are divided into two hosts, and into every other possible number of hosts. If all ranks
+share one GPU, the hosts are a vmap, and kernels exchange within each host.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def group_of(hosts, **options):
 
 
 def exchanged_within(hosts):
-    """Return the exchanges that the counters of kernels show, of a group of the ranks of a host."""
+    """Return the exchanges within hosts, from the counters of the group of a host's ranks."""
     return shown_by_counters(harness.group_of(RANKS // hosts))
 
 
@@ -71,7 +71,7 @@ def by_kernels(program):
 
 
 def on_each_rank(fn, mesh, has_rows=True):
-    """Compile a function like `harness.on_each_rank`. Without rows, or with one rank in each host,
+    """Compile a function like `harness.on_each_rank`. Without rows, or with one rank on each host,
     no kernel needs to run."""
     program = harness.on_each_rank(fn, mesh, compiler_options=harness.QUICKLY)
     is_alone = mesh is not None and mesh.shape[harness.AXIS] == 1
@@ -125,7 +125,7 @@ def test_any_number_of_hosts_returns_the_same_rows(hosts):
 @pytest.mark.skipif(not ON_ONE_GPU, reason="of ranks that share one GPU")
 @every_hosts
 def test_each_exchange_within_hosts_is_one_of_kernels(hosts):
-    """A route, a dispatch and two combines. Each launch is for all hosts."""
+    """The exchanges are a route, a dispatch and two combines. Each launch is for all hosts."""
     if hosts == RANKS:
         pytest.skip("hosts of one rank")
     before = exchanged_within(hosts)
@@ -140,7 +140,7 @@ def test_many_tokens_return_the_same_rows(case):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """The routing between hosts has the number of crossings that numpy counts."""
+    """numpy counts the same crossings as the routing between hosts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -165,7 +165,7 @@ def test_a_token_crosses_to_each_host_once():
             crossing += len(wanted - {home})
         is_far = np.arange(RANKS)[:, None] // of_host != np.arange(hosts)
         assert (actual.slot_token >= 0)[is_far].sum() == crossing
-        # With one level, tokens leave for other hosts once for each rank.
+        # With one level, a token crosses to another host once for each of its ranks.
         flat = oracle.route(ids, layout.num_experts(RANKS), 0).token_slot >= 0
         to_far = np.repeat(is_far, of_host, axis=1)[:, None]
         assert crossing <= (flat & to_far).sum()
@@ -254,8 +254,7 @@ def trace_exchange(name, dtypes, group, **options):
 @of_devices
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """The call raises an error, because the sum of a host would be rounded to the dtype of the
-    rows."""
+    """The call raises an error, because a host's sum would be rounded to the dtype of the rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -410,7 +409,7 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
 
 @of_devices
 def test_axes_of_other_sizes_than_the_groups_are_refused():
-    """The sizes of the groups differ, and only their product is equal."""
+    """The products of the sizes are equal, but the sizes differ."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
     route = functools.partial(ma.route, group=group, num_experts=8)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
@@ -425,7 +424,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert pays(two_by_four)
     assert pays(np.concatenate([two_by_four, two_by_four + 2]))
     assert not pays(np.zeros((1, 2, 4)))  # one host
-    assert not pays(two_by_four.transpose(0, 2, 1))  # hosts are not the first axis
+    assert not pays(two_by_four.transpose(0, 2, 1))  # the first axis is not that of hosts
     assert not pays(two_by_four[:, :, :1])  # nothing to forward
     assert not pays(two_by_four[:, :1])
     assert not pays(np.repeat([[[0], [1], [0]]], 4, axis=2))
@@ -461,7 +460,7 @@ def test_memory_is_that_of_both_levels():
     between, within = said.levels
     assert (said.capacity, said.rows_bytes) == (flat.capacity, flat.rows_bytes)
     assert between.capacity == 2 * 128  # the relayed tokens
-    assert within.workspace_bytes == flat.workspace_bytes  # as many landing zones, of own relays
+    assert within.workspace_bytes == flat.workspace_bytes  # equally many landing zones
     assert said.workspace_bytes == within.workspace_bytes > 0
     assert between.wire_bytes == 128 * 128  # XLA sends every token to the other host
     assert said.wire_bytes == between.wire_bytes + within.wire_bytes

@@ -1,7 +1,7 @@
 """vmap over an axis that is not the group's makes one exchange for the whole batch.
 
-Results equal those of the oracle for each element of the batch, which has its own routing, capacity
-and drops. Gradients equal those of the dense layer.
+Results equal the oracle's for each element of the batch. Elements have separate routings,
+capacities and drops. Gradients equal those of the dense layer.
 """
 
 import functools
@@ -195,7 +195,7 @@ def batch():
 
 @pytest.mark.exchanges(5)
 def test_grad_of_vmap_equals_that_of_the_dense_layer():
-    """With shared experts, and weights shared by the batch: their gradients sum over it."""
+    """The batch shares experts and weights, so their gradients are sums over the batch."""
     floats, ids, kept = batch()
     x, topk_weights, w = floats
     own = x, topk_weights[0], w[0]

@@ -12,7 +12,7 @@ from small_layer import LAYOUT, OF_FLOATS, route_args
 
 import jax_moe_a2a as ma
 
-# Not a power of two, and more ranks than some machines have devices; or the ranks that share a GPU.
+# The ranks that share a GPU, or else 3: not a power of two, and more than some machines' devices.
 RANKS = harness.RANKS_ON_ONE_GPU or 3
 GROUP = harness.vmapped_group(RANKS)
 
@@ -46,7 +46,7 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(0)
 def test_the_emulation_keeps_the_primitives_and_their_gradient():
-    """Differentiating the portable path instead would round differently."""
+    """A derivative of the portable path itself would round differently."""
     floats, ids, _ = arguments()
     gradient = jax.grad(small_layer.loss_of(emulated_layer(), ids), OF_FLOATS)
     assert small_layer.counts(gradient, *floats) == {

@@ -26,7 +26,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
 def fused(g, rows, weights, routing):
-    """Return (weights_i * G of each, <rows_i, G> of each) as one primitive."""
+    """Return all weights_i * G, and all <rows_i, G>, from one primitive."""
     results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,
@@ -63,7 +63,7 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-# The kernel weighs rows of whole 16-byte words; other rows are dispatched, and weighed by XLA.
+# The kernel weights rows of whole 16-byte words. Other rows are dispatched, and XLA weights them.
 IN_WORDS = (
     dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
     dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
@@ -72,8 +72,8 @@ LAYOUTS = (*cases.few_layouts(), *IN_WORDS[: None if harness.ON_GPU else 0])
 
 
 def exchanges_of(layout):
-    """Count the exchanges of both programs, including their routes. The fused program weighs one
-    pair of rows and weights at a time; XLA merges all dispatches of the other program."""
+    """Count the exchanges of both programs, including their routes. The fused program exchanges
+    once for each pair of rows and weights. In the other program, XLA merges all dispatches."""
     return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
 
 
@@ -99,7 +99,7 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
-# Transforms. On small integers in float32, so that sums are exact in any order.
+# Transforms. Numbers are small integers in float32, so that sums are exact in any order.
 
 
 def integers(*shape, seed=0):
@@ -200,7 +200,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
     weigh = of_all_ranks(fused)
 
     def mapped(*args):
-        # An element that nothing else makes a batch.
+        # `unused` makes a batch even if no other argument is batched.
         return jax.vmap(lambda unused, *args: weigh(*args), in_axes=(0, *axes))(
             np.zeros(BATCH), *args
         )

@@ -1,6 +1,6 @@
 """Compile the programs of `programs.py` for four H100 GPUs, and print the compiled table.
 
-make compiled                                  # install what this needs, and write table.txt
+make compiled                                  # install the requirements, and write table.txt
 python -m tests.compiled                       # print the table
 python -m tests.compiled --only statistics     # only programs with this word in their names
 python -m tests.compiled --hlo build/hlo       # write the optimized programs, too

@@ -1,8 +1,8 @@
 """Compile programs for four H100 GPUs on a machine without a GPU.
 
-XLA for GPUs is in jax's CUDA plugin, which can compile for GPUs that are described in text, without
-a GPU and without CUDA libraries. XLA then tunes nothing, so its products are Triton kernels. The
-package uses the fake driver (`tests/host_extension.py`). Import this module before jax.
+XLA for GPUs is in jax's CUDA plugin. The plugin can compile for GPUs described in a text, without a
+GPU or CUDA libraries. XLA then does no autotuning, so its products are Triton kernels. The package
+uses the fake driver (`tests/host_extension.py`). Import this module before jax.
 """
 
 import ctypes

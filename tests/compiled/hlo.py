@@ -117,7 +117,7 @@ class Module:
         return [inner for b in body for inner in self.fused(b)]
 
     def source(self, name):
-        """Return the instruction that computes a value, through instructions that only rename the
+        """Return the instruction that computes a value. Skip instructions that only rename the
         value."""
         i = self.by_name[name]
         while i.op in ("bitcast", "get-tuple-element", "opt-barrier"):
@@ -134,7 +134,7 @@ class Module:
         return " and ".join(sorted(ops.intersection(MOVES))) if ops <= {*MOVES, *PLAIN} else ""
 
     def shapes_of(self, i):
-        """Return the shapes that a kernel writes: only the parts that it updates in place."""
+        """Return the shapes that a kernel writes; of arrays updated in place, only the parts."""
         updates = [b.operands[1] for b in self.fused(i) if b.op == UPDATE]
         written = [s for name in updates for s in self.by_name[name].shapes]
         return " ".join(written or i.shapes)

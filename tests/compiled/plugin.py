@@ -14,7 +14,7 @@ FOLDER = ROOT / "build/compiled"
 
 
 def requirements():
-    """Return the versions that the extra `compiled` requires, by package."""
+    """Return, by package, the versions that the extra `compiled` requires."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["compiled"]
     return dict(requirement.split("==") for requirement in extra)

@@ -1,8 +1,8 @@
 """Define the programs of the compiled table.
 
-Sizes are those of Qwen3-30B-A3B with 3,072 tokens on each rank. The sizes determine the paths of
-calls, and hardly change the time of compilation. No other size of a program may equal its number of
-rows, because `hlo.py` recognizes passes over all rows of a buffer by this number.
+The sizes are from Qwen3-30B-A3B, with 3,072 tokens on each rank. The sizes determine the paths of
+calls, and hardly affect the compile time. The number of rows must differ from all other sizes of a
+program, because `hlo.py` recognizes passes over all rows by this number.
 """
 
 import functools
@@ -74,7 +74,7 @@ def capacity(mesh, num_tokens=TOKENS):
 
 
 def moe(params, x, *, statistics, in_fp8=False):
-    """Return the output of a layer, and the losses and the load if they are used."""
+    """Return the output of a layer and, if statistics are used, also the losses and the load."""
     params = params | dict(experts=params["experts"].in_fp8()) if in_fp8 else params
     y, found = ma.moe(x, **params, axes=AXIS)
     return (y, found.balance_loss + found.z_loss, found.load) if statistics else y
@@ -106,7 +106,7 @@ def frozen(mesh):
 
 
 def layers(mesh):
-    """Return the gradients of layers with stacked weights, whose activations are computed again."""
+    """Return the gradients of layers with stacked weights, with rematerialized activations."""
     num_layers = 4
     saved = jax.checkpoint_policies.save_only_these_names(
         ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME

@@ -7,9 +7,9 @@
     python -m tests.faults --list
 
 The outcome of a run is "error" (the error names the cause), "right", or FAILURE. A FAILURE is a
-wrong result, a hang, a process, descriptor or byte that remains, or an error that does not name the
-cause. The exit status is 1 if a run is a FAILURE. Faults while the kernels run are sequences of the
-emulator (`tests/emulation`).
+wrong result, a hang, a leaked process, descriptor or byte, or an error that does not name the
+cause. The exit status is 1 if a run is a FAILURE. The emulator (`tests/emulation`) tests faults
+while the kernels run.
 
 With MOE_A2A_TEST_LOGS=FOLDER the output of the processes of a FAILURE is kept.
 """

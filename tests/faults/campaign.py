@@ -15,7 +15,7 @@ import time
 from . import leaks, memory, programs
 from .workers import Run, Wrong, forks
 
-# The place of a kind is what runs when the fault happens.
+# The place of a kind says what runs when the fault happens.
 KINDS = {
     **{f"memory: {name}": kind for name, kind in memory.KINDS.items()},
     **{f"programs: {name}": kind for name, kind in programs.KINDS.items()},

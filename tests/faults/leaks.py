@@ -17,9 +17,8 @@ def mark():
 
 
 def processes():
-    """Return the ids of the processes that this process or one of its descendants has started, also
-    of those whose parent has ended. A process that has ended and was not waited for does not
-    count."""
+    """Return the ids of all descendants of this process, even if their parents have ended. Ended
+    processes that no process has waited for are left out."""
     mine = f"{MARK}={os.getpid()}".encode()
     found = set()
     for folder in PROC.iterdir():
@@ -32,8 +31,8 @@ def processes():
 
 
 def descriptors(process="self"):
-    """Return the targets of the open descriptors of a process by number, without the descriptor
-    that lists them."""
+    """Return the targets of the open descriptors of a process, by number. The descriptor that lists
+    them is left out."""
     found = {}
     for link in (PROC / str(process) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -56,7 +55,7 @@ class Before:
         self.descriptors = by_sort(descriptors())
 
     def left(self):
-        """Return what exists now and did not exist before, as a text for each sort."""
+        """Return what exists now but did not exist before, as one text for each sort."""
         found = {
             "processes": processes() - self.processes,
             "sockets": of_campaign(sockets().items() - self.sockets.items()),

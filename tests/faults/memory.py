@@ -1,6 +1,6 @@
-"""Faults while processes hand over the memory of their workspaces: the package with its host code,
-over the fake driver. GPUs are pretended, files replace JAX's coordination service, and no kernel
-runs.
+"""Inject faults while processes hand over the memory of their workspaces. The package runs with its
+host code over the fake driver. GPUs are pretended, files replace JAX's coordination service, and no
+kernel runs.
 
 Each process repeatedly opens, grows and closes the workspace of a group (`Member.churn`), like
 programs that are loaded and closed. A fault happens at a random time or in a random cycle.
@@ -35,7 +35,7 @@ TIMEOUT = 2.0  # of the group, in seconds
 FIRST_TIMEOUT = 4.0
 CLOSE = 5.0  # the bound of close(), in seconds
 CYCLES = 24
-MEMORY = "device memory"  # the name of the files that stand for it
+MEMORY = "device memory"  # the name of the files that represent it
 
 
 class Member(Inside):
@@ -65,7 +65,7 @@ class Member(Inside):
         self.closes = 0
         self.holds_interrupts = False
         self.mark()
-        self.before["socket:"] += 1  # the one that answers
+        self.before["socket:"] += 1  # the socket that answers requests
 
     # JAX's coordination service.
 
@@ -101,7 +101,7 @@ class Member(Inside):
 
     def churn(self, plan, pause, at=None, act=None, given=()):
         """Open and grow the workspace as the plan says, cycle after cycle, and close it at the end
-        of each cycle. In cycle `at`, call a method of this object before that."""
+        of each cycle. In cycle `at`, call a method of this object before the close."""
         self.reach(0)
         self.holds_interrupts = False
         try:
@@ -115,15 +115,15 @@ class Member(Inside):
                 self.close()
         finally:
             self.holds_interrupts = True
-            self.reach(len(plan))  # no process waits for this one
+            self.reach(len(plan))  # from now on, no process waits for this process
 
     def reach(self, cycle):
         (self.folder / f"reached{self.index}.new").write_text(str(cycle))
         (self.folder / f"reached{self.index}.new").rename(self.folder / f"reached{self.index}")
 
     def meet(self, cycle):
-        """Wait for the other processes before a close, as an exchange does, but raise no error if a
-        process is missing. The next opening will detect it."""
+        """Wait for the other processes before a close, as an exchange does. If a process is
+        missing, raise no error, because the next opening will detect this."""
         self.reach(cycle)
         end = time.monotonic() + self.group.timeout
         for index in set(range(jax.process_count())) - {self.index}:
@@ -134,7 +134,7 @@ class Member(Inside):
                 time.sleep(0.001)
 
     def close(self, timeout=CLOSE, times=1):
-        """Close both groups, so that in the end all processes have closed each group equally
+        """Close both groups. In the end, all processes must have closed each group equally
         often."""
         for _ in range(times):
             held, self.holds_interrupts = self.holds_interrupts, True  # until both are counted
@@ -181,8 +181,8 @@ class Member(Inside):
         self.opening = futures.ThreadPoolExecutor(1).submit(self.reserve, 64, split)
 
     def close_without_a_look(self, timeout):
-        """Close as if another thread had begun to open a workspace just after this thread had
-        looked at all workspaces."""
+        """Close as if another thread began to open a workspace right after this thread looked at
+        all workspaces."""
         native.wait = lambda *_: None
         self.group.close(timeout=timeout)
 
@@ -246,7 +246,7 @@ def plan_of(rng, cycles=CYCLES):
 
 
 def churn(run, at=None, act=None, given=(), pause=0.005, plan=None):
-    """Let all members churn. The victim calls `act` in cycle `at`, or follows a different plan."""
+    """Let all members churn. The victim calls `act` in cycle `at`, or has a different plan."""
     for worker in run.alive():
         is_victim = worker.index == run.victim
         mine = (at, act, given) if is_victim else ()
@@ -292,8 +292,8 @@ def judge(run, replies, start, *patterns, must_fail=False, also=()):
 
 
 def close_all(run):
-    """Close in all living members until all have closed equally often. No close may last longer
-    than its bound."""
+    """Close groups in all living members until all have closed equally often. No close may exceed
+    its bound."""
     closed = run.replies("close")
     counts = [reply.value for reply in closed]
     for worker, reply in zip(run.alive(), closed):
@@ -312,14 +312,14 @@ def go_on(run):
     """Open the group again in all members. All of them must then map the same memory."""
     close_all(run)
     run.all("reserve", 1000, True)
-    sizes = run.all("reserve", 1000)  # more than before: all members then have the same
+    sizes = run.all("reserve", 1000)  # more than before: then all sizes are equal
     mapped = run.all("mapped")
     if len(set(sizes)) != 1 or any(each != mapped[0] for each in mapped):
         raise Wrong(f"wrong: members map different memory: {sizes}, {mapped}")
 
 
 def end(run, *, together=True):
-    """Check that the members continue together, and close. Afterwards nothing may remain."""
+    """Check that the members continue together, and close them. Afterwards nothing may remain."""
     if together and len(run.alive()) == len(run.workers):
         go_on(run)
     close_all(run)
@@ -361,7 +361,7 @@ def acts(act, given=lambda rng: (), *patterns, is_fault=True, must_tell=None, **
       given: a function that maps the random choices to the arguments of the method.
       patterns: causes that an error may name instead of a process.
       is_fault: if False, no member may see an error.
-      must_tell: if not None, a member must see an error, and the clearest error has this text.
+      must_tell: if not None, a member must see an error, and the clearest one has this text.
       options: options of `finish`.
     """
 
@@ -386,7 +386,7 @@ def killed(run):
 
 
 def two_killed(run):
-    """Two of four processes are killed, one after the other."""
+    """Kill two of four processes, one after the other."""
     victim, start = in_the_middle(run, count=4)
     victim.kill()
     time.sleep(run.rng.uniform(0, 0.5) if run.rng.random() < 0.5 else 0)
@@ -405,7 +405,7 @@ def stopped_and_continued(run):
 
 
 def forked_children(run):
-    """The victim forks, and is killed in half of the runs; its children live on."""
+    """Let the victim fork. In half of the runs, kill it. Its children live on."""
     victim = begin(run)
     dies = run.rng.random() < 0.5
     churn(run, run.rng.randrange(1, 6), "fork", (run.rng.randint(1, 2),))
@@ -421,8 +421,8 @@ def forked_children(run):
 
 
 def with_another_notice(run, **victim_options):
-    """Start members, of which the victim publishes a changed notice. Return the replies about their
-    paths, and the reasons of the members that take the portable path."""
+    """Start members. The victim publishes a changed notice. Return the replies about their paths,
+    and the reasons of the members that take the portable path."""
     begin(run, victim_options=victim_options)
     time.sleep(at_random(run))
     replies = dict(enumerate(run.replies("path", seconds=60.0)))
@@ -434,7 +434,7 @@ def with_another_notice(run, **victim_options):
 
 
 def damaged_notice(run):
-    """All other processes see an error that names the victim."""
+    """Damage the victim's notice. All other processes must see an error that names the victim."""
     start = time.monotonic()
     replies, reasons = with_another_notice(run, damage=run.rng.choice(DAMAGES))
     if reasons:
@@ -448,8 +448,8 @@ def damaged_notice(run):
 
 
 def another_installation(*fields):
-    """Return a kind in which the victim publishes one of these fields. All take the portable path,
-    with the reason."""
+    """Return a kind in which the victim publishes one of these fields. All members take the
+    portable path, and give the reason."""
 
     def kind(run):
         start = time.monotonic()
@@ -464,7 +464,7 @@ def another_installation(*fields):
 
 
 def restarted_peer(run):
-    """The victim is killed and started again. The others close, and find the new process."""
+    """Kill the victim and start it again. The other members close, and find the new process."""
     victim, start = in_the_middle(run)
     victim.kill()
     outcome = judge(run, settle(run, bound_of(run)), start)
@@ -483,7 +483,7 @@ def restarted_peer(run):
 
 
 def never_comes(run):
-    """The victim does not announce itself, or late."""
+    """Let the victim announce itself late or never."""
     begin(run)
     is_late = run.rng.random() < 0.5
     start = time.monotonic()
@@ -502,7 +502,7 @@ def never_comes(run):
 
 
 def a_busy_device(run):
-    """The victim's device runs work without end, which close() does not wait for."""
+    """Let the victim's device run endless work. close() does not wait for this work."""
     victim = begin(run)
     run.all("reserve")
     start = time.monotonic()
@@ -518,7 +518,7 @@ def a_busy_device(run):
 
 
 def closes_while_it_opens(run):
-    """A thread waits for a stopped process; close() does not wait for this thread longer than its
+    """Let a thread wait for a stopped process. close() waits for this thread at most until its
     bound."""
     victim = begin(run, timeout=8.0)
     run.all("reserve")

@@ -1,5 +1,5 @@
-"""Modules of the workers: imported once, in the process from which they are forked. No backend of
-JAX starts here, so that each worker chooses its own."""
+"""Import the modules of the workers once, in the process that forks the workers. This module starts
+no JAX backend, so that each worker chooses its backend."""
 
 import host_extension
 

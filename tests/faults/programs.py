@@ -1,8 +1,8 @@
-"""Faults while programs exchange tokens: dispatch, experts and combine in several processes of JAX
-with one CPU device each. The portable path runs over gloo. tests/gpu/test_processes_failures.py
-tests the kernels.
+"""Inject faults while programs exchange tokens, with dispatch, experts and combine in several JAX
+processes with one CPU device each. The portable path runs over gloo.
+tests/gpu/test_processes_failures.py tests the kernels.
 
-Every result is compared with the sum that the process computes alone.
+Each process compares every result with a sum that it computes without an exchange.
 """
 
 import os
@@ -55,7 +55,7 @@ class Rank(Inside):
         self.programs = {}
 
     def compile(self, names):
-        """Compile programs before any of them runs: a process that compiles is late."""
+        """Compile programs before any of them runs, because a process that compiles is late."""
         for name in names:
             self.program(name)
 
@@ -74,7 +74,7 @@ class Rank(Inside):
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
         ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
-        if damage:  # an id that is no expert's counts as no choice
+        if damage:  # an id outside the range of experts is not a choice
             ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
         weights = 1 + np.arange(experts, dtype=np.float32) + step % 7
         first = 2 * self.ranks.index(self.index)
@@ -174,7 +174,7 @@ def exchange_around(between, group, x, ids, weights):
 
 
 def layer(group):
-    """An exchange in two halves, with a product in between, and a psum."""
+    """Return a program with a split exchange, a product between start and done, and a psum."""
 
     def on_rank(x, ids, weights):
         y, product = exchange_around(lambda x: x @ x.T, group, x, ids, weights)
@@ -205,7 +205,7 @@ def call_host(x):
 
 
 def callback_between(group):
-    """An exchange with a host callback between its start and its done."""
+    """Return a program with a host callback between the start and the done of an exchange."""
 
     def on_rank(x, ids, weights):
         y, told = exchange_around(call_host, group, x, ids, weights)
@@ -218,9 +218,9 @@ def callback_between(group):
 
 
 def reserved_port(run):
-    """Return a port that no other program gets during the run, because a socket that does not
-    listen is bound to it. The coordinator's server can share the port, because gRPC sets
-    SO_REUSEPORT, and a socket that does not listen accepts no connection."""
+    """Return a port that no other program gets during the run. A socket that does not listen is
+    bound to it, and accepts no connection. The coordinator's server can share the port, because
+    gRPC sets SO_REUSEPORT."""
     keeper = run.kept.enter_context(socket.socket())
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keeper.bind(("127.0.0.1", 0))
@@ -245,8 +245,8 @@ def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
 
 
 def churn(run, at=None, act=None, given=(), of_others=None, victims=()):
-    """Let all processes call the programs. In step `at`, the victims first call `act`. The other
-    processes also call it if they have arguments for it."""
+    """Let all processes call the programs. In step `at`, the victims first call `act`. If
+    `of_others` has arguments, the other processes call it, too."""
     for worker in run.alive():
         own = given if worker.index in (victims or [run.victim]) else of_others
         worker.say("churn", run.names, STEPS, *([] if own is None else [at, act, own]))
@@ -275,7 +275,7 @@ def close(run):
             raise Wrong(f"close() in process {worker.index}: {closed.error}")
 
 
-# How gloo and a kernel report that a process is missing.
+# The messages of gloo and of a kernel about a missing process.
 MISSING = (
     "connection (closed|reset) by peer",
     "connection refused|broken pipe",
@@ -294,7 +294,7 @@ def survivors_go_on(run):
 
 
 def die(run, kill, start=None):
-    """Let the victim end. The others get an error, or have finished before, and continue."""
+    """Let the victim end. The others continue after an error, or after they have finished."""
     kill(run.workers[run.victim])
     run.workers[run.victim].is_dead = True
     outcome = settle(run, *MISSING, start=start or time.monotonic())
@@ -318,7 +318,7 @@ def acts(act, given, *patterns, of_others=None, undo=None, **options):
       patterns: causes that an error may name.
       of_others: arguments for the other processes, if they also call the method.
       undo: a method and arguments, called in all processes at the end.
-      options: those of `begin`.
+      options: options of `begin`.
     """
 
     def kind(run):
@@ -346,13 +346,13 @@ def a_killed_host(run):
         victim.signal(signal.SIGKILL)
     for victim in run.workers[2:]:
         victim.kill()
-    # The other host cannot continue, because a group over it would use the communicator that has
-    # broken.
+    # The other host cannot continue, because a group over its processes would use the broken
+    # communicator.
     return settle(run, *MISSING, start=start)
 
 
 def a_late_host(run):
-    """Let the second of two hosts be later than the collectives of XLA wait."""
+    """Let the second of two hosts arrive after the timeout of XLA's collectives."""
     begin(run, count=4, hosts=2)
     start = time.monotonic()
     churn(run, 1, "sleep", (COLLECTIVE + 3,), victims=(2, 3))
@@ -360,7 +360,7 @@ def a_late_host(run):
 
 
 def exits_between_start_and_done(run):
-    """The victim ends in a host callback between the start and the done of an exchange."""
+    """Let the victim end in a host callback between the start and the done of an exchange."""
     name = "callback_between"
     begin(run, name)
     at = run.rng.randrange(1, STEPS)
@@ -394,7 +394,7 @@ KINDS = {
     "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
     "a delay": acts("sleep", any_delay),
-    # The victim calls nothing more, and the others wait for it.
+    # The victim makes no more calls, and the other processes wait for it.
     "a program that raises": acts(
         "fail", lambda rng, at: (), "an error of the program", *MISSING
     ),

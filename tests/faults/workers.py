@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Wrong(Exception):
-    """A run whose outcome is a failure: a wrong result, a hang, a leak or an unclear error."""
+    """The failure of a run: a wrong result, a hang, a leak or an unclear error."""
 
 
 class Ended(Wrong):
@@ -54,7 +54,7 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.preload"])
     path = map(str, (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])))
-    # The flags are those of `conftest.py`. Each worker has one device.
+    # These are the flags of `conftest.py`. Each worker has one device.
     variables = dict(PYTHONPATH=os.pathsep.join(path), XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
     with environment.restored():
         os.environ.update(variables)
@@ -74,7 +74,7 @@ class Inside:
         self.before = leaks.by_sort(leaks.descriptors())
 
     def left(self):
-        """Return the descriptors that did not exist at the last `mark`, by sort."""
+        """Return, by sort, the descriptors that did not exist at the last `mark`."""
         end = time.monotonic() + 3.0  # a thread may still hold a connection
         while True:
             more = leaks.by_sort(leaks.descriptors()) - self.before
@@ -115,8 +115,8 @@ class Inside:
 
 
 def work(make, connection, log, arguments):
-    """Answer commands until the connection ends. `make` returns the object that has them as
-    methods."""
+    """Answer commands until the connection ends. `make` returns an object whose methods are the
+    commands."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1), os.dup2(output, 2), os.close(output)
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -264,7 +264,7 @@ class Run:
             worker.kill()
 
     def close(self, but=()):
-        """Let all processes except these end. A remaining process or descriptor is a failure."""
+        """Let all processes end, except these. A remaining process or descriptor is a failure."""
         for worker, left in zip(self.alive(), self.all("left")):
             if any(left.values()):
                 raise Wrong(f"leak in process {worker.index}: {left}")

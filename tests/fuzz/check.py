@@ -1,8 +1,7 @@
 """Run the fuzzer's programs on the package and on the oracle, and compare all results.
 
-Moved data and sums without weights are compared bit for bit. Sums with weights that are powers of
-two are also compared bit for bit, because no product is rounded. For other weights `oracle.combine`
-returns the slack.
+Moved data and sums without weights are compared bit for bit. So are sums with weights that are
+powers of two, because no product is rounded. For other weights, `oracle.combine` returns the slack.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """Exchange one rank's arrays by name, and return (Recv, sums)."""
+    """Exchange one rank's arrays, a dict by name, and return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     routed = draw.routed_by(p, group)
@@ -118,8 +117,8 @@ def compiled(program):
 
 @functools.cache
 def rounds_twice():
-    """Return whether XLA rounds float64 to float16 through float32, as on a CPU without arithmetic
-    in float16."""
+    """Return True if XLA rounds float64 to float16 through float32, as it does on CPUs without
+    float16 arithmetic."""
     with jax.enable_x64(True):
         above_a_tie = jnp.full(8, 1 + 2.0**-11 + 2.0**-40, jnp.float64)
         return bool((jax.jit(lambda x: x.astype(jnp.float16))(above_a_tie) == 1).all())
@@ -131,7 +130,7 @@ def through_float16(x):
 
 
 def rounded_to(fmt, x, dtype):
-    """Encode numbers in a format and decode them, with the oracle."""
+    """Encode numbers in a format and decode them again, with the oracle."""
     return format_oracle.decode(fmt, *format_oracle.encode(fmt, x), dtype).reshape(x.shape)
 
 
@@ -180,8 +179,8 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """Apply fn(*arrays, routing) to each domain and join the results: one domain of all ranks,
-        or one domain for each rank."""
+        """Apply fn(*arrays, routing) to each domain and join the results. A domain is all ranks, or
+        one rank."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -287,7 +286,7 @@ class Expected:
 
     def check_recv(self, recv):
         p, same = self.program, harness.assert_same_bytes
-        # Compared as Python integers: uint64 has no larger dtype.
+        # Compare Python integers, because no dtype is larger than uint64.
         is_invalid = [
             [not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in self.args["ids"]
         ]
@@ -392,7 +391,7 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Check the cotangents of the weights that travel with the rows, and of a combine that uses
+        """Check the cotangents of weights that travel with the rows, and of the combine's use of
         them."""
         total = self.directions["weights"]
         if of_row_weights is not None:
@@ -411,8 +410,8 @@ class Expected:
                 self.check_close(cotangents[name], total[at], own, name)
 
     def check_close(self, actual, expected, slack, name):
-        """Check equality up to the slack and, if the slack is not zero, one rounding to the dtype
-        of ``actual``."""
+        """Check equality up to the slack. If the slack is not zero, also allow one rounding to the
+        dtype of ``actual``."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

@@ -1,4 +1,4 @@
-"""Differentiate a function of a dict of floats, in each of the ways that a program draws."""
+"""Differentiate a function of a dict of floats, in the way that a program has drawn."""
 
 import jax
 import oracle
@@ -77,7 +77,7 @@ def expected(how, value, gradient, floats, tangents):
     Args:
       value: floats -> {"y": array}.
       gradient: floats -> their cotangents.
-      tangents: those of the floats, if `how` needs any.
+      tangents: tangents of the floats, if `how` needs them.
     """
     found = value(floats)
     wanted = results_of(how, list(floats))

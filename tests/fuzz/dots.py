@@ -21,8 +21,8 @@ NAMES = ("rows", "w")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static numbers and options of products. All arrays have a rank axis, because products run
-    on several devices, or on one device with an additional vmap."""
+    """The static numbers and options of products. All arrays have a rank axis. Products run on
+    several devices, or on one device with an additional vmap over ranks."""
 
     place: places.Place
     capacity: int
@@ -72,8 +72,8 @@ def program(seed, number, *, has_mesh=True):
     vmaps = tuple(one_of((1, 2, 3)) for _ in range(one_of((0, 0, 1, 1, 2, 2, 3))))
     axes = []
     for _ in vmaps:
-        # The array that this vmap receives also has the axes of the vmaps inside it. Draw any
-        # position that exists.
+        # The array that this vmap receives also has the axes of the inner vmaps. Draw any existing
+        # position.
         own = [None, None, None]
         while own == [None, None, None]:
             own = [int(rng.integers(3)), int(rng.integers(4)), int(rng.integers(2))]
@@ -154,8 +154,8 @@ def compiled(program):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one run by name, [R, *axes of vmaps, ...]. An array that a vmap does not batch
-    has an axis of size 1 for this vmap."""
+    """The arrays of one run by name, [R, *axes of vmaps, ...]. If a vmap does not batch an array,
+    the array has an axis of size 1 for this vmap."""
 
     arrays: dict[str, np.ndarray]
     names: list[str]
@@ -235,8 +235,8 @@ def canonical(p, kind, array):
 
 
 def axes_of_vmaps(p, kind):
-    """Return for each vmap that batches the array, the outermost first: its axis in the array of
-    the program, and its axis if the axes of all vmaps come first."""
+    """Return two axes for each vmap that batches the array, the outermost first: its axis in the
+    program's array, and its axis if the axes of all vmaps come first."""
     at = (*NAMES, "sizes").index(kind)
     axes = [axes[at] for axes in p.axes if axes[at] is not None]
     return [(1 + number + axis, 1 + number) for number, axis in enumerate(axes)]

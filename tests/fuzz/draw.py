@@ -1,7 +1,7 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
 A program consists of static choices, so it is compiled once. It runs with several routings. Every
-draw depends only on the seed and its number, so a failure repeats without the draws before it.
+draw depends only on the seed and its number, so a failure can be repeated without earlier draws.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ WIRE_DTYPES = (*FORMAT_DTYPES, "float8_e4m3fn", "float8_e5m2")
 ID_DTYPES = ("int8", "int16", "int32", "int32", "int32", "uint8", "uint16", "uint32")
 MOST_CHOICES = 32
 TRACED_SCALE = 0.37
-# XLA of this version crashes on any jitted shard_map over several devices that has an argument
-# without elements and an argument with elements.
+# XLA of this version crashes on a jitted shard_map over several devices if some of its arguments
+# have no elements and others have elements.
 NO_EMPTY_ARRAYS = "0.11.2"
 
 
@@ -77,8 +77,8 @@ class Sizes:
 
     @property
     def is_empty(self):
-        """Return True if no exchange has data to move, or if ids without elements would end the
-        process on a mesh."""
+        """Return True if no exchange has data to move, or if ids without elements would crash a
+        process with a mesh."""
         choices = self.top_k + (self.shared_expert and jaxlib.__version__ != NO_EMPTY_ARRAYS)
         return 0 in (self.tokens, choices, self.rows)
 
@@ -96,7 +96,7 @@ class Routed(Sizes):
     has_traced_scale: bool
     is_routed_first: bool
     has_load: bool
-    batched: tuple[str, ...]  # some of ids, x, weights, and y or experts
+    batched: tuple[str, ...]  # some of ids, x and weights, and y or experts
     derivative: str | None
 
     @property
@@ -119,7 +119,7 @@ class Routed(Sizes):
         return np.broadcast_to(1.0 if given is None else given, shape)
 
     def format_with(self, scale):
-        """Return the format, with this global scale if the program traces it; or None."""
+        """Return the format or None. If the program traces the global scale, it is `scale`."""
         return ma.NvFp4(global_scale=scale) if self.has_traced_scale else FORMATS.get(self.format)
 
 
@@ -190,7 +190,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # A format as wire dtype of the gradient has the same requirements for x as a token format.
+    # If a format is the gradient's wire dtype, it requires the same of x as a token format.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:
@@ -224,8 +224,8 @@ def program(seed, number, *, has_mesh=True):
     scale_of = one_of(rng, ("format", "tensor", "token", "token")) if fmt == "nv" else "format"
     is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
     if is_empty or not has_mesh:
-        # Gradients of empty arrays in shard_map may not compile (XLA of jax 0.12.0.1), without this
-        # package too: "'func.call' op expected at least one operand of
+        # Gradients of empty arrays in shard_map may not compile (XLA of jax 0.12.0.1), even without
+        # this package: "'func.call' op expected at least one operand of
         # @xla.sdy.manual_computation_body to be produced by ...".
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
@@ -334,7 +334,7 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Draw ids from a drawn set of experts, so that experts crowd, repeat and miss."""
+    """Draw ids from a drawn set of experts: ids crowd on experts, repeat, and leave experts out."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)
@@ -352,8 +352,8 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # An id that the dtype cannot hold becomes another id that sends nothing; -1 too, if it is
-    # unsigned.
+    # An id that the dtype cannot hold becomes another id that sends nothing. In an unsigned dtype,
+    # so does -1.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -370,7 +370,7 @@ def routings_of(program, ids):
 
 
 def has_row(program, routings):
-    """Return which choices of the domains of `routings_of` have a row, [R, T, K']."""
+    """Return True for choices with a row, [R, T, K'], from the domains of `routings_of`."""
     kept = np.concatenate([r.choice_row for r in routings]) >= 0
     if program.replicated:  # arrays of tokens are the same on all ranks
         kept = np.broadcast_to(kept.any(axis=0), kept.shape)
@@ -394,7 +394,7 @@ def routed_by(program, group):
 
 
 def axis_of(name):
-    """Return the name in `batched` that includes an input."""
+    """Return the name in `batched` to which an input belongs."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "shared_weights", "y_weights", "scales"):
@@ -508,7 +508,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """Draw tokens: any bits if they only move; numbers of many sizes for a format."""
+    """Draw tokens: any bits if tokens only move, or numbers of many sizes for a format."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(

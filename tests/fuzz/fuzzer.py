@@ -12,13 +12,13 @@ import jax
 
 from . import check, dots, draw, layers
 
-RUNS = 16  # runs of a program, each with another routing; together they take less than to compile
+RUNS = 16  # runs of a program, each with another routing; all take less time than compilation
 REPORT_EVERY = 30  # seconds
-FORGET_EVERY = 50  # programs: JAX keeps what it has traced
+FORGET_EVERY = 50  # programs, because JAX keeps all traces
 
 
 class Kind(typing.NamedTuple):
-    """A kind of programs: how a program is drawn and run."""
+    """A kind of programs, with the functions that draw and run one."""
 
     share: float  # share of the programs
     program: typing.Callable  # (seed, number, has_mesh) -> program

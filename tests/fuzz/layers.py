@@ -21,7 +21,7 @@ EXPERTS = ("w_in", "w_out", "b_in", "b_out", "p")
 OF_TOKENS = ("x", "topk_weights", "shared_weights")
 
 # By name: the activation, the oracle's activation, columns of the first product per column of the
-# second, and the axes after the rank of the array `p` that the activation reads (None: it reads no
+# second, and the axes of the array `p` that the activation reads, after the rank axis (None: no
 # array).
 
 
@@ -75,16 +75,16 @@ ACTIVATIONS = {
 }
 
 
-# A positive function that grows like the values and derivatives of all activations. Applied to sums
-# of magnitudes, it bounds the error of roundings up to a factor.
+# A positive majorant of the values and derivatives of all activations, up to a factor. Applied to
+# sums of magnitudes, it bounds the errors of roundings.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-# In roundings of the dtype, times the majorant. In 45,000 layers and products, one error was above
-# 6, in a sum of 360 rows (seed 601, program 1931).
+# The unit is a rounding of the dtype times the majorant. In 45,000 layers and products, one error
+# was above 6, in a sum of 360 rows (seed 601, program 1931).
 MOST_ROUNDINGS = 12
 
 POLICIES = {
@@ -126,7 +126,7 @@ class Program(draw.Routed):
         return ["ids", *(["scale"] * self.has_traced_scale)]
 
     def is_batched(self, name):
-        """Return True if the elements of the batch differ in an input or direction."""
+        """Return True if an input or direction differs between elements of the batch."""
         if not self.batch or name == "scale":
             return False
         name = name.removeprefix("v.")
@@ -237,10 +237,10 @@ def program(seed, number, *, has_mesh=True):
 
 
 def with_parts(rng, program):
-    """Draw chunks and a placement for a program in which they drop no choices.
+    """Draw chunks and a placement for a program, such that no choices are dropped.
 
     Both may move work between ranks, which changes the partial sums of replicated tokens. A replica
-    reads the `p` of its own rank, which differs from the `p` of the home rank.
+    reads the `p` of its rank, which differs from the `p` of the expert's home rank.
     """
     p = program
     has_routing = p.is_routed_first or p.has_load or p.place.hosts
@@ -369,7 +369,7 @@ def inputs(program, seed, number, run):
         return np.stack(own, axis=1) if p.is_batched(name) else own[0]
 
     def is_read(name):
-        """Return masks for each element that has the array: [[R, T]] or [[R, T, K]]."""
+        """Return a mask for each element that has the array: [[R, T]] or [[R, T, K]]."""
         masks = []
         for own in routings:
             has_row = draw.has_row(p, own[0])
@@ -564,8 +564,8 @@ def run(program, given, fn):
 
 
 def may_be_infinite(slack, dtype, wire=None):
-    """Return which numbers are not compared. A slack is a number of roundings of the sum of the
-    sizes of all terms. If this sum exceeds the largest number of the layer's dtype or of the wire
+    """Return True for numbers that are not compared. A slack is a multiple of the sum of the
+    magnitudes of all terms. If this sum exceeds the largest number of the layer's dtype or wire
     dtype, terms may be infinite."""
     largest = lambda dtype: oracle.epsilon(dtype) * float(ml_dtypes.finfo(dtype).max)
     found = slack > MOST_ROUNDINGS * largest(cases.dtype(dtype))

@@ -40,8 +40,7 @@ class Part:
 
 
 def work(seed, connection, output):
-    """Send the results: first an empty result, and then the result of each program whose number
-    arrives."""
+    """Send an empty result first, and then the result of each program whose number arrives."""
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -56,8 +55,8 @@ def work(seed, connection, output):
 def fuzz(seed, seconds, processes, report, kinds=None):
     """Run programs of a seed in several processes for a number of seconds; return `fuzzer.Done`.
 
-    If a process ends or hangs in a program, this is a failure of the program, and a new process
-    continues with the next program.
+    If a process ends or hangs in a program, the program has failed, and a new process continues
+    with the next program.
     """
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     numbers, total = fuzzer.numbers_of(seed, kinds), fuzzer.Done()
@@ -96,7 +95,7 @@ def fuzz(seed, seconds, processes, report, kinds=None):
 
 
 def watch(part, seed, is_ready):
-    """Return what a process has run, or None while it runs a program. End it if it hangs."""
+    """Return the result of a process, or None while it runs a program. End a process that hangs."""
     if is_ready:
         try:
             return part.connection.recv()

@@ -61,11 +61,11 @@ class Place:
         return Mesh(devices, axes, axis_types=(kind,) * len(axes))
 
     def over_ranks(self, fn, in_batched, out_batched):
-        """Return `fn`, which maps dicts of one element of one rank to a dict, as a function of all
-        elements and ranks.
+        """Return `fn` mapped over all elements and ranks. `fn` maps dicts of one element of one
+        rank to a dict.
 
         Args:
-          in_batched: for each argument a dict with the names in it: True if elements differ.
+          in_batched: a dict by name for each argument, with True if elements differ.
           out_batched: the same for the result.
         """
         if self.batch and not self.has_domains:

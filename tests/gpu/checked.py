@@ -1,18 +1,18 @@
 """Define exchanges that check themselves on the device.
 
 All moved values are hashes of (step, rank, token, ...). Every rank therefore knows without
-communication which values must arrive, and detects a row of a wrong step, rank or token. The
-numbers are small integers, so that sums are exact in any dtype and order.
+communication which values must arrive, and detects rows of a wrong step, rank or token. The numbers
+are small integers, so sums are exact in any dtype and order.
 
 A program accepts and returns a state: the step, which increases with every exchange, and the number
-of wrong values so far. Thousands of calls run without traffic to the host, which reads the counts
-once, at the end.
+of wrong values so far. Thousands of calls run without traffic to the host. The host reads the
+counts once, at the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
-group's axis instead of a shard_map over a mesh. In this mode, the exchanges of the first call are
-counted, which must not be 0 if the program has primitives of this package. Each later call adds
-this number, and `assert_right` compares the sum with the workspace's counters. This way no test
-passes because its calls took the portable path.
+group's axis instead of a shard_map over a mesh. In this mode, the first call counts its exchanges.
+Their number must not be 0 if the program has primitives of this package. Each later call adds this
+number, and `assert_right` compares the sum with the workspace's counters. Tests whose calls take
+the portable path therefore fail.
 """
 
 import collections
@@ -86,7 +86,7 @@ GROUP = new_group()
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static numbers of an exchange. The capacity is such that nothing is dropped."""
+    """The static numbers of an exchange. The capacity is so large that nothing is dropped."""
 
     tokens: int = 128
     hidden: int = 256
@@ -94,13 +94,13 @@ class Shape:
     local_experts: int = 2
     dtype: str = "bfloat16"
     alignment: int = 1
-    format: object = None  # of 8 bits: it keeps the small integers of tokens
+    format: object = None  # of 8 bits, in which the small integers of tokens are exact
     wire: object = None  # a format of partial sums
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape. If the landing zones of all ranks on one GPU would need too much memory,
-    the shape has fewer tokens.
+    """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU would need
+    too much memory.
 
     Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
     the number of ranks.
@@ -140,10 +140,10 @@ MANY_CHUNKS = Shape(tokens=512)
 class Counts(NamedTuple):
     """The numbers of errors: int32 [] on a device, [ranks] on the host."""
 
-    wrong: object  # elements with a plausible value that is not the right one
-    lost: object  # elements with NaN, or tags with zero, where something else belongs
-    misplaced: object  # rows, sizes or counts of the routing that are not the definition's
-    unsafe: object  # integers outside their range: using them as size or index would be an error
+    wrong: object  # elements with a plausible but wrong value
+    lost: object  # elements that are NaN, or tags that are zero, in place of a value
+    misplaced: object  # rows, sizes or counts that differ from the definition of the routing
+    unsafe: object  # integers outside their range, which must not be used as size or index
 
 
 def counted(**found):
@@ -153,7 +153,7 @@ def counted(**found):
     )
 
 
-# Numbers that every rank knows. Arguments broadcast.
+# Numbers that every rank can compute. Arguments broadcast.
 
 
 def hashed(*values):
@@ -174,7 +174,7 @@ def ids_at(shape, num_ranks, step, rank, token, k):
 
 
 def tokens_at(shape, step, rank, token):
-    """Return a token's row [..., hidden] of 0, 1, 2 and 3."""
+    """Return a token's row [..., hidden], whose numbers are 0, 1, 2 or 3."""
     index = jnp.arange(shape.hidden)
     mixed = hashed(2, step, jnp.asarray(rank)[..., None], jnp.asarray(token)[..., None], index)
     return ((mixed >> 9) % 4).astype(shape.dtype)
@@ -242,7 +242,7 @@ def dispatch(shape, group, step, routing):
 
 
 def routed_dispatch(shape, group, step):
-    """Dispatch with ids in place of a routing: one launch, if tokens are few."""
+    """Dispatch with ids in place of a routing. With few tokens, this is one launch."""
     return ma.dispatch(
         payload(shape, group, step),
         own_ids(shape, group, step),
@@ -259,12 +259,12 @@ def dispatch_start(shape, group, step, routing):
 
 def mark_of(rank):
     """Return the number that experts of a rank add to rows. Sums of few choices stay exact in
-    bfloat16, because it has all integers up to 256."""
+    bfloat16, which holds all integers up to 256."""
     return rank % 8
 
 
 def expert_output(rows, routing, group):
-    """Return rows that identify the expert's rank, with NaN where no kernel may read."""
+    """Return rows that identify the expert's rank. Rows that no kernel may read are NaN."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -312,7 +312,7 @@ def count_sums(shape, group, step, ids, out):
     ranks = ids // shape.local_experts
 
     def partial(rank):
-        """Return the sum of a token at one rank; over all ranks if `rank` is None."""
+        """Return the sum of a token at one rank, or over all ranks if `rank` is None."""
         at = True if rank is None else ranks == rank
         mine = jnp.where(at, weights, 0)
         marked = [x + mark_of(ranks[:, k, None]) for k in range(shape.top_k)]
@@ -327,8 +327,8 @@ def count_sums(shape, group, step, ids, out):
 
 
 def count_routing(shape, group, step, routing):
-    """Count wrong rows of a routing: all choices for this rank's experts, by expert, source, token
-    and k."""
+    """Count wrong rows of a routing. Its rows are the choices for this rank's experts, by expert,
+    source, token and k."""
     num_ranks, capacity = group.size, routing.capacity
     expert = my_rank(group) * shape.local_experts + jnp.arange(shape.local_experts)
     rank, token, k = (
@@ -377,14 +377,14 @@ def count_routing(shape, group, step, routing):
 
 
 def count_psum(group, step, size):
-    """Count wrong sums of a collective of `size` integers of each rank."""
+    """Count wrong sums of a psum of `size` integers of each rank."""
     index = jnp.arange(size)
     total = lax.psum(hashed(step, my_rank(group), index), group.axis_name)
     every = hashed(step, jnp.arange(group.size)[:, None], index)
     return counted(wrong=total != jnp.sum(every, axis=0, dtype=every.dtype))
 
 
-# How many exchanges ran.
+# The number of exchanges that ran.
 
 # The exchanges that have been called since a workspace opened. The key is the number of ranks that
 # share the GPU, because each number has its own workspace.
@@ -393,7 +393,7 @@ _noting = threading.Lock()
 
 
 def note(group, exchanges):
-    """Count exchanges that the group's workspaces were called with."""
+    """Count exchanges that were called on the group's workspaces."""
     with _noting:
         _noted[group.size] += exchanges
 
@@ -414,7 +414,7 @@ def close_all():
 
 
 def restart(group, **exchanges):
-    """Note that the counters of some workspaces of the group were set."""
+    """Note that a test has set the counters of some workspaces of the group."""
     with _noting:
         _noted[group.size] = dataclasses.replace(_noted[group.size], **exchanges)
 
@@ -426,7 +426,7 @@ def counters_of(group):
 
 
 def assert_counted(group=GROUP):
-    """Check that all exchanges that were called ran in the kernels, if all ranks share one GPU.
+    """If all ranks share one GPU, check that all called exchanges ran in the kernels.
 
     Nothing of the group may be under way.
     """
@@ -437,8 +437,8 @@ def assert_counted(group=GROUP):
 
 
 class Noted:
-    """A compiled program that counts the exchanges of each call. If the number is not stated, the
-    counters after the first call give it."""
+    """A compiled program that counts the exchanges of each call. If the number is not stated, it is
+    read from the counters after the first call."""
 
     def __init__(self, program, group, exchanges=None):
         self.program, self.group, self.exchanges = program, group, exchanges
@@ -500,7 +500,7 @@ def route_only(shape, group, step):
 
 
 def dispatch_only(shape, group, step):
-    """Dispatch without using the result, so that the combine is eliminated."""
+    """Dispatch without a use of the sums, so that XLA eliminates the combine."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
@@ -520,7 +520,7 @@ def two_dispatches_first(shape, group, step):
     )
 
 
-# Orders with a routing made elsewhere, of step 0.
+# Orders that get the routing of step 0, which another program made.
 
 
 def dispatch_given(shape, group, step, routing):
@@ -565,8 +565,7 @@ def on_all_ranks(fn, group, exchanges=None, **jit_options):
 
 class MetProgram:
     """A program of several processes, which wait until all of them have compiled it. Otherwise the
-    kernels of the first process would wait longer than their timeout for the compiler of the last
-    process.
+    first process's kernels could time out while the last process compiles.
     """
 
     def __init__(self, program):
@@ -601,8 +600,8 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """Return a program: state -> the sum of the rows that a dispatch delivers to all ranks, by a
-    psum; the same float32 on each rank."""
+    """Return a program that maps the state to a psum of all rows that a dispatch delivers. This
+    float32 is equal on all ranks."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -723,18 +722,18 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # The record of a stopped rank says less than the record of the rank that has failed.
+    # The record of the rank that failed says more than the record of a rank that was stopped.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))
 
 
 def assert_stopped(failed, run, group, shown="lost"):
-    """Check a call that a slow rank has stopped: it ended in time and without a wrong number, and
-    the group stays stopped and reports this at once."""
+    """Check a call that a slow rank has stopped. The call ended in time without a wrong number. The
+    group stays stopped, and later calls report this at once."""
     assert failed.seconds < group.timeout + 1, failed
     assert failed.counts is not None and failed.is_never_wrong(), failed
     assert getattr(failed.counts, shown).all(), failed
-    # The late rank's process knows only the poison.
+    # The late rank's process only sees the poison.
     with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
         group.check()
     again = outcome(lambda: run(begin()), group)

@@ -1,5 +1,4 @@
-"""Provide what every test in this folder needs: several GPUs, and kernels that were built with test
-hooks.
+"""Provide the requirements of tests in this folder: several GPUs, and kernels with test hooks.
 
 Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
 MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
@@ -16,8 +15,7 @@ from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent
-# More than any test takes, even if many ranks share a GPU, because no signal ends a wait inside
-# XLA.
+# Longer than any test, even if many ranks share a GPU, because no signal ends a wait inside XLA.
 TEST_SECONDS = 90 * harness.TIMES_SLOWER
 
 
@@ -34,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail, and do not skip, if the machine or the build is unfit: users who ask for these tests
+    """Fail, and do not skip, if the machine or the build is unfit. Users who request these tests
     must not believe that they ran."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:

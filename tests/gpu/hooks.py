@@ -29,7 +29,7 @@ def enumeration(source, name):
 Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
 Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
 
-# The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
+# The phases that the kernels can delay. In other phases, a rank waits for a rank in one of these.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.
@@ -65,7 +65,7 @@ def set_hooks(
     with nothing_under_way():
         of_all = delayed if rank is None else (0, 0)
         set_hooks_of(group, -1, mutation, *of_all, depth, kind)
-        if rank is not None:  # a rank of another process has its hooks set there
+        if rank is not None:  # another process sets the hooks of its ranks
             set_hooks_of(group, rank, mutation, *delayed, depth, kind)
 
 
@@ -83,7 +83,7 @@ def set_epoch_of(group, index, epoch, kind=native.WHOLE):
 
 
 def set_credits_of(group, index, epoch):
-    """Set the credits of a rank as if its peers had read all its rows up to `epoch`."""
+    """Set the credits of a rank, as if its peers had read all its rows up to `epoch`."""
     native._raise(native._native.set_credits(*group.topology, native.WHOLE, index, epoch))
 
 

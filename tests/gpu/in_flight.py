@@ -19,7 +19,7 @@ def in_order(inflights, *arrays):
 
 
 def check_dispatch(shape, group, step, inflight):
-    """Return (what was received, counts)."""
+    """Finish a dispatch; return (Recv, counts)."""
     recv = ma.dispatch_done(inflight)
     return recv, checked.count_rows(shape, step, recv)
 
@@ -45,7 +45,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Multiply matrices that the compiler does not know; all elements are one."""
+    """Multiply matrices of ones, which the compiler does not know."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
@@ -83,8 +83,8 @@ def random_script(seed, num_actions=14, most=4):
 
 
 def scripted(script):
-    """Return an order that makes the actions of a script, (name, index), in turn. A done has the
-    index of its exchange in flight. The done of a dispatch also starts a combine."""
+    """Return an order that performs the actions (name, index) of a script in turn. The index of a
+    done is that of its exchange in flight. The done of a dispatch also starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -15,8 +15,8 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Tokens of a rank, an even number: with the worst-case capacity, all ranks together have rows in
-# proportion to the square of their number.
+# Tokens of a rank, an even number. With the worst-case capacity, the rows of all ranks grow with
+# the square of the number of ranks.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
@@ -24,7 +24,7 @@ TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and no multipl
 STEPS = 500 if checked.ON_GPU else 3  # of a program
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
-POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn again
+POPULARITY_STEPS = 100  # the experts' popularity is drawn again after this many steps
 
 
 def random_numbers(group, step, salt):
@@ -83,8 +83,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids of which half are ordinary, and half are near or far outside both ends of the
-    range."""
+    """Return ids. Half are ordinary, and half are near or far outside both ends of the range."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -99,8 +98,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Return a routing to the experts with the largest b_e + Gumbel noise.
 
-    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below lead to the load
-    of the most even, the mean and the least even layer of DeepSeek-R1.
+    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the loads
+    of DeepSeek-R1's layers: the most even, the mean, and the least even.
     """
 
     def routing(group, step):
@@ -138,7 +137,7 @@ def ids_of(name_index, group, step):
 
 
 def program(take_step, **jit_options):
-    """Return (index of a routing, step, sums) -> the same after STEPS steps.
+    """Return a program from (index of a routing, step, sums) to their values after STEPS steps.
 
     ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
     program adds them up.

@@ -1,4 +1,4 @@
-"""Credit: nothing overwrites what has not been read, whatever the depth and the order of calls."""
+"""Credits: no data is overwritten before it is read, whatever the depth and the order of calls."""
 
 import random
 
@@ -24,8 +24,8 @@ def test_a_slow_reader_is_not_overwritten(depth):
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
-    """Repeat the run of the test above at depth 1, because at larger depths the heads of the calls
-    imply the credit."""
+    """Repeat the test above at depth 1. At larger depths, the heads of the calls imply the
+    credit."""
     run = checked.program()
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):

@@ -38,12 +38,12 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# The slow phase, ring halves, calls in a row; and the phases in which the other ranks then wait.
+# The slow phase, ring halves, calls in a row, and the phases in which the other ranks then wait.
 STALLS = {
     # The slow rank's chunks and head do not arrive. A rank that expects no chunk from it waits for
     # its head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # The slow rank reads for so long that it does not begin the next call.
+    # The slow rank reads for so long that it does not begin the next call in time.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
     # The slow rank posts no credit for its only ring half, and does not begin the next call.
     "reading_at_depth_1": (
@@ -111,7 +111,7 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """This also holds after a collective, which all ranks reach."""
+    """This also holds after a collective that all ranks reach."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)

@@ -10,8 +10,8 @@ from hooks import DELAYABLE, Mutation, Phase, hooked
 
 import jax_moe_a2a as ma
 
-# If a rank sends late, all other ranks already poll the flags. If ranks share one GPU, each has few
-# blocks, which begin to poll late.
+# If a rank sends late, all other ranks already poll the flags. If ranks share one GPU, each rank
+# has few blocks, and they begin to poll late.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
 AT_ONCE = checked.routed_dispatch_only
@@ -31,22 +31,22 @@ def case_of(order, tokens, hidden, top_k=1, dtype="float32", **options):
 
 
 CASES = {
-    # A chunk of one row of 16 KB, which takes long to write.
+    # A chunk is one row of 16 KB, which takes long to write.
     "rows": case_of(DISPATCH, 1024, 4096),
     "sums": case_of(COMBINE, 1024, 4096),
-    # A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
+    # A chunk is one row, which one bulk copy moves. It is read as soon as its flag is seen.
     "bulk_stores": case_of(DISPATCH, 512, 256)._replace(
         mutation=Mutation.FLAG_BEFORE_STORED, calls=500
     ),
-    # Rows of 32 KB, which take long to encode; and many tokens, of which several share a flag.
+    # Rows of 32 KB take long to encode. With many tokens, several tokens share a flag.
     "encoded_rows": case_of(DISPATCH, 1024, 8192, format=ma.MxFp8()),
     "encoded_rows_shared_flags": case_of(
         DISPATCH, 5000, 128, 2, "bfloat16", format=ma.BlockwiseFp8()
     ),
     "encoded_sums": case_of(COMBINE, 1024, 8192, 2, wire=ma.MxFp8()),
     "encoded_sums_shared_flags": case_of(COMBINE, 5000, 128, 2, "bfloat16", wire=ma.BlockwiseFp8()),
-    # The most tokens of one launch. A rank of four plans its received rows in less time than
-    # writing these rows takes.
+    # The most tokens of one launch. With four ranks, planning the received rows takes less time
+    # than writing them.
     **{
         f"at_once_{name}": case_of(AT_ONCE, 256, 32768, format=format)
         for name, format in FORMATS.items()
@@ -65,8 +65,7 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a case with the marks, and skipped if XLA encodes the partial sums of so many
-    ranks."""
+    """Return a case with the marks. Skip it if XLA encodes the partial sums, as for many ranks."""
     shape = CASES[name].shape
     lanes = (
         shape.top_k + checked.RANKS
@@ -80,7 +79,7 @@ def marked(name, *marks):
 def test_rows_have_arrived_when_their_flag_has(name):
     run = program(CASES[name])
     for phase in DELAYABLE:
-        checked.assert_right(run(checked.begin()))  # it opens the workspace
+        checked.assert_right(run(checked.begin()))  # opens the workspace
         with hooked(checked.GROUP, **{**LATE, "phase": phase}):
             checked.assert_right(checked.repeat(run, CASES[name].calls))
 

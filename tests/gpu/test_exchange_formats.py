@@ -11,7 +11,7 @@ FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """Every step has a different routing, with combines and dispatches of other shapes in
+    """Every step has a different routing. Combines and dispatches of other shapes run in
     between."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
@@ -19,8 +19,8 @@ def test_thousands_of_exchanges_with_a_format_show_no_error(name):
 
     def order(step):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
-        # The tokens differ, because with many ranks both make the same calls, which XLA would
-        # otherwise merge.
+        # The tokens differ. Otherwise, with many ranks, both would make equal calls, and XLA would
+        # merge them.
         step += 1
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 

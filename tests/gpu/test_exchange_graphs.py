@@ -27,7 +27,7 @@ def captured_group():
 
 
 def test_tens_of_thousands_of_replays_with_launches_between_are_right():
-    """20,000 times route, dispatch and combine; between the loops, calls that are not captured."""
+    """Route, dispatch and combine run 20,000 times. Between the loops, uncaptured calls run."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     launched = checked.program(OTHER)
@@ -51,7 +51,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Return results and gradients of one rank, of real numbers whose sums are never exact."""
+    """Return results and gradients of one rank, from real numbers whose sums are never exact."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)
@@ -105,7 +105,7 @@ def two_independent_exchanges(shape, group, step):
 
 
 def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
-    """In this mode, only the buffers that XLA knows order the nodes of a graph."""
+    """In this mode, a graph orders its nodes only by the buffers that XLA knows."""
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

@@ -1,5 +1,5 @@
-"""Ranks that make different calls get an error that says this, and never a wrong result or a
-hang."""
+"""Ranks that make different calls get an error that says so. They never hang or get a wrong
+result."""
 
 import concurrent.futures
 import functools
@@ -61,8 +61,8 @@ def in_order(first, second):
     return both
 
 
-# The calls of rank 0, and the calls of the other ranks. Both calls of a pair raise the same number
-# of flags, except in the last pair.
+# Pairs: the calls of rank 0, and the calls of the other ranks. Except in the last pair, both raise
+# the same number of flags.
 CASES = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -79,8 +79,8 @@ CASES = {
 
 @functools.cache
 def routing():
-    """Return the routing of step 0. It is made once, because in several processes its program's
-    first call is a meeting."""
+    """Return the routing of step 0. It is made once, because with several processes the program's
+    first call is a meeting of all processes."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 

@@ -1,5 +1,4 @@
-"""All ranks on one GPU: tests of what only this mode has, and that no test passes without the
-kernels."""
+"""Test what only exists with all ranks on one GPU, and that no test passes without the kernels."""
 
 import checked
 import jax
@@ -20,7 +19,7 @@ STEPS = 200
 
 
 def alternating_program():
-    """Return a program of the states of both groups, which exchange in turn in a loop."""
+    """Return a program of the states of both groups. The groups exchange in turn in a loop."""
     orders = {GROUP: checked.whole, SMALLER: checked.at_once}
 
     def a_step(group):

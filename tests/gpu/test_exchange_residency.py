@@ -7,7 +7,7 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# Side of the square matrices. Each rank has one, ranks that share one GPU too.
+# Side of the square matrices. Each rank has one, even if ranks share one GPU.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
 # Searching for the fastest product would take longer than the test.
@@ -15,13 +15,13 @@ NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def run_beside_collectives_and_products(num_sms=None):
-    # NCCL and the products start slowly, on one device earlier than on another.
+    # NCCL and the products start slowly, and at different times on different devices.
     group = checked.new_group(num_sms=num_sms, timeout=10.0, cuda_graphs=None)
 
     def once(carry, _):
         (step, counts), ones = carry
         counts = counts + checked.whole(checked.SMALL, group, step)
-        # Rows that sum to one. Their sums are exact, and the compiler does not know them.
+        # Each row sums to one. The sums are exact, and unknown to the compiler.
         ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
         counts = counts + checked.count_psum(group, step, SUMMED) + checked.counted(wrong=ones != 1)
         return ((step + 1, counts), ones), None

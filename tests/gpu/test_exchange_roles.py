@@ -1,4 +1,4 @@
-"""Epochs and roles: any number of blocks, any rank slow, and senders admitted first."""
+"""Epochs and roles: with any number of blocks, any slow rank, and senders admitted first."""
 
 import contextlib
 import random
@@ -16,13 +16,13 @@ SMALL_GRID = checked.new_group(num_sms=16)
 # More receivers than a GPU can hold at once. If they were admitted first, no sender would have
 # room.
 if checked.ONE_GPU:
-    # Budgets of 400 blocks for each rank, of which a launch has no more than fit unless a hook
-    # lifts the cap.
+    # Each rank has a budget of 400 blocks. A launch has only as many as fit, unless a hook lifts
+    # the cap.
     FLOOD = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
     FLOODED = checked.new_group(num_sms=400, timeout=1.0)
 else:
-    # Work for 2400 blocks, half of which are senders in dispatch. This is more than fit, even with
-    # four blocks on each of 132 multiprocessors.
+    # Work for 2400 blocks, half of them senders in dispatch. Even 132 multiprocessors with four
+    # blocks each cannot hold that many.
     FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
     FLOODED = checked.new_group(num_sms=2400, timeout=1.0)
 
@@ -80,7 +80,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """The test above breaks only the order."""
+    """This shows that the test above fails only because of the order."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

@@ -1,4 +1,4 @@
-"""Degenerate routings are right, even if landing zones are full of data of earlier calls."""
+"""Degenerate routings are right, even if landing zones still hold data of earlier calls."""
 
 import dataclasses
 import functools
@@ -11,8 +11,7 @@ import pytest
 from test_catalogue import assert_is_the_oracles
 
 RANKS = harness.SEVERAL
-# A dispatch and two combines are an odd number of exchanges, so that two runs reach both ring
-# halves.
+# A dispatch and two combines are an odd number of exchanges, so two runs reach both ring halves.
 FULL = cases.Layout("worst_case", tokens=8, top_k=32, local_experts=2, hidden=24)
 LAYOUTS = [
     dataclasses.replace(FULL, name=f"capacity_{capacity}", capacity=capacity)
@@ -55,5 +54,5 @@ def leave_nan_in_both_ring_halves():
 def test_stale_bytes_never_reach_a_result(layout, routing):
     case = cases.Case(layout, routing)
     leave_nan_in_both_ring_halves()
-    for seed in range(2):  # with either ring half first
+    for seed in range(2):  # each run begins with another ring half
         assert_is_the_oracles(harness.run_case(case, RANKS, seed), case.name)

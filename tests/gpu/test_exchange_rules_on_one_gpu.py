@@ -1,7 +1,7 @@
 """Rules of the protocol, broken on purpose, with all ranks on one GPU.
 
-All ranks share a launch. In ordinary calls, therefore, all ranks make the same call, and credits
-arrive before they are needed. Hooks change both.
+All ranks share a launch. Without hooks, all ranks therefore make the same call, and credits arrive
+before they are needed. Hooks change both.
 """
 
 import checked
@@ -49,7 +49,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     with hooked(GROUP):
         set_credits_of(GROUP, ODD_RANK, 0)
         failed = checked.outcome(lambda: run(state), GROUP)
-        # Either this rank or a rank that waits for its ids times out first, by chance.
+        # Either this rank or a rank that waits for its ids may time out first.
         waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
         is_awaited = f"nothing came from rank {ODD_RANK} "
         assert waits in failed.error or is_awaited in failed.error, failed
@@ -58,7 +58,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """The test above shows only the wait for the credit."""
+    """This shows that the test above fails only because of the credit."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):

@@ -1,5 +1,4 @@
-"""The workspace from outside: the memory that is reserved and mapped, its growth, and its
-counters."""
+"""Test the workspace from outside: its reserved and mapped memory, its growth, and its counters."""
 
 import checked
 import harness
@@ -20,7 +19,7 @@ RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GP
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# A process knows only the workspace of its own devices.
+# A process knows only the workspaces of its devices.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
@@ -50,10 +49,10 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # A workspace that opens again reserves what it had before. Only devices that were never used
-    # begin with nothing.
+    # A workspace that opens again reserves as much as before. Only unused devices begin with
+    # nothing.
     yield group
-    harness.of_all_processes(None)  # because reserving does not wait for other processes
+    harness.of_all_processes(None)  # reserving does not wait for other processes
     checked.close(group)
 
 
@@ -83,9 +82,9 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
     """Running programs, and graphs that have captured its addresses, also stay valid."""
     old = checked.new_program(SHAPE, group)
-    state = checked.repeat(old, 20, begin())  # the later ones replay
+    state = checked.repeat(old, 20, begin())  # later calls are replays
     before = group.memory()[0].mapped_bytes
-    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than there is room for
+    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than fit
     group.reserve(**sizes_of(LARGER) | dict(num_tokens=tokens))
     assert group.memory()[0].mapped_bytes > before
     state = checked.repeat(old, 20, state)

@@ -1,4 +1,4 @@
-"""Epochs cross the limits of narrower integers, with flags that were raised before the limit."""
+"""Epochs cross the limits of narrower integers, while flags from before the limit exist."""
 
 import checked
 import pytest
@@ -9,7 +9,7 @@ LIMITS = (2**31, 2**32, 2**47)  # at 2**47, a flag's highest bit is set
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Small calls cross the limit without touching the chunks that only large calls have."""
+    """Small calls cross the limit, and leave flags of chunks that only large calls have."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):

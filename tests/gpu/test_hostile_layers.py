@@ -3,8 +3,8 @@
 Each step makes a new routing, new tokens and new experts on the device, from the number of the
 step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
 portable path, both with all gradients. All data are small integers, so that each sum is exact in
-any order, and results and gradients must be equal. In bfloat16, whose integers are exact up to 256,
-the kernels of the products compute the activation; in float32 XLA computes the experts.
+any order, and results and gradients must be equal. In bfloat16, which holds integers up to 256
+exactly, the kernels of the products compute the activation. In float32, XLA computes the experts.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def program(layout, is_broken=False):
 
 
 def differences(run, name):
-    """Return the sums of what all steps of all ranks have found."""
+    """Return the sums of the differences over all steps and ranks."""
     zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
     sums = routings.run_all_steps(run, name, zeros)
     return Differences(*map(int, sums.sum(axis=0)))

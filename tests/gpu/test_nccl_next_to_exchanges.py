@@ -1,10 +1,9 @@
 """Layers next to collectives of NCCL on another stream: gathers of weights and sums of gradients.
 
-Each step has a layer with all gradients, and collectives of other data that do not depend on the
-layer, as in FSDP and data parallelism. XLA may run layer and collectives at the same time. Each
-step has a new routing. The layer is compared with its portable form, as in
-`test_hostile_layers.py`, and the results of the collectives are compared with what every rank can
-compute alone.
+Each step has a layer with all gradients, and collectives that do not depend on the layer, as in
+FSDP and data parallelism. XLA may run layer and collectives at the same time. Each step has a new
+routing. The layer is compared with its portable form, as in `test_hostile_layers.py`, and the
+results of the collectives are compared with numbers that every rank can compute alone.
 """
 
 import checked
@@ -28,7 +27,7 @@ ZEROS = tuple(
 )
 ASYNCHRONOUS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # no collective waits for another one's data
+    "xla_gpu_all_gather_combine_threshold_bytes": 1,  # XLA does not merge collectives
     "xla_gpu_all_reduce_combine_threshold_bytes": 1,
 }
 

@@ -1,17 +1,17 @@
-"""Two processes, of which one dies, stops, is late, never arrives or makes a different call: how
-both end, and what remains.
+"""Test how two processes end, and what remains, if one of them dies, stops, is late, never arrives
+or makes a different call.
 
 Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, which runs them
 alternately, except in tests that need NCCL or a full GPU.
 
-Each test starts two workers, which are this file again, and tells them when to go on. Without
-pytest, all tests, or all tests with these parts of names, run at the same time:
+Each test starts two workers, which run this file, and tells them when to continue. Without pytest,
+all tests run at the same time, or only tests with certain words in their names:
 
     python tests/gpu/test_processes_failures.py
     python tests/gpu/test_processes_failures.py killed grows
 
-Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices. This is useful only for
-work on this file, for tests in which no process fails.
+Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices. This is useful only to
+develop this file, with tests in which no process fails.
 """
 
 import concurrent.futures
@@ -41,9 +41,9 @@ import pytest
 ON_GPU = processes.ON_GPU
 TIMEOUT = 5.0  # of the group, in seconds
 SLACK = 4.0  # between the timeout and the error that the user sees
-START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs; takes about 15
-COMPILE = 15.0  # the part for making a group and compiling a program
-LIMIT = 85.0 if ON_GPU else 300.0  # that any worker lives
+START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs (after about 15)
+COMPILE = 15.0  # the part that makes a group and compiles a program
+LIMIT = 85.0 if ON_GPU else 300.0  # the longest life of a worker
 SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CLOSE = 2.0  # seconds that a process waits when it closes a group
 CYCLES = 20  # of opening and closing
@@ -81,7 +81,7 @@ class Job:
         return self.checked.begin(self.group)
 
     def compile(self, *programs):
-        """Load the programs, in this order; return what can be called."""
+        """Compile the programs, in this order; return functions."""
         return [program.lower(self.begin()).compile() for program in programs]
 
     def ready(self, *programs):
@@ -118,8 +118,8 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Call a program until it raises. Return (the error, the number of wrong results before it,
-        whether some of these were plausible numbers)."""
+        """Call a program until it raises. Return the error, the number of wrong results before it,
+        and whether some of these were plausible."""
         state, checked = self.begin(), self.checked
         try:
             while True:
@@ -163,7 +163,7 @@ def num_contexts():
 
 
 def fill_gpu(but):
-    """Allocate all memory of this process's GPU except this many GiB, until the process ends."""
+    """Allocate all memory of this process's GPU but this many GiB, until the process ends."""
     import jax
 
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -205,8 +205,8 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Let the victim reach its next call when the survivor has given up. With `on_failure="nan"` no
-    process raises, so that both end a psum."""
+    """Let the victim reach its next call after the survivor has given up. With `on_failure="nan"`,
+    no process raises an error, so both finish a psum."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -279,7 +279,7 @@ def other_order_of_execution(process):
     job = Job()
     programs = job.ready(job.small, job.large)
     tell("ready", wrong=sum(map(job.wrong, programs)))
-    found = job.until_it_fails(programs[process])  # each calls one, the other calls the other
+    found = job.until_it_fails(programs[process])  # each process calls a different one
     tell("failed", **found)
     go_on_after_close(job, *programs)
 
@@ -295,7 +295,7 @@ def growth(process):
     (larger,) = job.ready(job.larger)
     wrong += [job.wrong(larger), job.wrong(small), job.wrong(large)]
     memory = [m.mapped_bytes for m in job.group.memory()]
-    # The two processes do not wait for each other, so one may close while the other still ends its
+    # The processes do not wait for each other, so one may close while the other still finishes its
     # exchange.
     job.group.close()
     wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
@@ -304,7 +304,7 @@ def growth(process):
 
 
 def no_room(process):
-    """Reserve in the survivor more than the victim has memory for; both continue with less."""
+    """Let the survivor reserve more than the memory of the victim; both continue with less."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -336,9 +336,9 @@ def reopening(process):
     for cycle in range(CYCLES + 2):
         wrong += job.wrong(small, times=1)
         job.group.close()
-        if cycle in (1, CYCLES + 1):  # the first opening is the runtime's too
+        if cycle in (1, CYCLES + 1):  # the first opening also starts the CUDA runtime
             meet()
-            time.sleep(0.5)  # no process asks for anything now
+            time.sleep(0.5)  # until no process has an open request
             descriptors.append(len(os.listdir("/proc/self/fd")))
             meet()
     contexts.append(num_contexts())
@@ -357,7 +357,7 @@ def work(scenario):
     """Run a worker. It ends in bounded time, without waiting for the other worker."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
-    # JAX ends the survivors when a process is missing. The long heartbeat timeout delays that.
+    # JAX ends the survivors if a process is missing. The long heartbeat timeout delays this.
     own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
     processes.join(heartbeat_timeout_seconds=600, **own_gpu)
     try:
@@ -382,7 +382,7 @@ class Worker:
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Otherwise XLA's compilers wait for each other, even if each compiles another program.
+        # Otherwise XLA's compilers wait for each other, even if they compile different programs.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
@@ -414,7 +414,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """Return the text that the worker prints after this word, within this many seconds."""
+        """Wait this many seconds for this word from the worker, and return the text after it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -497,8 +497,8 @@ def leavings(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder for files of the workers; check at the end that they left no files or
-    anything else."""
+    """Return a folder for files of the workers; check at the end that the workers left nothing, in
+    this folder or elsewhere."""
     shared, _, sockets = leavings(tmp_path)
     yield tmp_path
     assert_nothing_is_left(tmp_path, shared, sockets)
@@ -510,7 +510,7 @@ def assert_nothing_is_left(folder, shared_before, sockets_before):
     assert not files and sockets <= sockets_before, (files, sockets)
 
 
-# Phases as an error names them: of a kernel that waits, or of a workspace that is being opened.
+# The phases that an error may name: of a waiting kernel, or of opening a workspace.
 PHASE = "waiting for|sending rows|open"
 
 
@@ -543,7 +543,7 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.victim.signal(signal.SIGSTOP)
         found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start)
-        # When the victim continues, the survivor has failed.
+        # The victim continues after the survivor has failed.
         start = time.monotonic()
         pair.victim.signal(signal.SIGCONT)
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)
@@ -648,7 +648,7 @@ def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """A scheduler may start processes like this, each with another CUDA_VISIBLE_DEVICES."""
+    """A scheduler may start processes in this way, each with a different CUDA_VISIBLE_DEVICES."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         pair.hear_right()
         pair.finish()
@@ -660,8 +660,8 @@ ALONE = test_less_can_be_reserved_when_another_process_had_no_room_for_more  # i
 
 
 def is_wanted(name, test, parts):
-    """Return True if a test has one of these parts in its name. Without parts, all tests are wanted
-    that this many GPUs allow."""
+    """Return True if a test has one of these parts in its name. Without parts, all tests for this
+    number of GPUs are wanted."""
     if parts:
         return any(part in name for part in parts)
     needs_two = any(mark.name == "several_devices" for mark in getattr(test, "pytestmark", ()))

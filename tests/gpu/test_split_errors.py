@@ -29,8 +29,8 @@ def routing():
 
 
 def program(of_rows):
-    """Return a program that binds the primitives directly: x and a routing of each device ->
-    rows."""
+    """Return a program that binds the primitives directly. It maps x and a routing of each device
+    to rows."""
     return checked.on_all_ranks(lambda x, routing: of_rows(x, routing.arrays), GROUP)
 
 

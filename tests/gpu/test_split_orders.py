@@ -71,7 +71,7 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """While slow rows are in flight, loading a program of a larger shape grows the workspace."""
+    """The load of a program with a larger shape grows the workspace while rows are in flight."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()
@@ -90,7 +90,7 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
         state = checked.repeat(run, 3, state)
         assert not state[1].is_ready()
         compiled = checked.Noted(lowered.compile(), checked.GROUP, Count(split=1))
-        if checked.ONE_GPU:  # learns its device, and reserves, when it runs
+        if checked.ONE_GPU:  # reserves only when it runs, because it then learns its device
             assert compiled(checked.begin()[0], routing).all()
         after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT)
         assert after > before > 0
@@ -111,7 +111,7 @@ def test_split_exchanges_end_with_a_single_hardware_queue():
 
 
 def test_random_programs_in_random_order_never_disturb_each_other():
-    """Starts, dones in any order, whole exchanges, psums and products: two thousand steps."""
+    """Two thousand steps have starts, dones in any order, whole exchanges, psums and products."""
     programs = [random_program(order) for order in RANDOM]
     state = checked.begin()
     for i in range(STEPS // 15):

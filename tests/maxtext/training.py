@@ -1,8 +1,8 @@
 """MaxText's own training with ``enable`` equals its training without it, for five kinds of models.
 
-``make test-maxtext`` runs this module where MaxText is installed. MaxText as it is multiplies all
-tokens by all experts here (``sparse_matmul=False``), the only one of its layers that runs on CPUs,
-drops no token, and computes its losses of all tokens together. Without momentum, warmup and
+``make test-maxtext`` runs this module where MaxText is installed. Here, unchanged MaxText
+multiplies all tokens by all experts (``sparse_matmul=False``). No other layer of MaxText runs on
+CPUs, drops no token, and computes losses of all tokens together. Without momentum, warmup and
 clipping, one step changes the parameters by the gradients.
 """
 
@@ -67,7 +67,7 @@ MODELS = dict(
         n_routing_groups=4,
         topk_routing_group=2,
         routed_bias_update_rate=0.01,
-        load_balance_loss_weight=0.0,  # MaxText's dense layer adds the bias to the scores of it
+        load_balance_loss_weight=0.0,  # in MaxText's dense layer, the bias changes this loss
     ),
     gpt_oss=dict(model_name="gpt-oss-20b"),
     llama4=dict(model_name="llama4-17b-16e", num_experts_per_tok=1, base_num_decoder_layers=4),
@@ -125,7 +125,7 @@ def test_training_is_that_of_maxtext(model):
 
 
 def test_tensor_parallelism_and_token_chunks_do_not_change_training(enabled):
-    """GPT-OSS has biases, of which a tensor axis counts each once."""
+    """GPT-OSS has biases. With a tensor axis, each bias must still be added once."""
     model = MODELS["gpt_oss"] | ENABLED
     expected = train(model, steps=2)
     divided = dict(ici_fsdp_parallelism=1, ici_tensor_parallelism=2, per_device_batch_size=1)

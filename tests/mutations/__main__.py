@@ -44,7 +44,7 @@ def main():
 
 
 def notice_each(chosen, limit):
-    """Run the test of each mutation. Yield whether the test noticed the mutation."""
+    """Run the test of each mutation. Yield True if the test detected the mutation."""
     passes = {}
     for mutation in chosen:
         path = TREE / mutation.file
@@ -70,8 +70,8 @@ def report(verdict, seconds, what):
 
 
 def copy_tree():
-    """Make ``TREE`` a copy of all files that git does not ignore. Files that are equal already keep
-    their times, so that make does not compile them again."""
+    """Make ``TREE`` a copy of all files that git does not ignore. Unchanged files keep their times,
+    so that make does not compile them again."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {name for name in listed.split("\0") if (ROOT / name).is_file()}
