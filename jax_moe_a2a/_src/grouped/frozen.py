@@ -6,8 +6,8 @@ computes the product of rows r, ``Q(r) W``. The derivative is defined to be the 
 tangents and cotangents: ``r W`` or, with the parameter ``quantizes``, ``Q(r) W``.
 
 - jvp: ``dr W``, with ``quantizes=False``.
-- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product is again the
-  derivative without Q. Therefore derivatives of any order exist.
+- transpose: ``Q(ct) W^T``, with ``quantizes=True``. The derivative of this product ignores Q, too:
+  it is the derivative of ``ct W^T``. Therefore derivatives of any order exist.
 
 The operands of ``frozen_dot_p`` are rows [*B, C, K], sizes [*B, L], and the leaves of a tuple of
 ``QuantizedExperts``: the home weights, and the spare weights if the last groups have spare weights.
