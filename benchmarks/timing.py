@@ -7,9 +7,9 @@ of both times, divided by the difference of repetitions, is the time on the devi
 include starting the first program and noticing the end of the last (half a millisecond or more), so
 this overhead cancels.
 
-A *tie* is the dependency between repetitions. It is one small kernel, which adds comparisons of the
-results' first elements to integers of the inputs. All of our calls read these integers; for plain
-JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties, over
+A *tie* is the dependency between repetitions. It is one small kernel, which adds a number to
+integers of the inputs: 1 if the first element of a result is huge, and otherwise 0. It is always 0,
+but XLA cannot know this before it has the results. All our calls read these integers; for plain JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties, over
 arrays of about the same sizes, measures the cost of a tie. Rows have the time without this cost,
 and the measured time.
 """

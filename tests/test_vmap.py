@@ -121,8 +121,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """With more than 4096 slots, several slots share a flag. The slots of the elements of a batch
-    are adjacent, with empty slots between them."""
+    """With more than 4096 slots, several slots share a flag. The elements of a batch have adjacent
+    blocks of slots, and a block has empty slots."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks
