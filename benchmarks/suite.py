@@ -298,7 +298,7 @@ def describe(workload: Workload) -> Row:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the SMs that an operation may use: the largest number of its exchanges."""
+    """Return how many SMs an operation may use: the maximum over its exchanges."""
     sizes = dict(num_tokens=setting.tokens, hidden=setting.hidden, top_k=setting.top_k)
     memory = ma.memory_estimate(**sizes, num_experts=setting.experts, group_size=group.size)
     default = lowering.default_num_sms(setting.tokens, memory.half_bytes)

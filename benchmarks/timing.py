@@ -8,10 +8,11 @@ include starting the first program and noticing the end of the last (half a mill
 this overhead cancels.
 
 A *tie* is the dependency between repetitions. It is one small kernel, which adds a number to
-integers of the inputs: 1 if the first element of a result is huge, and otherwise 0. It is always 0,
-but XLA cannot know this before it has the results. All our calls read these integers; for plain JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties, over
-arrays of about the same sizes, measures the cost of a tie. Rows have the time without this cost,
-and the measured time.
+integers of the inputs: 1 if the first element of a result is huge, and otherwise 0. The number is
+always 0, but XLA cannot know this before it has the results. All our calls read these integers; for
+plain JAX, an ``optimization_barrier`` also makes the other inputs wait. A program with only ties,
+over arrays of about the same sizes, measures the cost of a tie. Rows have the time without this
+cost, and the measured time.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def kept_choices(ids, capacity=CAPACITY, alignment=1, shared_expert=False):
 
 
 def ids_of(seed, spread=0.7):
-    """Draw distinct ids [R, T, K], the highest logits of each token first. Popularity is lognormal."""
+    """Draw distinct ids [R, T, K], those with the highest logits first. Popularity is lognormal."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, EXPERTS) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     return np.argsort(-logits, axis=-1)[..., :TOP_K]

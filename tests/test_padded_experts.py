@@ -1,7 +1,7 @@
 """Padding FP8 experts, whose sizes are no multiples of 128, with zeros changes no number.
 
-The oracle does not pad. Its last group of a row, and its last squares of weights, hold fewer
-numbers. Numbers are integers, so that all sums are exact in any order.
+The oracle does not pad. In the oracle, the last group of each row holds fewer than 128 numbers.
+Numbers are integers, so that all sums are exact in any order.
 """
 
 import functools

@@ -14,8 +14,9 @@ struct Grid {
 };
 
 // Returns how many blocks each of `num_ranks` ranks on one device may have in a launch, or 0 if the
-// ranks do not fit. Ranks wait for each other, so all blocks of a whole and of a split exchange
-// must be resident at the same time, one on each multiprocessor.
+// ranks do not fit. Ranks wait for each other. Therefore the blocks of all ranks must be resident
+// at the same time, one on each multiprocessor, in a whole and in a split exchange that run
+// together.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
   const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);

@@ -4,8 +4,8 @@ or makes a different call.
 Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, which runs them
 alternately, except in tests that need NCCL or a full GPU.
 
-Each test starts two workers, which run this file, and tells them when to continue. Without pytest,
-all tests run at the same time, or only tests with certain words in their names:
+Each test starts two workers, which run this file, and tells them when to continue. The file also
+runs without pytest. Arguments then select the tests that have one of these words in their names:
 
     python tests/gpu/test_processes_failures.py
     python tests/gpu/test_processes_failures.py killed grows

@@ -212,8 +212,9 @@ def routed_dispatch(
     plan_options: PlanOptions,
     **params: Any,
 ) -> list[jax.Array]:
-    """Route ids int32 [T, K], and dispatch leaves [T, ...] and choice arrays [T, K, ...]. Return
-    the results of a ``RoutePlan``, then leaves [C, ...] and choice arrays [C, ...]."""
+    """Route the ids, int32 [T, K]. Then dispatch the payload: its leaves [T, ...] and its choice
+    arrays [T, K, ...]. Return the results of a ``RoutePlan``, then leaves [C, ...] and choice
+    arrays [C, ...]."""
     results = route(ids, group=group, emulated=emulated, plan_options=plan_options)
     plan = RoutePlan.of_results(results)
     moved = dispatch(*payload, *plan.arrays, group=group, emulated=emulated, **params)

@@ -205,7 +205,8 @@ def why_not(
     is_colocated: bool,
 ) -> tuple[str, int]:
     """Return two values: why the kernels do not support a call, or ''; and the bytes of a ring half
-    that the call needs (``cuda/calls/why_not.h``). Operands and results are the types of a rank."""
+    that the call needs (``cuda/calls/why_not.h``). ``operands`` and ``results`` have the dtypes and
+    shapes of one rank's arrays."""
     arrays = ([(type_name(x.dtype), list(x.shape)) for x in each] for each in (operands, results))
     why, is_unsupported, half_bytes = _native.why_not(
         target, dict(attributes), *arrays, topology.num_ranks, is_colocated

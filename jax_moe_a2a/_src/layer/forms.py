@@ -212,8 +212,9 @@ def _activate(
     Rows without a token, and their weights, hold unspecified values, and the activation and its
     derivative may be infinite at any fixed value. None of these values may reach a gradient. This
     includes the gradient of an array that the activation reads from the enclosing function, which
-    adds 0 * act'(row) for each row without a token. So these rows have the values of a row with a
-    token before the activation, and are zero after it.
+    adds 0 * act'(row) for each row without a token. Before the activation, each row without a
+    token therefore gets the values of a row that has a token. After the activation, it becomes
+    zero.
     """
     has_token = is_row[:, None]
     # If any row holds a token, the first row does. Otherwise use 0.5, which most functions accept.

@@ -373,7 +373,8 @@ def _experts(
     options: LayerOptions,
     shared_activation: Activation | None,
 ) -> tuple[Totals, jax.Array, jax.Array]:
-    """Return totals, the results of a rank's tokens [T, H], and the ``counts_of`` all chunks."""
+    """Return the totals, the outputs of a rank's tokens [T, H], and the sum of ``counts_of`` over
+    all chunks."""
     num_chunks = route_arguments.exchange.num_chunks or 1
 
     @scopes.shared_expert
