@@ -38,7 +38,7 @@ class Setting:
     format: str = ""
     """The name of a token format."""
     formatted: str = ""
-    """What is in the format: ``"rows"`` that stay quantized, ``"decoded"`` rows, or the ``"sums"``
+    """The data in the format: ``"rows"`` that stay quantized, ``"decoded"`` rows, or the ``"sums"``
     of combine."""
     sigma: float = 0
     """Some experts are more popular: the log-odds of all experts are normal with this sigma. On 32

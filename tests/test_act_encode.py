@@ -4,6 +4,7 @@ kernel.
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
 a number near the middle of two FP8 values may be rounded to the other one."""
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -71,17 +72,26 @@ def run(product, weights, sizes, activation, **options):
     return harness.numpy_of(tuple(jax.jit(fn)(*map(jnp.asarray, (product, weights, sizes)))))
 
 
-@pytest.fixture(scope="module", params=("kernel", "composition")[not harness.ON_GPU :])
-def path(request):
-    """Lower the primitive for one path."""
+PATHS = ("kernel", "composition")[not harness.ON_GPU :]
+
+
+@contextlib.contextmanager
+def on_path(name, module):
+    """Lower the primitive of a module for one path."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "composition":
-            patch.setattr(act_encode, "why_no_act_encode", lambda *sizes: "the test hides it")
-        elif why := act_encode.why_no_act_encode(8, 1, 128):
+        if name == "composition":
+            patch.setattr(module, "why_no_act_encode", lambda *sizes: "the test hides it")
+        elif why := module.why_no_act_encode(8, 1, 128):
             pytest.skip(why)
-        yield request.param
+        yield name
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request):
+    with on_path(request.param, act_encode) as name:
+        yield name
 
 
 def activated(product, weights, activation):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_calls import calls
-from test_act_encode import BLOCK, CASES, FMT, GATED, both_dtypes, draw, without_nan
+from test_act_encode import BLOCK, CASES, FMT, GATED, PATHS, both_dtypes, draw, on_path, without_nan
 from test_experts import CLAMPED, PLAIN, SWIGLU, name_of
 
 from jax_moe_a2a._src.experts import act_grad
@@ -38,17 +38,10 @@ def run(*args, activation, **options):
     return harness.numpy_of(tuple(jax.tree.leaves(jax.jit(fn)(*map(jnp.asarray, args)))))
 
 
-@pytest.fixture(scope="module", params=("kernel", "composition")[not harness.ON_GPU :])
+@pytest.fixture(scope="module", params=PATHS)
 def path(request):
-    """Lower the primitive for one path."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "composition":
-            patch.setattr(act_grad, "why_no_act_encode", lambda *sizes: "the test hides it")
-        elif why := act_grad.why_no_act_encode(8, 1, 128):
-            pytest.skip(why)
-        yield request.param
-    jax.clear_caches()
+    with on_path(request.param, act_grad) as name:
+        yield name
 
 
 def exact(ct, pre, weights, activation):

@@ -110,7 +110,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """Of two leaves, weights and rows, arrays without a later use are not moved back."""
+    """Leaves, weights and rows without a later use are not moved back."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}

@@ -29,7 +29,7 @@ Config: TypeAlias = Mapping[str, object] | object  # of transformers, or the con
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """What a family of models has in its block and in its configuration.
+    """The block and the configuration of a family of models.
 
     Fields have their names in the configuration. Other names are names of the block's tensors.
     """
@@ -41,7 +41,7 @@ class _Family:
     router: str = "gate"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool | str = "norm_topk_prob"
-    """Whether the weights of a token are divided by their sum, or the field that says so."""
+    """True if the weights of a token are divided by their sum, or the field that says so."""
     scale: str | None = None
     """The field with a factor of the weights."""
     top_in_group: int = 0

@@ -11,7 +11,6 @@ those of the composition; the numbers in FP8 have no derivatives.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -23,9 +22,9 @@ from ..ad import is_zero, jvp_of_moving, zero_tangent
 from ..formats.formats import BlockwiseFp8, Quantized
 from ..group import native
 from ..grouped import lowering as grouped
-from ..grouped.act_encode import why_no_act_encode
+from ..grouped.act_encode import batch_and_table, why_no_act_encode
 from ..grouped.primitives import bind, register, rows_like
-from ..grouped.reference import lead_of, scaled
+from ..grouped.reference import scaled
 from ..grouped.weights import BLOCK
 from .activations import FusedActivation
 
@@ -105,11 +104,7 @@ def _kernel(
     activation: FusedActivation,
     num_sms: int | None,
 ) -> list[jax.Array]:
-    lead, (num_rows, width) = lead_of(pre), pre.shape[-2:]
-    groups = grouped.table(
-        sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
-    )
-    flat = (math.prod(lead), num_rows)
+    (lead, flat, groups), width = batch_and_table(pre, sizes), pre.shape[-1]
     result = lambda dtype, *columns: jax.ShapeDtypeStruct((*flat, *columns), dtype)
     columns = ct_h.shape[-1]
     values, scales, *floats = native.call_product(

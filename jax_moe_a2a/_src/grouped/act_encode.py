@@ -83,6 +83,17 @@ def _composition(
     return list(BlockwiseFp8().encode(rows))
 
 
+def batch_and_table(
+    rows: jax.Array, sizes: jax.Array
+) -> tuple[tuple[int, ...], tuple[int, int], jax.Array]:
+    """Return the leading axes of rows, (B, C) for these axes as one, and the table of groups that
+    a kernel reads. The product before or after has the same table, so XLA computes it once."""
+    lead, num_rows = lead_of(rows), rows.shape[-2]
+    ones = (1,) * len(lead)
+    table = lowered.table(sizes, lead, num_rows, (*ones, sizes.shape[-1]), has_tail=False)
+    return lead, (math.prod(lead), num_rows), table
+
+
 def _kernel(
     rows: jax.Array,
     sizes: jax.Array,
@@ -90,12 +101,8 @@ def _kernel(
     activation: Any,
     num_sms: int | None,
 ) -> list[jax.Array]:
-    lead, (num_rows, width) = lead_of(rows), rows.shape[-2:]
-    # The product before or after has the same table, so XLA computes the table once.
-    groups = lowered.table(
-        sizes, lead, num_rows, (*[1] * len(lead), sizes.shape[-1]), has_tail=False
-    )
-    flat, columns = (math.prod(lead), num_rows), _columns(rows, activation)
+    (lead, flat, groups), width = batch_and_table(rows, sizes), rows.shape[-1]
+    columns = _columns(rows, activation)
     results = [
         jax.ShapeDtypeStruct((*flat, columns), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((*flat, columns // BLOCK), jnp.float32),
@@ -108,7 +115,7 @@ def _kernel(
         num_sms=num_sms or 0,
         **(_IDENTITY if activation is None else activation.attributes),
     )
-    return [x.reshape(*lead, num_rows, x.shape[-1]) for x in found]
+    return [x.reshape(*lead, *x.shape[1:]) for x in found]
 
 
 def _why_no_kernel(rows: Any, sizes: Any, *_: Any, **__: object) -> str:
