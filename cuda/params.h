@@ -100,10 +100,8 @@ struct RouteParams {
   const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // chunks of each batch element
-  // The choice index whose rows are dropped last. Rows of the later indices, modulo top_k, are
-  // dropped earlier. -1: no row can be dropped, because the capacity holds the worst case.
-  int32_t first_choice;
-  int32_t parts;  // consecutive experts that form one group
+  bool may_drop;                     // false: the capacity holds the worst case
+  int32_t parts;                     // consecutive experts that form one group
   // Scratch between the two launches.
   int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id of no expert
   // [batch, num_ranks, chunks, levels * local_experts + 1]. The last number counts the tokens for
@@ -114,8 +112,8 @@ struct RouteParams {
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
   // The number of counts per expert. If rows can be dropped, count i covers the first i + 1 choice
-  // indices, beginning with `first_choice`. Otherwise one count covers all choices.
-  MOE_A2A_HOST_DEVICE int32_t levels() const { return first_choice < 0 ? 1 : top_k; }
+  // indices. Otherwise one count covers all choices.
+  MOE_A2A_HOST_DEVICE int32_t levels() const { return may_drop ? top_k : 1; }
 };
 
 // A payload array that is moved as bytes.
@@ -196,7 +194,7 @@ struct RoutedDispatchParams {
   const int32_t* ids;       // [num_tokens, top_k]
   const int32_t* rank;      // as in RouteParams
   int32_t num_experts, alignment;
-  int32_t first_choice;  // as in RouteParams
+  bool may_drop;  // as in RouteParams
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
   Encoding encoding;    // its format is kNoFormat if tokens are not quantized

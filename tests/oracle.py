@@ -70,18 +70,16 @@ def default_capacity(ranks, tokens, top_k, local_experts, alignment):
     return -(-rows // alignment) * alignment
 
 
-def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice):
+def kept_choices(ids, first_expert, local_experts, capacity, alignment):
     """Return the choices (source, token, k) for experts of a rank that have room, as a set. Ids are
     lists.
 
-    Choices ask for room by choice index, then token, then source. `first_choice` is the first
-    choice index; the other indices follow in cyclic order. An expert gets room for `alignment` rows
-    at a time. The set ends before the first choice that gets no room.
+    Choices ask for room by choice index, then token, then source. An expert gets room for
+    `alignment` rows at a time. The set ends before the first choice that gets no room.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
-    for number in range(top_k):
-        k = (first_choice + number) % top_k
+    for k in range(top_k):
         for token in range(tokens):
             for source in range(ranks):
                 expert = ids[source][token][k] - first_expert
@@ -96,7 +94,7 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_ch
     return kept
 
 
-def route(ids, num_experts, capacity, alignment=1, first_choice=0):
+def route(ids, num_experts, capacity, alignment=1):
     """Compute the routing of ids [R, T, K]. Expert e is on rank e // L; ids outside the range of
     experts are not choices."""
     ranks, tokens, top_k = ids.shape
@@ -135,7 +133,7 @@ def route(ids, num_experts, capacity, alignment=1, first_choice=0):
     for destination in range(ranks):
         start = 0
         first_expert = destination * local_experts
-        kept = kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice)
+        kept = kept_choices(ids, first_expert, local_experts, capacity, alignment)
         for local_expert in range(local_experts):
             row = start
             for source in range(ranks):
@@ -330,54 +328,33 @@ def combine_transpose(g, y, routing, weights):
     return dy, dw
 
 
-# Modes. A shared expert and replicated tokens are ordinary routings of changed ids.
+# Replicated tokens are ordinary routings of changed ids.
 
 
-def share_of(token, tokens, ranks):
-    """Return the rank whose shared expert receives a replicated token."""
-    return token // -(-tokens // ranks)
-
-
-def mode_ids(ids, local_experts, shared, replicated):
-    """Return for each rank the ids [R', T, K'] of an ordinary routing, and the number of its
+def mode_ids(ids, local_experts, replicated):
+    """Return for each rank the ids [R', T, K] of an ordinary routing, and the number of its
     experts."""
-    ranks, tokens, top_k = ids.shape
-    per_rank = local_experts + shared
+    ranks = len(ids)
+    if not replicated:
+        return [ids], ranks * local_experts
     found = []
-    for rank in range(ranks) if replicated else [None]:
-        sources = [rank] if replicated else range(ranks)
-        new = np.full((len(sources), tokens, top_k + shared), -1, np.int64)
-        for i, source in enumerate(sources):
-            home = 0 if replicated else source
-            for token in range(tokens):
-                for k in range(top_k):
-                    expert = int(ids[source, token, k])
-                    if not 0 <= expert < ranks * local_experts:
-                        continue
-                    owner, local = divmod(expert, local_experts)
-                    if replicated and owner != rank:
-                        continue
-                    new[i, token, k] = (0 if replicated else owner) * per_rank + shared + local
-                if shared and (not replicated or share_of(token, tokens, ranks) == rank):
-                    new[i, token, top_k] = home * per_rank
-        found.append(new)
-    return found, per_rank * (1 if replicated else ranks)
+    for rank in range(ranks):
+        local = ids[rank : rank + 1].astype(object) - rank * local_experts
+        is_here = (0 <= local) & (local < local_experts)
+        found.append(np.where(is_here, local, -1).astype(np.int64))
+    return found, local_experts
 
 
-def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replicated):
-    """Return a number of rows that holds any routing of a mode, including the rows of the shared
-    expert."""
-    rows = default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
-    own = -(-tokens // ranks) if replicated else tokens
-    return rows + -(-own * shared // alignment) * alignment
+def mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated):
+    """Return a number of rows that holds any routing of a mode."""
+    return default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
 
 
-def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
+def route_mode(ids, local_experts, capacity, alignment, replicated):
     """Return the routings of ids [R, T, K]: one routing of all ranks, or one for each rank if
     tokens are replicated."""
-    new_ids, experts = mode_ids(ids, local_experts, shared, replicated)
-    first_choice = ids.shape[2] if shared else 0  # the shared expert's
-    return [route(each, experts, capacity, alignment, first_choice) for each in new_ids]
+    new_ids, experts = mode_ids(ids, local_experts, replicated)
+    return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def crossings(ids, num_experts):
@@ -393,17 +370,16 @@ def crossings(ids, num_experts):
     )
 
 
-def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, shared, replicated):
+def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
     """Return the capacity for `factor` (a decimal number): `factor` times the rows of a rank under
-    balanced load, plus the padding of experts and the rows of a shared expert."""
+    balanced load, plus the padding of experts."""
     factor = decimal.Decimal(str(factor))
     in_all = (1 if replicated else ranks) * tokens * top_k
     rows = 0
     while rows < in_all and rows * ranks < factor * in_all:
         rows += 1
     rows += min(local_experts, rows) * (alignment - 1)
-    own = -(-tokens // ranks) if replicated else tokens
-    return -(-rows // alignment) * alignment + -(-own * shared // alignment) * alignment
+    return -(-rows // alignment) * alignment
 
 
 def row_experts(routing):
@@ -415,14 +391,13 @@ def row_experts(routing):
     return found
 
 
-def expert_load(routings, shared):
+def expert_load(routings):
     """Return (rows of each expert, rows of each rank, dropped rows of each rank) of all domains
-    that `route_mode` returns. The rows of a shared expert are counted for its rank, but not for the
-    experts."""
+    that `route_mode` returns."""
     per_expert = []
     for routing in routings:
         for experts in row_experts(routing):
-            local = range(int(shared), routing.group_sizes.shape[1])
+            local = range(routing.group_sizes.shape[1])
             per_expert += [int(np.sum(experts == expert)) for expert in local]
     counts = [
         np.concatenate([getattr(r, n) for r in routings]) for n in ("num_rows", "num_dropped")
@@ -581,14 +556,14 @@ class Rows:
         return self.owner, self.expert
 
 
-def rows_of(ids, local_experts, routings, shared, replicated):
+def rows_of(ids, local_experts, routings, replicated):
     """Return the `Rows` of the domains of `route_mode`. With replicated tokens each rank computes a
     partial sum, so source and owner of a row are the same rank."""
-    new_ids, _ = mode_ids(ids, local_experts, shared, replicated)
+    new_ids, _ = mode_ids(ids, local_experts, replicated)
     found = []
     for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):
         for source, token, k, _, _ in choices(routing):
-            owner, expert = divmod(int(domain[source, token, k]), local_experts + shared)
+            owner, expert = divmod(int(domain[source, token, k]), local_experts)
             if replicated:
                 source = owner = rank
             found.append((source, token, k, owner, expert))

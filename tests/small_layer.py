@@ -69,9 +69,9 @@ def layer_of(group, layout=LAYOUT):
     return layer
 
 
-def shapes_of_moe(layout, width, intermediate, shared=0):
+def shapes_of_moe(layout, width, intermediate):
     """Return the shapes of one rank's floats of `moe_layer`. `w_in` has `width` columns."""
-    experts = layout.local_experts + shared
+    experts = layout.local_experts
     return (
         (layout.tokens, layout.hidden),
         (layout.tokens, layout.top_k),

@@ -25,7 +25,6 @@ def test_without_alignment_a_factor_multiplies_the_rows_of_a_balanced_rank():
     assert rows_of(capacity_factor=1) == 8192
     assert rows_of(capacity_factor=1.25) == 10240
     assert rows_of(capacity_factor=0.5, replicated=True) == 1024
-    assert rows_of(dict(SIZES, num_tokens=5), capacity_factor=2.0, shared_expert=True) == 85
 
 
 def test_a_factor_is_the_number_that_was_written():
@@ -57,9 +56,8 @@ def test_a_factor_of_the_busiest_rank_drops_nothing_with_any_alignment(routing, 
 MODES = [
     dict(),
     dict(alignment=8),
-    dict(shared_expert=True, alignment=4),
     dict(replicated=True),
-    dict(replicated=True, shared_expert=True, alignment=2),
+    dict(replicated=True, alignment=2),
 ]
 
 

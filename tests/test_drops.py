@@ -19,23 +19,21 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 
 @functools.cache
-def program(capacity, alignment, shared_expert):
-    """Return a program from ids [R, T, K] to [R, T, K'], True for kept choices."""
+def program(capacity, alignment):
+    """Return a program from ids [R, T, K] to [R, T, K], True for kept choices."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
         route_args = dict(num_experts=EXPERTS, capacity=capacity, alignment=alignment)
-        recv = ma.dispatch(
-            ids, ids, group=group, **harness.exchanging(route_args, shared_expert=shared_expert)
-        )
-        one_hot = jax.nn.one_hot(recv.src_info.k, ids.shape[1] + shared_expert)
+        recv = ma.dispatch(ids, ids, group=group, **harness.exchanging(route_args))
+        one_hot = jax.nn.one_hot(recv.src_info.k, ids.shape[1])
         return ma.combine(one_hot, recv, weights=None) > 0
 
     return jax.jit(jax.vmap(kept, axis_name="ep"))
 
 
-def kept_choices(ids, capacity=CAPACITY, alignment=1, shared_expert=False):
-    return harness.numpy_of(program(capacity, alignment, shared_expert)(ids))
+def kept_choices(ids, capacity=CAPACITY, alignment=1):
+    return harness.numpy_of(program(capacity, alignment)(ids))
 
 
 def ids_of(seed, spread=0.7):
@@ -75,11 +73,3 @@ def test_sources_lose_alike():
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS
-
-
-def test_rows_of_a_shared_expert_are_dropped_last():
-    ids = ids_of(2)
-    kept = kept_choices(ids, capacity=TOKENS + 10, shared_expert=True)
-    assert kept[..., TOP_K].all() and not kept[..., :TOP_K].all()
-    few = kept_choices(ids, capacity=TOKENS - 2, shared_expert=True)
-    assert not few[..., :TOP_K].any() and (few[..., TOP_K].sum(axis=1) == TOKENS - 2).all()

@@ -11,7 +11,7 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.exchanges(0)
 
 RANKS, LOCAL, TOKENS, TOP_K = 2, 3, 5, 2
-EMPTY = 1  # the local expert without rows; a shared expert comes before it
+EMPTY = 1  # the local expert without rows
 SWIGLU, FREEZE = ma.gated(jax.nn.silu), ma.quantize_experts
 GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 KINDS = {
@@ -19,7 +19,6 @@ KINDS = {
     "bfloat16": dict(dtype=jnp.bfloat16),
     "no biases": dict(biases=False),
     "any activation": dict(activation=lambda x: SWIGLU(jnp.tanh(x))),
-    "shared expert": dict(exchange=ma.Exchange(shared_expert=True)),
     "chunks": dict(exchange=ma.Exchange(num_chunks=TOKENS)),
     "replicated": dict(exchange=ma.Exchange(replicated=True)),
     "replicas": dict(placement=[0, 1, 2, -1, 3, 4, 5, 0]),
@@ -43,15 +42,13 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
         options["placement"] = table
     # In the case "slots", this place is an empty slot, and all experts have rows.
     with_rows = [0, 2, 3, 5] if slots == LOCAL else np.arange(RANKS * LOCAL)
-    has_shared = bool(options.get("exchange", ma.Exchange()).shared_expert)
-    empty, matrices = EMPTY + has_shared, slots + has_shared
     rng = np.random.default_rng(0)
     ids = rng.choice(with_rows, (RANKS, TOKENS, TOP_K))
     ids[:, :TOP_K] = np.resize(with_rows, (RANKS, TOP_K, TOP_K))
     draw = lambda *shape: jnp.asarray(rng.normal(size=(RANKS, *shape)) / 4, dtype)
     x, topk_weights = draw(TOKENS, size), jnp.ones((RANKS, TOKENS, TOP_K), jnp.float32)
-    weights = [draw(matrices, size, 2 * size), draw(matrices, size, size)]
-    weights += [draw(matrices, 2 * size), draw(matrices, size)] if has_biases else []
+    weights = [draw(slots, size, 2 * size), draw(slots, size, size)]
+    weights += [draw(slots, 2 * size), draw(slots, size)] if has_biases else []
 
     def on_rank(ids, x, topk_weights, *weights):
         experts = change(experts_of(*weights, activation=activation))
@@ -67,11 +64,11 @@ def test_weights_of_experts_without_rows_reach_nothing(kind):
         return jax.value_and_grad(of_ids, range(2 + len(weights)))(x, topk_weights, *weights)
 
     found, expected = (
-        run(x, topk_weights, *(w.at[:, empty].set(hole) for w in weights)) for hole in (np.nan, 0)
+        run(x, topk_weights, *(w.at[:, EMPTY].set(hole) for w in weights)) for hole in (np.nan, 0)
     )
     for ours, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(ours, right)
         assert not np.isnan(np.asarray(ours.astype(jnp.float32))).any()
     if change is not FREEZE:
         for gradient in found[1][2:]:
-            assert (np.asarray(gradient[:, empty].astype(jnp.float32)) == 0).all()
+            assert (np.asarray(gradient[:, EMPTY].astype(jnp.float32)) == 0).all()

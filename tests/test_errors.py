@@ -84,7 +84,6 @@ def test_right_input_is_accepted():
     assert trace(combine("add", weights=None), Y, X).shape == (RANKS, TOKENS, HIDDEN)
     for call in (route(), dispatch()):
         trace(call, X, array((TOKENS, 32), "int32"))  # the most choices
-    trace(route(shared_expert=True), X, array((TOKENS, 31), "int32"))
 
 
 SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]
@@ -115,11 +114,6 @@ def tokens(x, *value):
 
 def weights_of_choices(weights, *value):
     return [(dispatch(), (X, IDS, weights), ("topk_weights", *value))]
-
-
-def shared_weights(says, given, shared_expert=True):
-    call = dispatch(shared_expert=shared_expert, shared_weights=given)
-    return [(call, (X, IDS, WEIGHTS), (f"^shared_weights must be {says}",))]
 
 
 def wire(name):
@@ -166,23 +160,6 @@ REFUSED = {
     "a list as group": numbers("group", "ep", "name", group=["ep"]),
     "a number as group": numbers("group", "4|int", group=4),
     "a group of another size": numbers("4", "2", group=harness.emulated_group(4)),
-    "choices with a shared expert": [
-        (
-            route(shared_expert=True),
-            (X, array((TOKENS, 32), "int32")),
-            ("top_k must be at most 31 with a shared expert; got 32 in topk_ids",),
-        )
-    ],
-    "experts with a shared expert": numbers(
-        "num_experts must be a multiple of the group's size 2 and at most",
-        shared_expert=True,
-        num_experts=2**31 - 2,
-    ),
-    "weights of no shared expert": shared_weights("None without .*got 0.5", 0.5, False),
-    "shared weights of other tokens": shared_weights(
-        r"a float array \[num_tokens\]=\[6\].*\[5\]", np.ones(5)
-    ),
-    "shared weights of integers": shared_weights("a float array.*int", np.ones(6, int)),
     "another tail": [
         (
             functools.partial(call, tail="none", **route_args()),
@@ -321,7 +298,7 @@ def test_numpy_integers_are_integers():
 @pytest.mark.parametrize("dispatch", (ma.dispatch, ma.dispatch_start))
 @pytest.mark.parametrize(
     "changed",
-    (dict(shared_expert=1), dict(alignment=True), dict(capacity=float(CAPACITY))),
+    (dict(replicated=1), dict(alignment=True), dict(capacity=float(CAPACITY))),
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
@@ -330,7 +307,7 @@ def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
 
     def call(x, ids):
         return dispatch(
-            x, ma.route(ids, **route_args(shared_expert=True)), **harness.exchanging(changed)
+            x, ma.route(ids, **route_args(replicated=True)), **harness.exchanging(changed)
         )
 
     with pytest.raises(TypeError, match=rf"{name} must be an? \w+; got {changed[name]}"):

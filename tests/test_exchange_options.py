@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +50,6 @@ def rows_of(exchange, x=X):
         ),
         (dict(alignment=0), ValueError, "alignment must be at least 1; got 0"),
         (dict(alignment=True), TypeError, "alignment must be an int; got True"),
-        (dict(shared_expert=1), TypeError, "shared_expert must be a bool; got 1"),
         (dict(replicated="yes"), TypeError, "replicated must be a bool; got 'yes'"),
         (
             dict(wire_dtype="bf16"),
@@ -145,15 +143,6 @@ def test_a_single_exchange_refuses_chunks(fn):
     given = dict(group=GROUP, num_experts=4, exchange=ma.Exchange(num_chunks=2))
     with pytest.raises(ValueError, match="num_chunks must be None .*; got 2. Only moe_mlp and moe"):
         jax.vmap(lambda *args: fn(*args, **given), axis_name="ep")(*args)
-
-
-@pytest.mark.several_devices("moe needs a mesh")
-def test_moe_refuses_a_shared_expert_without_weights():
-    with pytest.raises(ValueError, match="shared_expert must be omitted .*Pass .*shared="):
-        with jax.set_mesh(harness.mesh_of(harness.FEW)):
-            params = ma.init_moe(jax.random.key(0), ma.MoEConfig(4, 4, 4, ma.TopK(1)))
-            exchange = ma.Exchange(shared_expert=True)
-            ma.moe(jnp.ones((2, 4)), **params, axes="ep", exchange=exchange)
 
 
 ACCEPTING = (ma.route, ma.dispatch, ma.dispatch_start, ma.moe_mlp, ma.moe, ma.memory_estimate)

@@ -25,27 +25,26 @@ def has_chunks(p):
 
 
 def has_weighted_inputs(p):
-    return p.weigh_input and p.topk_weights and p.shared_expert
+    return p.weigh_input and p.topk_weights
 
 
 # Properties of programs of this seed, by number. No other module tests these options together.
 PROGRAMS = {
-    13: lambda p: p.derivative == "reverse over forward",  # 13, 16 and 66 are layers
-    16: lambda p: p.derivative == "reverse over reverse",
-    66: lambda p: p.derivative == "forward over reverse",
-    91: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
-    330: lambda p: p.depth and p.policy == "routing",
-    352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and has_weighted_inputs(p),
-    1475: lambda p: p.replicated and p.activation == "p nan",
-    45: lambda p: p.replicated and p.has_token_scales and p.shared_expert,
-    35: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,
-    645: lambda p: p.replicated and p.shared_weights and p.derivative == "vjp",
-    113: lambda p: p.replicated and p.batch > 1 and p.derivative == "vjp",
-    452: lambda p: p.hosts > 1 and p.has_token_scales and p.is_split and p.shared_expert,
-    510: lambda p: p.tail == "unspecified" and p.batch > 1 and p.derivative == "jvp",
-    619: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
-    892: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
-    2655: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
+    16: lambda p: p.derivative == "reverse over forward",  # 16, 4 and 8 are layers
+    4: lambda p: p.derivative == "reverse over reverse",
+    8: lambda p: p.derivative == "forward over reverse",
+    43: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
+    26: lambda p: p.depth and p.policy == "routing",
+    34138: lambda p: has_chunks(p) and p.spare and has_weighted_inputs(p),
+    1135: lambda p: p.replicated and p.activation == "p nan",
+    263: lambda p: p.replicated and p.has_token_scales,
+    260: lambda p: p.is_split and p.format and p.combine_wire in draw.FORMATS,
+    438: lambda p: p.replicated and p.batch > 1 and p.derivative == "vjp",
+    23710: lambda p: p.hosts > 1 and p.has_token_scales and p.is_split,
+    331: lambda p: p.tail == "unspecified" and p.batch > 1 and p.derivative == "jvp",
+    7110: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
+    499: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
+    328: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
     58: lambda p: p.derivative == "forward over reverse",  # the rest are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
     141: lambda p: p.derivative == "reverse over forward",

@@ -41,7 +41,7 @@ PLAN = [
 ]
 IDS, RANK = (I32, TOKENS, TOP_K), (I32,)
 TOKEN_ROWS, ROWS, WEIGHTS = (BF16, TOKENS, HIDDEN), (BF16, CAPACITY, HIDDEN), (F32, CAPACITY)
-ROUTED = dict(num_experts=np.int64(EXPERTS), alignment=np.int64(8), first_choice=np.int64(-1))
+ROUTED = dict(num_experts=np.int64(EXPERTS), alignment=np.int64(8), may_drop=False)
 MOVED = dict(num_choice_arrays=np.int64(0), leaves_tail=False)
 ENCODED = dict(
     MOVED,

@@ -305,7 +305,6 @@ def refused(naming, error, **changed):
         (dict(x=(6,)), ValueError, ["x must", "[num_tokens, hidden]", "float32[6]"]),
         (dict(w_in=(3, 5, 2, 3), w_out=(3, 3, 5)), ValueError, ["experts must", "L=2", "got 3"]),
         (dict(w_in=(2, 6, 2, 3)), ValueError, ["experts.w_in must", "H=5", "float32[2,6,2,3]"]),
-        (dict(shared_expert=True), ValueError, ["experts must", "L=3", "shared expert", "got 2"]),
         (dict(activation=jax.nn.gelu), ValueError, ["activation", "must", "I=3", "float32[36,6]"]),
         (dict(activation=1), TypeError, ["activation", "must be a function", "got 1"]),
         (dict(activation=lambda h: h > 0), ValueError, ["activation", "must", "floats", "bool"]),

@@ -175,8 +175,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis(capacity):
         if "custom_call @moe_a2a" in line
     ]
     assert sizes == [2, RANKS // 2, 2, RANKS // 2, RANKS // 2, 2]
-    first_choice = -1 if capacity is None else 0
-    assert attribute(text, "route", "first_choice") == f"{first_choice} : i64"
+    assert attribute(text, "route", "may_drop") == ("false" if capacity is None else "true")
     assert attribute(text, "route", "parts") == f"{hosts} : i64"
     ids = [d.id for d in harness.devices(RANKS)]
     assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2)
@@ -355,27 +354,17 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     return out, vjp(ct)
 
 
-@pytest.mark.parametrize(
-    "modes",
-    (dict(shared_expert=True), dict(replicated=True), dict(shared_expert=True, replicated=True)),
-    ids="_and_".join,
-)
-def test_modes_are_the_calls_of_an_ordinary_exchange(modes):
-    """With replicated tokens, the calls are those of single-rank domains, which reserve no zone."""
+def test_replicated_tokens_are_the_calls_of_single_rank_domains_which_reserve_no_zone():
     x = aval(TOKENS, HIDDEN)
-    text = lower(functools.partial(gradients_of_mode, **modes), x, IDS, WEIGHTS, x)
+    text = lower(functools.partial(gradients_of_mode, replicated=True), x, IDS, WEIGHTS, x)
     # XLA weights rows that are already on this rank.
-    weighed = {} if "replicated" in modes else {"weighted_dispatch": 1}
-    assert calls(text) == {"route": 1, "dispatch": 1, **weighed, "combine": 2}
-    ranks = 1 if "replicated" in modes else RANKS
-    experts = (EXPERTS // RANKS + modes.get("shared_expert", 0)) * ranks
-    assert attribute(text, "route", "num_experts") == f"{experts} : i64"
+    assert calls(text) == {"route": 1, "dispatch": 1, "combine": 2}
+    assert attribute(text, "route", "num_experts") == f"{EXPERTS // RANKS} : i64"
     devices = re.findall(r" devices = dense<[^>]*> : tensor<(\d+)xi64>", text)
     assert set(devices) == {str(RANKS)}
     for operation in calls(text):
-        assert attribute(text, operation, "num_ranks") == f"{ranks} : i64"
-        is_nothing = attribute(text, operation, "half_bytes") == "0 : i64"
-        assert is_nothing == ("replicated" in modes)
+        assert attribute(text, operation, "num_ranks") == "1 : i64"
+        assert attribute(text, operation, "half_bytes") == "0 : i64"
 
 
 def test_xla_quantizes_the_tokens_of_a_single_rank():

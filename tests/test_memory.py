@@ -69,11 +69,9 @@ def test_the_estimate_is_what_the_arrays_take(layout):
 @pytest.mark.parametrize(
     "modes",
     (
-        dict(shared_expert=True),
         dict(replicated=True),
-        dict(shared_expert=True, replicated=True),
         dict(token_format=ma.MxFp8()),
-        dict(token_format=ma.NvFp4(global_scale=1.0), shared_expert=True),
+        dict(token_format=ma.NvFp4(global_scale=1.0)),
     ),
     ids=lambda modes: "-".join(modes),
 )

@@ -89,18 +89,6 @@ def test_a_capacity_of_less_than_a_row_for_each_token_warns_once():
     assert not of(capacity=4, replicated=True) and not of()
     shared = jax.tree.map(lambda w: w[0], PARAMS["experts"])
     assert_warns_once(of(capacity=3, shared=shared), "leaves 3 rows")
-    group = ma.Group(axis_name="ep", size=2)
-
-    def on_rank(x, ids, experts):
-        exchange = ma.Exchange(shared_expert=True, capacity=TOKENS + 3)
-        options = dict(group=group, num_experts=2, exchange=exchange)
-        return ma.moe_mlp(x, ma.RouterChoices(ids, None), experts, **options)
-
-    experts = ma.Experts(jnp.ones((2, 2, HIDDEN, 2, 4)), jnp.ones((2, 2, 4, HIDDEN)))
-    ids = jnp.zeros((2, TOKENS, TOP_K), jnp.int32)
-    with pytest.warns(UserWarning, match=r"capacity=11 leaves 3 rows.*each rank has 8 tokens"):
-        layer = jax.vmap(on_rank, axis_name="ep")
-        jax.eval_shape(layer, jnp.ones((2, TOKENS, HIDDEN)), ids, experts)
 
 
 def choose(tokens, logits, per_token, whole):

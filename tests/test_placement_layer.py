@@ -103,12 +103,12 @@ SWIGLU = ma.gated(jax.nn.silu)
 GROUP = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
 
-def layer_arguments(rng, hostile=False, shared=0):
+def layer_arguments(rng, hostile=False):
     """Return ids and floats of all ranks."""
     ids = rng.integers(-1, RANKS * LOCAL, (RANKS, TOKENS, TOP_K))
     if hostile:
         ids[:] = 0  # all tokens choose expert 0
-    shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH, shared)
+    shapes = small_layer.shapes_of_moe(LAYOUT, 2 * WIDTH, WIDTH)
     floats = [jnp.asarray(rng.normal(size=(RANKS, *s)), jnp.float32) for s in shapes]
     return jnp.asarray(ids), floats
 
@@ -143,16 +143,16 @@ def value_and_gradients(ids, floats, placement, **options):
     "spare, options",
     (
         (1, dict(activation=lambda x: SWIGLU(jnp.tanh(x)))),
-        (3, dict(shared_expert=True, alignment=4)),
+        (3, dict(alignment=4)),
     ),
-    ids=("unfused", "shared"),
+    ids=("unfused", "aligned"),
 )
 def test_a_layer_with_replicas_equals_the_layer_without(spare, options):
     rng = np.random.default_rng(spare)
     run = jax.jit(of_ranks(value_and_gradients, **options))
     for kind in ("random", "one"):
         placement, _ = placement_of(rng, RANKS, LOCAL, spare, kind)
-        ids, floats = layer_arguments(rng, kind == "one", options.get("shared_expert", 0))
+        ids, floats = layer_arguments(rng, kind == "one")
         actual, expected = run(ids, floats, placement), run(ids, floats, None)
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)

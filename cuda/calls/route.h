@@ -12,7 +12,9 @@
 namespace moe_a2a {
 
 struct RouteCall {
-  int64_t num_experts, alignment, tokens_per_chunk, first_choice, parts;
+  int64_t num_experts, alignment, tokens_per_chunk;
+  bool may_drop;
+  int64_t parts;
 
   static constexpr const char* kTarget = "moe_a2a_route";
   static constexpr bool kHasHalves = false;
@@ -22,7 +24,7 @@ struct RouteCall {
   template <typename Reader>
   bool Read(Reader&& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
-           read("tokens_per_chunk", &tokens_per_chunk) && read("first_choice", &first_choice) &&
+           read("tokens_per_chunk", &tokens_per_chunk) && read("may_drop", &may_drop) &&
            read("parts", &parts);
   }
 
@@ -46,7 +48,7 @@ struct RouteCall {
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
     p.capacity = static_cast<int32_t>(results[4].dimensions.end()[-1]);
-    p.first_choice = static_cast<int32_t>(first_choice);
+    p.may_drop = may_drop;
     p.parts = static_cast<int32_t>(parts);
     p.tokens_per_chunk = static_cast<int32_t>(tokens_per_chunk);
     if (p.tokens_per_chunk < 1) return "route needs chunks of one token or more";
@@ -54,13 +56,12 @@ struct RouteCall {
         static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
     const int64_t blocks = int64_t{p.batch} * p.chunks * p.view.num_ranks;
     if (p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
-        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0) {
+        p.parts < 1 || p.local_experts() % p.parts != 0) {
       return "route needs chunks of at most " + std::to_string(kMaxTokensPerRouteChunk) +
-             " tokens, experts of whole ranks and parts, and a first choice below top_k; got " +
+             " tokens, and experts of whole ranks and parts; got " +
              std::to_string(p.tokens_per_chunk) + " tokens, " + std::to_string(num_experts) +
-             " experts, " + std::to_string(parts) + " parts, " + std::to_string(p.view.num_ranks) +
-             " ranks, the first choice " + std::to_string(first_choice) + " and ids " +
-             ToString(ids);
+             " experts, " + std::to_string(parts) + " parts and " +
+             std::to_string(p.view.num_ranks) + " ranks";
     }
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
@@ -68,7 +69,7 @@ struct RouteCall {
       return Unsupported(Reason(p));
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
-                      p.first_choice, p.parts}) {
+                      int32_t{p.may_drop}, p.parts}) {
       Mix(p.view.signature, v);
     }
     Mix(p.view.signature, BytesOfIds(p));

@@ -14,7 +14,8 @@
 namespace moe_a2a {
 
 struct RoutedDispatchCall {
-  int64_t num_experts, alignment, first_choice;
+  int64_t num_experts, alignment;
+  bool may_drop;
   DispatchOptions options;
   EncodedPayload encoded;  // if `format` is empty, no other member is set
 
@@ -26,8 +27,8 @@ struct RoutedDispatchCall {
   template <typename Reader>
   bool Read(Reader&& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
-           read("first_choice", &first_choice) && options.Read(read) &&
-           read("format", &encoded.format) && (!has_format() || encoded.Read(read));
+           read("may_drop", &may_drop) && options.Read(read) && read("format", &encoded.format) &&
+           (!has_format() || encoded.Read(read));
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -51,16 +52,14 @@ struct RoutedDispatchCall {
     SignShapes(exchange.view, exchange.routing);
     p.num_experts = static_cast<int32_t>(num_experts);
     p.alignment = static_cast<int32_t>(alignment);
-    p.first_choice = static_cast<int32_t>(first_choice);
+    p.may_drop = may_drop;
     Mix(exchange.view.signature, p.num_experts);
     Mix(exchange.view.signature, p.alignment);
-    Mix(exchange.view.signature, p.first_choice);
+    Mix(exchange.view.signature, p.may_drop);
     const int num_ranks = exchange.view.num_ranks;
-    if (p.num_experts % num_ranks != 0 || p.first_choice >= exchange.routing.top_k) {
-      return "routed dispatch needs experts of whole ranks and a first choice below top_k; got " +
-             std::to_string(num_experts) + " experts, " + std::to_string(num_ranks) +
-             " ranks, the first choice " + std::to_string(first_choice) + " and ids " +
-             ToString(ids);
+    if (p.num_experts % num_ranks != 0) {
+      return "routed dispatch needs experts of whole ranks; got " + std::to_string(num_experts) +
+             " experts and " + std::to_string(num_ranks) + " ranks";
     }
     if (exchange.routing.top_k > kMaxTopK ||
         !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,

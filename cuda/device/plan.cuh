@@ -23,25 +23,15 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
 // The first choice that is dropped, in the order that docs/protocol.md, section 17, defines. All
 // choices before it are kept.
 struct Threshold {
-  int number;  // of the choice index, counted from `first_choice`
+  int k;  // the choice index
   int token;
   int source;
 
-  __device__ bool keeps(int of_number, int of_token, int of_source) const {
-    if (of_number != number) return of_number < number;
+  __device__ bool keeps(int of_k, int of_token, int of_source) const {
+    if (of_k != k) return of_k < k;
     return of_token < token || (of_token == token && of_source < source);
   }
 };
-
-// Convert between a choice index k and its number in the order, which begins at `first_choice` and
-// wraps.
-__device__ inline int number_of_choice(int k, int first_choice, int top_k) {
-  return k - first_choice + (k < first_choice ? top_k : 0);
-}
-__device__ inline int choice_of_number(int number, int first_choice, int top_k) {
-  const int k = number + first_choice;
-  return k < top_k ? k : k - top_k;
-}
 
 // Returns the largest n below `high` for which fits(n) is true. fits(0) must be true. All threads
 // that fits() needs must call this function.

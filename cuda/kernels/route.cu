@@ -112,7 +112,7 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       const int rank = id / local_experts;
       atomicOr(&named[i / p.top_k], 1ull << rank);
       if (rank != p.view.rank) continue;
-      const int level = levels == 1 ? 0 : number_of_choice(i % p.top_k, p.first_choice, p.top_k);
+      const int level = levels == 1 ? 0 : i % p.top_k;
       atomicAdd(&histogram[level * local_experts + id - first_expert], 1);
     }
   }
@@ -337,13 +337,13 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
       if (count > 0) add_level(count - 1, false, p.chunks);
     };
   };
-  found.number = last_that_fits(p.top_k, [&](int count) { return fits(add_levels(count)); });
-  fits(add_levels(found.number));
+  found.k = last_that_fits(p.top_k, [&](int count) { return fits(add_levels(count)); });
+  fits(add_levels(found.k));
   keep_trial();
 
   const auto add_chunks = [&](int count) {
     return [&, count] {
-      if (count > 0) add_level(found.number, true, count);
+      if (count > 0) add_level(found.k, true, count);
     };
   };
   const int chunk = last_that_fits(p.chunks, [&](int count) { return fits(add_chunks(count)); });
@@ -352,9 +352,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
 
   const int first_token = chunk * p.tokens_per_chunk;
   const int num_tokens = min(p.tokens_per_chunk, p.num_tokens - first_token);
-  const int k = choice_of_number(found.number, p.first_choice, p.top_k);
   const auto expert_of = [&](int source, int token) {
-    const int64_t choice = int64_t{token} * p.top_k + k;
+    const int64_t choice = int64_t{token} * p.top_k + found.k;
     return batch_ids[source * choices_per_source(p) + choice] - first_expert;
   };
   const auto add_tokens = [&](int count) {
@@ -412,21 +411,20 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
   const uint32_t experts = local_experts;
   for (uint32_t i = threadIdx.x; i < entry * experts; i += kRouteThreads) {
     const int other = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
-    const int level = threshold.number - (other % p.chunks >= at_chunk);
+    const int level = threshold.k - (other % p.chunks >= at_chunk);
     if (level < 0) continue;
     atomicAdd(&s.next_row[expert],
               counts[other * stride + int64_t{level} * local_experts + expert]);
   }
-  // Within the threshold's chunk, the ids say which choices with the threshold's number are kept.
+  // Within the threshold's chunk, the ids say which choices with the threshold's index are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
-  const int k = choice_of_number(threshold.number, p.first_choice, p.top_k);
   const int num_tokens = threshold.token - first_token + 1;
   const int64_t first_of_batch = static_cast<int64_t>(batch) * p.num_tokens;
   for (int i = threadIdx.x; i < p.view.num_ranks * num_tokens; i += kRouteThreads) {
     const int source = i / num_tokens, token = first_token + i % num_tokens;
     if (source * p.chunks + at_chunk >= entry) continue;
-    if (!threshold.keeps(threshold.number, token, source)) continue;
-    const int64_t choice = (first_of_batch + token) * p.top_k + k;
+    if (!threshold.keeps(threshold.k, token, source)) continue;
+    const int64_t choice = (first_of_batch + token) * p.top_k + threshold.k;
     const int expert = p.all_ids[source * choices_per_source(p) + choice] - first_expert;
     if (expert >= 0 && expert < local_experts) atomicAdd(&s.next_row[expert], 1);
   }
@@ -489,7 +487,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
   __syncthreads();
   int end_of_groups = place_experts(p, s, warp_sums);
-  const bool drops = p.first_choice >= 0 && end_of_groups > p.capacity;
+  const bool drops = p.may_drop && end_of_groups > p.capacity;
   Threshold threshold = {};
   if (drops) {
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
@@ -501,9 +499,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   const auto is_kept = [&](int64_t choice) {
     if (!drops) return true;
-    const int number =
-        number_of_choice(static_cast<int>(choice % p.top_k), p.first_choice, p.top_k);
-    return threshold.keeps(number, chunk.first_token + static_cast<int>(choice / p.top_k), source);
+    const auto token = static_cast<int>(choice / p.top_k), k = static_cast<int>(choice % p.top_k);
+    return threshold.keeps(k, chunk.first_token + token, source);
   };
 
   // The slots of the source's tokens at this rank.

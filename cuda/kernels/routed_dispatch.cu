@@ -337,7 +337,7 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int experts = local_experts(p);
   const int first_expert = p.exchange.view.rank * experts;
   const int num_tokens = routing.num_tokens, top_k = routing.top_k;
-  const int of_number = num_ranks * num_tokens, all = of_number * top_k;
+  const int of_choice = num_ranks * num_tokens, all = of_choice * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
   // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
@@ -348,8 +348,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
     if (threadIdx.x == 0) shared.padded_rows = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += kThreads) {
-      const int source = i % num_ranks, token = i % of_number / num_ranks;
-      const int k = choice_of_number(i / of_number, p.first_choice, top_k);
+      const int source = i % num_ranks, token = i % of_choice / num_ranks;
+      const int k = i / of_choice;
       const int expert = t.row[(source * num_tokens + token) * top_k + k] - first_expert;
       if (expert >= 0 && expert < experts) atomicAdd(&trial[expert], 1);
     }
@@ -363,8 +363,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   };
   const int kept = last_that_fits(all, fits);
   for (int i = kept + static_cast<int>(threadIdx.x); i < all; i += kThreads) {
-    const int source = i % num_ranks, token = i % of_number / num_ranks;
-    const int k = choice_of_number(i / of_number, p.first_choice, top_k);
+    const int source = i % num_ranks, token = i % of_choice / num_ranks;
+    const int k = i / of_choice;
     int32_t& id = t.row[(source * num_tokens + token) * top_k + k];
     if (id >= first_expert && id < first_expert + experts) id = kDropped;
   }
@@ -433,7 +433,7 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int last = min(first + per_warp, all);
   int32_t* next_row = t.next_row + warp * experts;
   int end_of_groups = count_rows(p, shared, t, all, per_warp, is_here);
-  if (p.first_choice >= 0 && end_of_groups > p.exchange.routing.capacity) {
+  if (p.may_drop && end_of_groups > p.exchange.routing.capacity) {
     drop_rows(p, shared, t);
     end_of_groups = count_rows(p, shared, t, all, per_warp, is_here);
   }

@@ -49,10 +49,10 @@ def route(
         ``num_invalid``. A token may name an expert twice.
       group: the ranks: a ``Group``, or the name of their axis in scope, such as ``"ep"``. A name
         or a tuple of names stands for ``Group(axis_name=name, size=...)`` with the default options.
-      num_experts: number of experts of all ranks together, without shared experts. It must be a
-        multiple of ``group.size``, and at most 2**20 for each rank.
-      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment, shared expert and
-        replication belong to the routing.
+      num_experts: number of experts of all ranks together. It must be a multiple of
+        ``group.size``, and at most 2**20 for each rank.
+      exchange: how tokens travel, an ``Exchange``. Its capacity, alignment and replication belong
+        to the routing.
 
     Returns:
       A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
@@ -89,7 +89,6 @@ def dispatch(
     group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     exchange: Exchange | None = None,
-    shared_weights: ArrayLike | None = None,
     decode: bool = False,
     tail: Tail = "zero",
 ) -> Recv:
@@ -115,8 +114,6 @@ def dispatch(
       num_experts: number of experts of all ranks together, as in ``route``.
       exchange: how tokens travel, an ``Exchange``. With a ``token_format``, all arrays of ``x``
         must be quantizable.
-      shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
-        Needs ``topk_weights``.
       decode: True to decode rows to the dtype of ``x``. Needs a ``token_format``.
       tail: the content of ``rows`` and ``weights`` after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, and saves the time to write zeros. Use
@@ -154,7 +151,7 @@ def dispatch(
       [[10.0, 30.0, 40.0, 0.0], [10.0, 20.0, 40.0, 0.0]] [[0, 1, 1, -1], [0, 0, 1, -1]]
       ```
     """
-    arrays = x, topk_ids, topk_weights, shared_weights
+    arrays = x, topk_ids, topk_weights
     given = RouteArguments(group, num_experts, check_exchange(exchange))
     return bind_dispatch(check_dispatch(*arrays, given, decode=decode, tail=tail))
 
@@ -194,9 +191,8 @@ def combine(
     Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, each rank adds
     its rows of a token in the order of choices, and rounds this partial sum once to ``wire_dtype``.
     Then the source rank adds the partial sums in the order of ranks. A dropped choice adds nothing.
-    A shared expert's output is the last term of its rank's partial sum. If tokens are replicated,
-    the result is this rank's partial sum; add the partial sums of all ranks with ``lax.psum``. In a
-    group of two levels, the sum of each host is rounded once more.
+    If tokens are replicated, the result is this rank's partial sum; add the partial sums of all
+    ranks with ``lax.psum``. In a group of two levels, the sum of each host is rounded once more.
 
     Args:
       y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.
@@ -257,7 +253,6 @@ def dispatch_start(
     group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     exchange: Exchange | None = None,
-    shared_weights: ArrayLike | None = None,
     decode: bool = False,
     tail: Tail = "zero",
 ) -> InFlight:
@@ -280,14 +275,13 @@ def dispatch_start(
       group: as in ``dispatch``.
       num_experts: as in ``dispatch``.
       exchange: as in ``dispatch``.
-      shared_weights: as in ``dispatch``.
       decode: as in ``dispatch``.
       tail: as in ``dispatch``.
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
     """
-    arrays = x, topk_ids, topk_weights, shared_weights
+    arrays = x, topk_ids, topk_weights
     given = RouteArguments(group, num_experts, check_exchange(exchange))
     arguments = check_dispatch(*arrays, given, decode=decode, tail=tail)
     routing, (payload, params) = routing_of(arguments), arguments.encoded

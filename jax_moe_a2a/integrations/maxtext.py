@@ -90,7 +90,7 @@ _REMEDIES = dict(
     moe_dropless_fallback="With ragged_buffer_factor=-1, no token is dropped. ",
 )
 
-_DECIDED = "capacity", "capacity_factor", "shared_expert", "replicated", "num_chunks"
+_DECIDED = "capacity", "capacity_factor", "replicated", "num_chunks"
 """The options of an exchange that the config of MaxText decides."""
 
 

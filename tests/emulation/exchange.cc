@@ -55,11 +55,9 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   const int padding = std::min(shape.local_experts, most) * (shape.alignment - 1);
   shape.capacity =
       std::max(1, is_tight ? random.below(most + 1) : most + padding + random.below(8));
-  shape.first_choice = random.one_in(2) ? 0 : random.below(shape.top_k);
-  if (shape.capacity >= static_cast<int>(round_up(most + padding, shape.alignment)) &&
-      random.one_in(2)) {
-    shape.first_choice = -1;
-  }
+  const bool holds_all =
+      shape.capacity >= static_cast<int>(round_up(most + padding, shape.alignment));
+  shape.may_drop = !holds_all || random.one_in(2);
   for (int rank = 0; rank < shape.num_ranks; ++rank) ids.push_back(make_ids(shape, random));
   if (making.at_threshold) move_to_threshold(random, max_tokens);
   plans = plans_of(shape, ids);
@@ -73,7 +71,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
     shape.top_k = random.between(2, 4);
     shape.num_tokens = random.between(4, max_tokens);
     shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
-    shape.first_choice = random.below(shape.top_k);
+    shape.may_drop = true;
     shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
     const int popular = random.below(shape.num_ranks);  // the rank with most rows
     for (auto& of_source : ids) {

@@ -329,7 +329,7 @@ class RoutedDispatch : public Payload {
 
  private:
   RoutedDispatchCall call() const {
-    return {shape().num_experts(), shape().alignment, shape().first_choice, options(),
+    return {shape().num_experts(), shape().alignment, shape().may_drop, options(),
             leaves_.empty() ? EncodedPayload{} : encoded()};
   }
 

@@ -52,7 +52,7 @@ class RouteExchange : public Exchange {
 
   RouteCall call() const {
     const Shape& shape = batch_[0].shape;
-    return {shape.num_experts(), shape.alignment, tokens_per_chunk_, shape.first_choice,
+    return {shape.num_experts(), shape.alignment, tokens_per_chunk_, shape.may_drop,
             shape.group_experts};
   }
 
@@ -99,7 +99,7 @@ class RouteExchange : public Exchange {
     made.ids = make_array(ids);
     made.number = make_array(std::vector<int32_t>{rank});
     made.all_ids = make_array(ranks * ids.size() * 4, 4);
-    const int levels = shape.first_choice < 0 ? 1 : shape.top_k;
+    const int levels = shape.may_drop ? shape.top_k : 1;
     const auto counts = static_cast<size_t>(levels * shape.local_experts) + 1;
     made.expert_counts = make_array(batch * ranks * chunks * counts * 4, 4);
     made.rank_counts = make_array(batch * chunks * ranks * 4, 4);

@@ -50,10 +50,10 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
   std::vector<int> rows(static_cast<size_t>(s.local_experts / s.group_experts));
   int room = s.capacity;
-  for (int number = 0; number < s.top_k; ++number) {
+  for (int k = 0; k < s.top_k; ++k) {
     for (int token = 0; token < s.num_tokens; ++token) {
       for (int source = 0; source < s.num_ranks; ++source) {
-        const int choice = token * s.top_k + (std::max(0, s.first_choice) + number) % s.top_k;
+        const int choice = token * s.top_k + k;
         const int expert = ids[source][choice] - rank * s.local_experts;
         if (expert < 0 || expert >= s.local_experts) continue;
         int& of_group = rows[expert / s.group_experts];

@@ -12,7 +12,7 @@ namespace emulation {
 struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
   int group_experts = 1;  // consecutive experts that form one group
-  int first_choice = 0;   // the choice index dropped last; -1: the capacity holds any routing
+  bool may_drop = true;   // false: the capacity holds any routing
   int parts = 1;          // equal parts of the tokens; each part has separate slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }

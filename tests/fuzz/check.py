@@ -34,7 +34,6 @@ def exchange(program, group, a):
     if p.has_token_scales:
         fmt = ma.NvFp4(global_scale=a["scales"])
     options = dict(
-        shared_weights=p.shared_weights_of(a),
         wire_dtype=wire_of(p.dispatch_wire),
         token_format=fmt,
         decode=p.decode,
@@ -210,14 +209,9 @@ class Expected:
     def moved(self, x):
         return self.each(oracle.dispatch, x)
 
-    def weights_with_rows(self, topk_weights, shared_weights):
-        """Return the weights [R, C] of rows, from weights of choices [R, T, K] and of the shared
-        expert [R, T]."""
-        dtype = draw.weights_dtype(self.program)
-        weights = topk_weights.astype(dtype)
-        if self.program.shared_expert:
-            shared = shared_weights.astype(dtype)[..., None]
-            weights = np.concatenate([weights, shared], axis=2)
+    def weights_with_rows(self, topk_weights):
+        """Return the weights [R, C] of rows, from weights of choices [R, T, K]."""
+        weights = topk_weights.astype(draw.weights_dtype(self.program))
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire, addend=None):
@@ -259,9 +253,7 @@ class Expected:
         """Return router weights with their rows [R, C], or None."""
         if not self.program.topk_weights:
             return None
-        weights = self.args["topk_weights"]
-        shared = self.program.all_shared_weights(self.args, weights.shape[:2])
-        return self.weights_with_rows(weights, shared)
+        return self.weights_with_rows(self.args["topk_weights"])
 
     @property
     def combine_weights(self):
@@ -273,7 +265,7 @@ class Expected:
         self.check_recv(recv)
         harness.assert_same_bytes(row_experts, oracle.row_experts(self.routing), "row_experts")
         if load is not None:
-            check_load(load, self.routings, self.program.shared_expert)
+            check_load(load, self.routings)
         p, weights = self.program, self.combine_weights
         for i, actual in enumerate(sums):
             pairs, addend = [(self.args[f"y{i}"], weights)], self.args.get(f"add{i}")
@@ -293,8 +285,6 @@ class Expected:
         num_invalid = np.array([sum(own) for own in is_invalid], np.int32)
         expected = dataclasses.replace(self.routing, num_invalid=num_invalid)
         experts = np.arange(p.num_experts, dtype=np.int32).reshape(p.ranks, -1)
-        if p.shared_expert:
-            experts = np.concatenate([np.full((p.ranks, 1), -1, np.int32), experts], axis=1)
         harness.assert_rows_are_described(recv, expected, experts)
         if not p.hosts or p.replicated:
             harness.assert_routing_is(recv.routing, expected)
@@ -334,8 +324,7 @@ class Expected:
         p, d = self.program, self.directions
         of_weights = self.weights
         if p.topk_weights:
-            shared = d.get("shared_weights", np.zeros(d["topk_weights"].shape[:2]))
-            of_weights = self.weights_with_rows(d["topk_weights"], shared)
+            of_weights = self.weights_with_rows(d["topk_weights"])
             actual = self.grouped(tangents["weights"])
             harness.assert_same_bytes(actual, of_weights, "tangent of weights")
         for name, actual in tangents.items():
@@ -401,13 +390,7 @@ class Expected:
             slack = slack + oracle.epsilon(total.dtype) * (np.abs(total) + np.abs(added))
             slack = self.each(oracle.combine_choices, slack)
         total = self.each(oracle.combine_choices, total)
-        top_k = self.program.top_k
-        for name, at in dict(
-            topk_weights=np.s_[:, :, :top_k], shared_weights=np.s_[:, :, -1]
-        ).items():
-            if name in cotangents:
-                own = slack[at] if of_row_weights is not None else 0
-                self.check_close(cotangents[name], total[at], own, name)
+        self.check_close(cotangents["topk_weights"], total, slack, "topk_weights")
 
     def check_close(self, actual, expected, slack, name):
         """Check equality up to the slack. If the slack is not zero, also allow one rounding to the
@@ -418,10 +401,10 @@ class Expected:
         harness.assert_sums_agree(actual, rounded, at_most, f"cotangent of {name}")
 
 
-def check_load(load, routings, shared):
+def check_load(load, routings):
     """Compare `ma.expert_load`, equal on all ranks, with the counts of the oracle."""
     names = "rows_per_expert", "rows_per_rank", "dropped_per_rank"
-    for name, counts in zip(names, oracle.expert_load(routings, shared), strict=True):
+    for name, counts in zip(names, oracle.expert_load(routings), strict=True):
         actual = getattr(load, name)
         counts = np.broadcast_to(counts, (actual.shape[0], *counts.shape))
         harness.assert_same_bytes(actual, counts, f"expert_load: {name}")

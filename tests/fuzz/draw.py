@@ -8,7 +8,6 @@ import dataclasses
 
 import cases
 import harness
-import jaxlib
 import ml_dtypes
 import numpy as np
 import oracle
@@ -25,11 +24,7 @@ FORMATS = {
 FORMAT_DTYPES = ("bfloat16", "float16", "float32")
 WIRE_DTYPES = (*FORMAT_DTYPES, "float8_e4m3fn", "float8_e5m2")
 ID_DTYPES = ("int8", "int16", "int32", "int32", "int32", "uint8", "uint16", "uint32")
-MOST_CHOICES = 32
 TRACED_SCALE = 0.37
-# XLA of this version crashes on a jitted shard_map over several devices if some of its arguments
-# have no elements and others have elements.
-NO_EMPTY_ARRAYS = "0.11.2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +52,6 @@ class Sizes:
     capacity: int | None
     capacity_factor: float | None
     alignment: int
-    shared_expert: bool
     replicated: bool
 
     @property
@@ -70,17 +64,15 @@ class Sizes:
         if self.capacity is not None:
             return self.capacity
         numbers = self.ranks, self.tokens, self.top_k, self.local_experts, self.alignment
-        modes = self.shared_expert, self.replicated
         if self.capacity_factor is not None:
-            return oracle.capacity_of_factor(self.capacity_factor, *numbers, *modes)
-        return oracle.mode_capacity(*numbers, *modes)
+            return oracle.capacity_of_factor(self.capacity_factor, *numbers, self.replicated)
+        return oracle.mode_capacity(*numbers, self.replicated)
 
     @property
     def is_empty(self):
         """Return True if no exchange has data to move, or if ids without elements would crash a
         process with a mesh."""
-        choices = self.top_k + (self.shared_expert and jaxlib.__version__ != NO_EMPTY_ARRAYS)
-        return 0 in (self.tokens, choices, self.rows)
+        return 0 in (self.tokens, self.top_k, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +83,6 @@ class Routed(Sizes):
     x64: bool
     ids_dtype: str
     topk_weights: str | None
-    shared_weights: str | None  # "number", a dtype, or None
     format: str | None
     has_traced_scale: bool
     is_routed_first: bool
@@ -106,17 +97,7 @@ class Routed(Sizes):
     @property
     def router_weights(self):
         """Return the names of the router weights that are arrays."""
-        names = ["topk_weights"] * (self.topk_weights is not None)
-        return names + ["shared_weights"] * (self.shared_weights not in (None, "number"))
-
-    def shared_weights_of(self, arrays):
-        """Return the shared weights: an array, a number, or None."""
-        return 0.5 if self.shared_weights == "number" else arrays.get("shared_weights")
-
-    def all_shared_weights(self, arrays, shape):
-        """Return the shared weights of all tokens, as an array of this shape."""
-        given = self.shared_weights_of(arrays)
-        return np.broadcast_to(1.0 if given is None else given, shape)
+        return ["topk_weights"] * (self.topk_weights is not None)
 
     def format_with(self, scale):
         """Return the format or None. If the program traces the global scale, it is `scale`."""
@@ -183,7 +164,7 @@ def program(seed, number, *, has_mesh=True):
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     numbers = drawn_sizes(rng)
-    ranks, shared_expert = numbers["ranks"], numbers["shared_expert"]
+    ranks = numbers["ranks"]
     hosts = one_of(rng, [h for h in (1, 2, 3, 4) if ranks % h == 0]) if chance(0.15) else 0
     x64 = chance(0.12)
 
@@ -202,9 +183,6 @@ def program(seed, number, *, has_mesh=True):
         leaves = [Leaf(one_of(rng, dtypes), trailing(rng)) for dtypes in kinds]
 
     topk_weights = one_of(rng, float_dtypes) if chance(0.8) else None
-    shared_weights = None
-    if topk_weights is not None and shared_expert:
-        shared_weights = one_of(rng, (None, "number", *float_dtypes))
     y_weights = one_of(rng, ("recv", "recv", "recv", "own", None))
     is_weighted = y_weights == "own" or (y_weights == "recv" and topk_weights is not None)
     combine_wire = wire(rng)
@@ -238,7 +216,6 @@ def program(seed, number, *, has_mesh=True):
         ids_dtype=one_of(rng, ID_DTYPES + (("int64", "uint64") * 3 if x64 else ())),
         x=tuple(leaves),
         topk_weights=topk_weights,
-        shared_weights=shared_weights,
         format=fmt,
         decode=decode,
         has_traced_scale=scale_of == "tensor",
@@ -267,13 +244,11 @@ def drawn_sizes(rng, most_tokens=13):
     ranks = int(rng.integers(1, 9))
     tokens, top_k, local_experts = drawn_tokens(rng, ranks)
     tokens = min(tokens, most_tokens)
-    shared_expert, replicated = chance(0.25) and top_k < MOST_CHOICES, chance(0.15)
+    replicated = chance(0.15)
     alignment = one_of(rng, (1, 1, 1, 2, 3, 4, 8, 16))
     capacity, factor, limited_by = None, None, rng.random()
     if limited_by < 0.4:
-        worst = oracle.mode_capacity(
-            ranks, tokens, top_k, local_experts, alignment, shared_expert, replicated
-        )
+        worst = oracle.mode_capacity(ranks, tokens, top_k, local_experts, alignment, replicated)
         capacity = one_of(
             rng, (0, 1, 2, worst + 3, *(int(n) for n in rng.integers(0, worst + 1, 9)))
         )
@@ -287,7 +262,6 @@ def drawn_sizes(rng, most_tokens=13):
         capacity=capacity,
         capacity_factor=factor,
         alignment=alignment,
-        shared_expert=shared_expert,
         replicated=replicated,
     )
 
@@ -365,8 +339,7 @@ def ids_of(rng, program):
 def routings_of(program, ids):
     """Return the routings of the domains of ids [R, T, K]."""
     p = program
-    modes = p.shared_expert, p.replicated
-    return oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, *modes)
+    return oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, p.replicated)
 
 
 def has_row(program, routings):
@@ -387,7 +360,6 @@ def routed_by(program, group):
             capacity=p.capacity,
             capacity_factor=p.capacity_factor,
             alignment=p.alignment,
-            shared_expert=p.shared_expert,
             replicated=p.replicated,
         ),
     )
@@ -397,7 +369,7 @@ def axis_of(name):
     """Return the name in `batched` to which an input belongs."""
     if name == "ids":
         return "ids"
-    if name in ("topk_weights", "shared_weights", "y_weights", "scales"):
+    if name in ("topk_weights", "y_weights", "scales"):
         return "weights"
     name = name.rstrip("0123456789")
     return "x" if name == "add" else name  # an addend has an entry for each token
@@ -468,9 +440,6 @@ def inputs(program, seed, number, run):
         shape = (p.tokens, p.top_k)
         arrays = drawn("topk_weights", shape, weights(p.topk_weights), p.replicated)
         found["topk_weights"] = poisoned("topk_weights", arrays, is_choice)
-    if "shared_weights" in p.router_weights:
-        draw = weights(p.shared_weights)
-        found["shared_weights"] = drawn("shared_weights", (p.tokens,), draw, p.replicated)
     for i, leaf in enumerate(p.y):
         arrays = drawn(f"y{i}", (p.rows, *leaf.shape), normal(leaf.dtype), False)
         found[f"y{i}"] = poisoned(f"y{i}", arrays, is_row)
@@ -548,5 +517,4 @@ def outputs_of(program):
 
 def weights_dtype(program):
     """Return the dtype of router weights that travel with their rows."""
-    kinds = program.topk_weights, program.shared_weights
-    return "float64" if "float64" in kinds else "float32"
+    return "float64" if program.topk_weights == "float64" else "float32"

@@ -18,7 +18,7 @@ import jax_moe_a2a as ma
 from . import check, derivatives, draw, places
 
 EXPERTS = ("w_in", "w_out", "b_in", "b_out", "p")
-OF_TOKENS = ("x", "topk_weights", "shared_weights")
+OF_TOKENS = ("x", "topk_weights")
 
 # By name: the activation, the oracle's activation, columns of the first product per column of the
 # second, and the axes of the array `p` that the activation reads, after the rank axis (None: no
@@ -188,9 +188,6 @@ def program(seed, number, *, has_mesh=True):
     if activation == "p nan" and dtype in ("bfloat16", "float16"):
         activation = "silu"  # a product of 16 bits and a bias may add up to 0
     topk_weights = one_of((dtype, "float32", "bfloat16")) if chance(0.85) else None
-    shared_weights = None
-    if topk_weights and sizes["shared_expert"]:
-        shared_weights = one_of((None, "number", dtype, "float32"))
     batch = one_of((1, 2, 3)) if chance(0.25) else 0
     kind = one_of(("vmap", "vmap", "auto", "explicit"))
     is_empty = chance(0.05)
@@ -218,7 +215,6 @@ def program(seed, number, *, has_mesh=True):
         activation=activation,
         biases=draw.some_of(rng, ("b_in", "b_out")) if chance(0.5) else (),
         topk_weights=topk_weights,
-        shared_weights=shared_weights,
         format=fmt,
         has_traced_scale=fmt == "nv" and chance(0.5),
         wire=wire,
@@ -275,7 +271,6 @@ def of_one_rank(program, group):
             a["x"],
             ma.RouterChoices(source, a.get("topk_weights")),
             experts_of(**own, activation=activation).replace(weigh_input=p.weigh_input),
-            shared_weights=p.shared_weights_of(a),
             **harness.exchanging(
                 routed,
                 wire_dtype=draw.FORMATS.get(p.wire, p.wire),
@@ -391,12 +386,11 @@ def inputs(program, seed, number, run):
                 a[~mask] = np.nan
         return stacked(arrays, name)
 
-    experts, columns = p.local_experts + p.shared_expert, p.width * ACTIVATIONS[p.activation][2]
+    experts, columns = p.local_experts, p.width * ACTIVATIONS[p.activation][2]
     shapes = dict(
         x=((p.tokens, p.hidden), p.dtype, 1.0),
         g=((p.tokens, p.hidden), p.dtype, 1.0),
         topk_weights=((p.tokens, p.top_k), p.topk_weights, 1.0),
-        shared_weights=((p.tokens,), p.shared_weights, 1.0),
         w_in=((experts, p.hidden, columns), p.dtype, max(1, p.hidden) ** -0.5),
         w_out=((experts, p.width, p.hidden), p.dtype, max(1, p.width) ** -0.5),
         b_in=((experts, columns), p.dtype, 0.5),
@@ -434,7 +428,6 @@ class Expected:
                 ids[:, i] if p.depth else ids,
                 p.local_experts,
                 own,
-                p.shared_expert,
                 p.replicated,
             )
             for i, own in enumerate(self.routings)
@@ -453,9 +446,6 @@ class Expected:
         tokens = own["x"].shape[:2]
         found = {n: own[n] for n in EXPERTS if n in own}
         weights = own.get("topk_weights", np.ones((*tokens, self.p.top_k)))
-        if self.p.shared_expert:
-            shared = self.p.all_shared_weights(own, tokens)
-            weights = np.concatenate([weights, shared[..., None]], axis=2)
         return {"x": x, "weights": weights, **found}
 
     def xs(self, a, activation):
@@ -478,8 +468,7 @@ class Expected:
                 self.of_layer(a, i, xs[i]), rows, activation, g, p.weigh_input
             )
             g = g + own["x"] if p.depth else own["x"]
-            own["topk_weights"] = own["weights"][..., : p.top_k]
-            own["shared_weights"] = own["weights"][..., p.top_k :].sum(axis=2)  # one, or none
+            own["topk_weights"] = own["weights"]
             layers.append(own)
         found = {n: [own[n] for own in reversed(layers)] for n in a if n != "x"}
         found = {n: np.stack(x, 1) if p.has_layers(n) else x[0] for n, x in found.items()}
@@ -523,8 +512,7 @@ class Expected:
     @property
     def dtype_of_weights(self):
         """Return the dtype in which router weights travel."""
-        kinds = self.p.topk_weights, self.p.shared_weights
-        return "float64" if "float64" in kinds or not self.p.topk_weights else "float32"
+        return "float64" if self.p.topk_weights in ("float64", None) else "float32"
 
     def of_wire(self, largest):
         """Return the error of partial sums that travel in the wire dtype."""
@@ -560,7 +548,7 @@ def run(program, given, fn):
     if p.has_load:
         for b, expected in enumerate(all_expected):
             own = jax.tree.map(lambda x: x[:, b] if p.batch else x, found["load"])
-            check.check_load(own, expected.routings[0], p.shared_expert)
+            check.check_load(own, expected.routings[0])
 
 
 def may_be_infinite(slack, dtype, wire=None):

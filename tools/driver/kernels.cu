@@ -465,7 +465,8 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
   const auto launch = [&](const auto& kind, const auto& bind) {
     LaunchKind(kind, calls, kernels, stream, bind);
   };
-  constexpr int64_t kAlignment = 1, kNoDrops = -1;  // the capacity holds all rows
+  constexpr int64_t kAlignment = 1;
+  constexpr bool kMayDrop = false;  // the capacity holds all rows
   switch (operation) {
     case Op::kDispatch:
       return launch(DispatchCall{{/*num_choice_arrays=*/1, /*leaves_tail=*/false}},
@@ -487,7 +488,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
       RoutedDispatchCall kind = {};
       kind.num_experts = w.num_experts;
       kind.alignment = kAlignment;
-      kind.first_choice = kNoDrops;
+      kind.may_drop = kMayDrop;
       kind.options.num_choice_arrays = 1;
       return launch(kind, [](const Call& call, Arguments* a) {
         AddIds(call, &a->args);
@@ -509,7 +510,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
     }
     case Op::kRoute:
       return launch(RouteCall{w.num_experts, kAlignment, TokensPerRouteChunk(w.num_tokens),
-                              kNoDrops, /*parts=*/1},
+                              kMayDrop, /*parts=*/1},
                     [](const Call& call, Arguments* a) {
                       AddIds(call, &a->args);
                       AddPlan(call, &a->results);

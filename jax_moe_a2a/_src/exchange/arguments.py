@@ -43,7 +43,7 @@ class DispatchArguments(NamedTuple):
     source: CheckedIds | AnyRouting
     leaves: list[jax.Array]
     treedef: jax.tree_util.PyTreeDef
-    choice_arrays: list[jax.Array]  # the weights of router and shared expert, or none
+    choice_arrays: list[jax.Array]  # the weights of the router, or none
     options: Options
 
     @property
@@ -88,9 +88,8 @@ class DispatchArguments(NamedTuple):
         if fmt is None or fmt.token_scales is None or self.options.decode:
             return []
         top_k = source.ids.shape[1] if isinstance(source, CheckedIds) else source.top_k
-        num_choices = top_k + self.route_options.shared_expert
         bits = lax.bitcast_convert_type(fmt.token_scales, jnp.uint32)
-        return [jnp.broadcast_to(bits[:, None], (bits.size, num_choices))]
+        return [jnp.broadcast_to(bits[:, None], (bits.size, top_k))]
 
     @property
     def encoded(self) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -135,7 +134,6 @@ def check_dispatch(
     x: PyTree,
     topk_ids: ArrayLike | AnyRouting,
     topk_weights: ArrayLike | None,
-    shared_weights: ArrayLike | None,
     route_arguments: RouteArguments,
     *,
     decode: bool,
@@ -158,15 +156,6 @@ def check_dispatch(
     if topk_weights is not None:
         shape = (num_tokens, top_k)
         choice_arrays = [check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
-    has_shared_weights = bool(choice_arrays) and route_options.shared_expert
-    if shared_weights is not None and not has_shared_weights:
-        raise ValueError(
-            "shared_weights must be None without topk_weights and a shared expert; "
-            f"got {shared_weights!r}. Pass topk_weights, and exchange=ma.Exchange("
-            "shared_expert=True)"
-        )
-    if has_shared_weights:
-        choice_arrays = [with_shared_weights(choice_arrays[0], shared_weights)]
     return DispatchArguments(source, leaves, treedef, choice_arrays, options)
 
 
@@ -316,19 +305,6 @@ def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ..
             f"{merge_axes(name, array, len(shape))}"
         )
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
-
-
-def with_shared_weights(topk_weights: jax.Array, shared_weights: ArrayLike | None) -> jax.Array:
-    """Return checked router weights [T, K] as [T, K + 1], with the shared expert's weights last."""
-    num_tokens = len(topk_weights)
-    weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
-    if weights.ndim == 0:
-        weights = jnp.broadcast_to(weights, num_tokens)
-    weights = check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
-    dtype = topk_weights.dtype  # also the dtype of a Python number
-    if weights.dtype.itemsize > dtype.itemsize and not weights.weak_type:
-        dtype = weights.dtype
-    return jnp.concatenate([topk_weights.astype(dtype), weights.astype(dtype)[:, None]], axis=1)
 
 
 def check_wire_dtype(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat, scopes
-from ..plan.plan import PlanOptions, RoutePlan, renumbered_ids
+from ..plan.plan import PlanOptions, RoutePlan
 from ..routing.checks import CheckedIds
 from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
@@ -88,14 +88,12 @@ def bind_start(
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, PlanOptions]:
     """Return the ids and the options of ``route_p``."""
-    first_choice = None  # the capacity holds any routing
-    if options.may_drop(*ids.shape):  # the shared expert's choice, or the router's first
-        first_choice = ids.shape[1] if options.shared_expert else 0
-    if options.shared_expert or options.replicated:
-        ids = renumbered_ids(ids, own_rank(options.group), options.sizes(*ids.shape))
-    return ids, PlanOptions(
-        options.num_local_experts, options.capacity, options.alignment, first_choice
-    )
+    num_local_experts = options.num_local_experts
+    if options.replicated:  # only the experts of this rank have ids in its domain
+        local = ids - own_rank(options.group) * num_local_experts
+        ids = jnp.where((local >= 0) & (local < num_local_experts), local, -1)
+    may_drop = options.may_drop(*ids.shape)
+    return ids, PlanOptions(num_local_experts, options.capacity, options.alignment, may_drop)
 
 
 def _routing_of(

@@ -16,8 +16,7 @@ from .reference import own_rank
 class SourceInfo(NamedTuple):
     """The origin of each row as three int32 arrays [C].
 
-    All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated. ``k`` is K
-    for a row of the shared expert.
+    All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated.
     """
 
     rank: jax.Array
@@ -30,10 +29,9 @@ class SourceInfo(NamedTuple):
 class Recv:
     """The result of ``dispatch`` on a rank. It is a pytree.
 
-    C is the capacity, and L the number of local experts. A shared expert is the first local expert.
-    Rows are sorted by local expert, then source rank, token and choice. Rows without a token are
-    zero: alignment padding within a group, and the tail after the last group. With
-    ``tail="unspecified"``, the tail holds any values.
+    C is the capacity, and L the number of local experts. Rows are sorted by local expert, then
+    source rank, token and choice. Rows without a token are zero: alignment padding within a group,
+    and the tail after the last group. With ``tail="unspecified"``, the tail holds any values.
     """
 
     rows: PyTree
@@ -47,7 +45,7 @@ class Recv:
     row_offsets: jax.Array
     """[L + 1] int32: first row of each local expert, and the end of the last expert."""
     expert_ids: jax.Array
-    """[L] int32: global id of each local expert; -1 for the shared expert."""
+    """[L] int32: global id of each local expert."""
     src_info: SourceInfo
     """Source rank, token and choice of each row."""
     num_rows: jax.Array
@@ -82,11 +80,8 @@ def recv_of(
     global_scales: jax.Array | None = None,
 ) -> Recv:
     """Return the ``Recv`` of rows that were dispatched with a routing."""
-    num_experts = routing.num_experts // routing.group.size  # of the router
-    first_expert = own_rank(routing.group) * num_experts
-    expert_ids = first_expert + jnp.arange(num_experts, dtype=jnp.int32)
-    if routing.shared_expert:
-        expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
+    local = jnp.arange(routing.num_local_experts, dtype=jnp.int32)
+    expert_ids = own_rank(routing.group) * routing.num_local_experts + local
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
         rows=rows,

@@ -200,7 +200,7 @@ def _lower_route(
     batch = math.prod(lead)
     options: PlanOptions = params["plan_options"]
     tokens_per_chunk, chunks = route_chunks(num_tokens)
-    levels = 1 if options.first_choice is None else top_k
+    levels = top_k if options.may_drop else 1
 
     def int32(*shape: int) -> Any:
         shape = (*aval.shape[: call_placement.lead], *shape)
@@ -234,7 +234,7 @@ def _attributes(params: dict[str, Any]) -> dict[str, Any]:
     return dict(
         num_experts=options.num_local_experts * params["group"].size,
         alignment=options.alignment,
-        first_choice=-1 if options.first_choice is None else options.first_choice,
+        may_drop=options.may_drop,
     )
 
 

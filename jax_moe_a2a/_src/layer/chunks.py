@@ -44,7 +44,7 @@ class LayerWeights(NamedTuple):
     fetched: Experts | None = None
     """Weights of spare slots, if they are already here."""
     shared: Experts | None = None
-    """Weights of a shared expert that is not in the exchange."""
+    """Weights of a shared expert."""
 
 
 def check_one_global_scale(fmt: TokenFormat | None, reason: str, remedy: str) -> None:

@@ -91,10 +91,8 @@ def fetch_experts(w: PyTree, placement: Placement, *, group: GroupOrAxes) -> PyT
 
 
 @scopes.placement
-def fetch(
-    arrays: list[jax.Array], placement: Placement, group: Group, *, first: int = 0
-) -> list[jax.Array]:
-    """Return the weights of spare slots. The ``first`` experts of an array have no replicas."""
+def fetch(arrays: list[jax.Array], placement: Placement, group: Group) -> list[jax.Array]:
+    """Return the weights of spare slots."""
     num_experts, num_ranks = placement.num_experts, group.size
     check_placement(placement, num_ranks).check_home()
     placement = jax.tree.map(jnp.asarray, placement)
@@ -109,7 +107,7 @@ def fetch(
         return [jnp.zeros((spare, *x.shape[1:]), x.dtype) for x in arrays]
     num_pieces = 1 << max(0, (max(sizes) // PIECE_ELEMENTS).bit_length() - 1)
     own = own_rank(group)
-    routing = _in_pieces(_routing_of_experts(placement, own, num_ranks, first), num_pieces)
+    routing = _in_pieces(_routing_of_experts(placement, own, num_ranks), num_pieces)
     tokens = [_pieces_of(x, num_pieces) for x in arrays]
     # Gradients of several slots of a rank travel as one sum.
     is_wide = any(x.dtype == jnp.float64 for x in tokens)
@@ -131,9 +129,7 @@ def _pieces_of(x: jax.Array, num_pieces: int) -> jax.Array:
     return flat.reshape(x.shape[0] * num_pieces, -1)
 
 
-def _routing_of_experts(
-    placement: Placement, rank: jax.Array, num_ranks: int, first: int
-) -> RoutingArrays:
+def _routing_of_experts(placement: Placement, rank: jax.Array, num_ranks: int) -> RoutingArrays:
     """Return the routing of a rank whose tokens are its experts, and whose rows are its spare
     slots. An empty slot is padding, to which a dispatch writes zeros."""
     num_experts, num_slots = placement.num_experts, placement.num_slots
@@ -141,7 +137,6 @@ def _routing_of_experts(
     spare = slots_of_rank - per_rank
     # The first slot of an expert is its home slot. [R, L, K]: each choice is a spare slot.
     slots = placement.expert_slots[:, 1:].reshape(num_ranks, per_rank, -1)
-    slots = jnp.pad(slots, ((0, 0), (first, 0), (0, 0)), constant_values=-1)
     choice_rank = jnp.where(slots >= 0, quotient(slots, slots_of_rank), -1)
     row = slots - choice_rank * slots_of_rank - per_rank
     is_here = choice_rank == rank

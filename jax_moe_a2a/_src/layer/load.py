@@ -32,10 +32,9 @@ class ExpertLoad:
     """
 
     rows_per_expert: jax.Array
-    """[..., E]: rows with a token of each expert, without dropped rows and without shared
-    experts."""
+    """[..., E]: rows with a token of each expert, without dropped rows."""
     rows_per_rank: jax.Array
-    """[..., R]: rows with a token on each rank, including the rows of a shared expert."""
+    """[..., R]: rows with a token on each rank."""
     dropped_per_rank: jax.Array
     """[..., R]: rows that each rank dropped because its capacity was too small."""
     wanted_per_expert: jax.Array
@@ -50,9 +49,7 @@ class ExpertLoad:
         """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
 
         Dropped rows are part of the load. The result is 1 if all ranks have the same load, and 0
-        without any load. Without shared experts, a capacity factor of ``max_over_mean`` would have
-        dropped nothing. With shared experts, the factor may have to be larger, because their rows
-        count here.
+        without any load. A capacity factor of ``max_over_mean`` would have dropped nothing.
         """
         return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
 
@@ -98,7 +95,7 @@ def expert_load(recv: Recv | AnyRouting, *, placement: Placement | None = None) 
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
     Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + R counts
-    over the ranks with one ``lax.psum``, and 2E + 3R if rows may be dropped or experts are shared.
+    over the ranks with one ``lax.psum``, and 2E + 3R if rows may be dropped.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
@@ -162,7 +159,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     0.
 
     The array has the choices of each expert [E] and the invalid ids of each rank [R]. If rows may
-    be dropped or experts are shared, [R, L + 2] follow: the rows of each rank's experts, all its
+    be dropped, [R, L + 2] follow: the rows of each rank's experts, all its
     rows, and its dropped rows. Otherwise each choice has exactly one row, so these counts are not
     needed.
     """
@@ -178,7 +175,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
     dtype = jnp.float32 if num_ranks * ids.size < 2**24 else jnp.int32
     is_counted = one_hot(counts_for, num_experts + num_ranks)
     choices = is_counted.astype(dtype).sum(axis=(0, 1), dtype=dtype)
-    if not (routing.may_drop(*ids.shape) or routing.shared_expert):
+    if not routing.may_drop(*ids.shape):
         return choices
     here = routing.group_sizes
     if routing.alignment > 1:
@@ -188,7 +185,7 @@ def counts_of(routing: AnyRouting) -> jax.Array:
         is_row = (routing.row_rank >= 0)[:, None] & (row >= ends - here[None]) & (row < ends)
         here = is_row.sum(axis=0, dtype=jnp.int32)
     counts_of_ranks = jnp.stack([routing.num_rows, routing.num_dropped])
-    rows = jnp.concatenate([here[int(routing.shared_expert) :], counts_of_ranks])
+    rows = jnp.concatenate([here, counts_of_ranks])
     is_here = jnp.arange(num_ranks, dtype=jnp.int32)[:, None] == rank
     rows = jnp.where(is_here, rows[None], 0).ravel()
     return jnp.concatenate([choices, rows.astype(choices.dtype)])

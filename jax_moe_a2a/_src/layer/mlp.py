@@ -32,7 +32,6 @@ from ..formats.formats import BlockwiseFp8, TokenFormat
 from ..grouped.frozen import RowsInFp8
 from ..grouped.weights import QuantizedExperts, encode_experts
 from ..placement.types import Placement
-from ..plan.capacity import shared_tokens
 from ..plan.options import Exchange, check_exchange
 from ..routing.checks import GroupOrAxes, RouteArguments, check_scope
 from ..routing.choices import RouterChoices
@@ -70,7 +69,6 @@ def moe_mlp(
     group: GroupOrAxes | None = None,
     num_experts: int | None = None,
     exchange: Exchange | None = None,
-    shared_weights: ArrayLike | None = None,
     placement: Placement | None = None,
     return_totals: bool = False,
 ) -> jax.Array | tuple[jax.Array, Totals | None]:
@@ -102,14 +100,11 @@ def moe_mlp(
         ``dispatch``; or None for an unweighted sum. They multiply the activations in float32, and
         the result is rounded to the dtype of ``x``. With ``experts.weigh_input``, they multiply the
         rows instead. Scores are not read.
-      experts: the weights of this rank's L experts. L is ``num_experts // group.size``, plus one
-        with a shared expert of the exchange, which comes first.
+      experts: the weights of this rank's L experts. L is ``num_experts // group.size``.
       group: the ranks, as in ``route``.
       num_experts: number of experts of all ranks together, as in ``route``.
       exchange: how tokens travel, an ``Exchange``. With ``replicated``, the result is this rank's
         partial sum; add the partial sums of all ranks with ``lax.psum``.
-      shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
-        Needs weights of the choices.
       placement: a ``Placement`` of replicas of experts, without leading axes and equal on all
         ranks, or None. Each choice then goes to one of the replicas of its expert
         (``choose_slots``). If ``experts`` are the E / R home experts, the placement
@@ -167,7 +162,7 @@ def moe_mlp(
     experts = check_weights(experts, x)
     arguments = RouteArguments(group, num_experts, exchange)
     options = LayerOptions(activation_of(experts), placement, experts.weigh_input)
-    tokens = Tokens(x, choices.ids, choices.weights, shared_weights)
+    tokens = Tokens(x, choices.ids, choices.weights)
     weights, totals = LayerWeights(flat(experts)), totals_of(experts)
     num_chunks = exchange.num_chunks or 1
 
@@ -195,12 +190,11 @@ def with_fetched(
     would otherwise fetch them for each chunk."""
     if not isinstance(placement, Placement) or route_arguments.group is None:
         return weights  # whose checks raise errors
-    group, shared = check_scope(route_arguments.group), bool(route_arguments.exchange.shared_expert)
-    home = placement.num_experts // group.size + shared
-    given = weights.experts
+    group, given = check_scope(route_arguments.group), weights.experts
+    home = placement.num_experts // group.size
     if placement.num_slots == placement.num_experts or given.w_in.shape[0] != home:
         return weights
-    return weights._replace(fetched=fetch_all(given, placement, group, int(shared)))
+    return weights._replace(fetched=fetch_all(given, placement, group))
 
 
 def quantized_once(
@@ -243,7 +237,7 @@ def mlp_and_routing(
       totals: the totals of the weights that the call shares with other calls.
     """
     activation, placement, weigh_input = layer_options
-    x, topk_ids, topk_weights, shared_weights = tokens
+    x, topk_ids, topk_weights = tokens[:3]
     given, hidden = weights.experts, x.shape[1]
     in_fp8 = isinstance(given.w_in, QuantizedExperts)
     is_frozen = in_fp8 and not given.is_trained_in_fp8
@@ -263,7 +257,7 @@ def mlp_and_routing(
                 "experts must not be quantized yet with a placement, because replicas quantize what"
                 " they fetch; got values. Pass experts.in_fp8()"
             )
-    arrays = x, topk_ids, topk_weights, shared_weights
+    arrays = x, topk_ids, topk_weights
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
     options, tail = arguments.route_options, arguments.options.tail
@@ -321,24 +315,20 @@ def _check_num_experts(experts: Experts, options: RouteOptions, expected: int) -
             f"in_specs P({options.group.axis_name!r}) for experts"
         )
     raise ValueError(
-        f"experts must be the L={expected} local experts of this rank (a shared expert of the "
-        f"exchange is one of them); got {num}{remedy}"
+        f"experts must be the L={expected} local experts of this rank; got {num}{remedy}"
     )
 
 
 def _warn_of_few_rows(given: Exchange, options: RouteOptions, num_tokens: int) -> None:
     """Warn if an argument limits the rows of all ranks to less than one for each token."""
     size, replicated = options.group.size, options.replicated
-    num_rows = options.capacity
-    if options.shared_expert:
-        num_rows -= shared_tokens(num_tokens, size, replicated)
     if given.capacity is None and given.capacity_factor is None:
         return
-    if max(0, num_rows) * (size if replicated else 1) >= num_tokens:
+    if options.capacity * (size if replicated else 1) >= num_tokens:
         return
     name = "capacity" if given.capacity_factor is None else "capacity_factor"
     warnings.warn(
-        f"{name}={getattr(given, name)!r} leaves {max(0, num_rows)} rows for the experts of each "
+        f"{name}={getattr(given, name)!r} leaves {options.capacity} rows for the experts of each "
         f"of {size} ranks, and {'all ranks have the same' if replicated else 'each rank has'} "
         f"{num_tokens} tokens, so some tokens reach no expert. Pass a larger one, for example "
         "Exchange(capacity_factor=1.25), or omit it to drop nothing",

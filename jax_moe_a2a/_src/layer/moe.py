@@ -396,8 +396,7 @@ def _experts(
     def layer(
         tokens: Tokens, weights: LayerWeights, totals: Totals
     ) -> tuple[tuple[jax.Array, jax.Array], Totals]:
-        routed = tokens._replace(shared_weights=None)
-        y, routing, totals = mlp_and_routing(route_arguments, options, routed, weights, totals)
+        y, routing, totals = mlp_and_routing(route_arguments, options, tokens, weights, totals)
         if weights.shared is not None:
             y += shared_expert(tokens.x, tokens.shared_weights, weights.shared)
         return (y, counts_of(routing)), totals
@@ -422,11 +421,6 @@ def _experts(
 def _check_exchange(given: Exchange | None) -> Exchange:
     """Return the argument ``exchange`` of ``moe``, or raise an error."""
     exchange = check_exchange(given, has_chunks=True)
-    if exchange.shared_expert is not None:
-        raise ValueError(
-            f"shared_expert must be omitted in the exchange of moe; got {exchange.shared_expert}. "
-            "Pass the weights of the shared expert as shared=ma.Experts(...)"
-        )
     reason, remedy = "moe divides the tokens over the ranks", "Call moe_mlp on each rank"
     check_one_global_scale(exchange.token_format, reason, remedy)
     return exchange

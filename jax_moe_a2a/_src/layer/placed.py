@@ -78,7 +78,7 @@ def to_slots(
 def num_fetched(shape: tuple[int, ...], options: RouteOptions, placement: Placement) -> int:
     """Return how many slots of a rank have no weights in an array of this shape. If the first axis
     is not that of the home experts, return 0."""
-    home = placement.num_experts // options.group.size + options.shared_expert
+    home = placement.num_experts // options.group.size
     return options.num_local_experts - home if shape and shape[0] == home else 0
 
 
@@ -92,7 +92,7 @@ def apply_to_both(
 ) -> jax.Array:
     """Fetch the weights of spare slots unless they are ``fetched``, and return the outputs of all
     rows. The groups of ``recv`` are the home experts and then the spare slots."""
-    sizes, group, first = recv.group_sizes, recv.routing.group, int(recv.routing.shared_expert)
+    sizes, group = recv.group_sizes, recv.routing.group
 
     def with_spare(rows: Rows, home: Experts, spare: Experts, sizes: jax.Array) -> jax.Array:
         if not home.is_trained_in_fp8:
@@ -111,21 +111,20 @@ def apply_to_both(
     # Without the checkpoint, the fetched weights would be kept for the backward pass.
     @partial(jax.checkpoint, policy=_keeps_all_but_fetched)
     def of_both(rows: Rows, home: Experts, sizes: jax.Array, placement: Placement) -> jax.Array:
-        return with_spare(rows, home, fetch_all(home, placement, group, first), sizes)
+        return with_spare(rows, home, fetch_all(home, placement, group), sizes)
 
     return of_both(rows, home, sizes, placement)
 
 
-def fetch_all(home: Experts, placement: Placement, group: Group, first: int) -> Experts:
-    """Return the weights of spare slots, from the weights of home experts. The ``first`` of these
-    experts are shared. Transposed values do not travel, because the backward pass can transpose the
-    values."""
+def fetch_all(home: Experts, placement: Placement, group: Group) -> Experts:
+    """Return the weights of spare slots, from the weights of home experts. Transposed values do not
+    travel, because the backward pass can transpose the values."""
 
     def without_transposed(w: Any) -> Any:
         return dataclasses.replace(w, transposed=None) if isinstance(w, QuantizedExperts) else w
 
     given, treedef = jax.tree.flatten(home.map_weights(without_transposed))
-    return jax.tree.unflatten(treedef, fetch(given, placement, group, first=first))
+    return jax.tree.unflatten(treedef, fetch(given, placement, group))
 
 
 # The primitives that only move or rearrange fetched weights: to keep their results would keep the

@@ -373,8 +373,8 @@ def check_weights(
     if lead != () and experts.output_gate is not None:
         raise ValueError(
             f"{name}.output_gate must be None except in the argument shared of moe; got "
-            f"{short(as_array(experts.output_gate))}. For a shared expert of the exchange, pass "
-            "jax.nn.sigmoid(x @ output_gate) as shared_weights"
+            f"{short(as_array(experts.output_gate))}. Call moe, or multiply the outputs of your "
+            "shared expert by jax.nn.sigmoid(x @ output_gate)"
         )
     shapes = dict(b_in=(*lead, *gate, width), b_out=(*lead, w_out.shape[-1]), output_gate=(hidden,))
     for field, shape in shapes.items():

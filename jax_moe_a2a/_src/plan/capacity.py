@@ -19,7 +19,6 @@ class Sizes(NamedTuple):
     group_size: int
     num_experts: int
     alignment: int
-    shared_expert: bool
     replicated: bool
 
     def rows(self, factor: float | None = None) -> int:
@@ -33,25 +32,12 @@ class Sizes(NamedTuple):
             # Use decimal arithmetic, so that 1.1 times 10 rows is 11 rows and not 12.
             share = Fraction(str(factor)) / group_size
             num_rows = min(num_rows, math.ceil(share * num_rows))
-        shared = 0
-        if self.shared_expert:
-            shared = shared_tokens(num_tokens, group_size, self.replicated)
         # The most padding, and all rows rounded up to the alignment.
         num_rows += min(num_experts // group_size, num_rows) * (alignment - 1)
-        return (-(-num_rows // alignment) - (-shared // alignment)) * alignment
+        return -(-num_rows // alignment) * alignment
 
 
-def check_top_k(
-    top_k: int, shared_expert: bool = False, *, name: str = "top_k", of: str = ""
-) -> None:
+def check_top_k(top_k: int, *, name: str = "top_k", of: str = "") -> None:
     """Raise a ValueError if tokens have too many choices. ``of`` ends the message."""
-    most = MAX_TOP_K - shared_expert
-    if top_k > most:
-        which = " with a shared expert" * shared_expert
-        raise ValueError(f"{name} must be at most {most}{which}; got {top_k}{of}")
-
-
-def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
-    """Return the number of tokens of a rank's shared expert: all tokens of the rank, or the rank's
-    share of replicated tokens."""
-    return -(-num_tokens // group_size) if replicated else num_tokens
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"{name} must be at most {MAX_TOP_K}; got {top_k}{of}")

@@ -148,8 +148,8 @@ def memory_estimate(
     if min(hosts, ranks_of_host) < 1:
         raise ValueError(f"group_size must be at least 1; got {group_size}")
     exchange = check_exchange(exchange)
-    shared_expert, replicated = bool(exchange.shared_expert), bool(exchange.replicated)
-    check_top_k(top_k, shared_expert)
+    replicated = bool(exchange.replicated)
+    check_top_k(top_k)
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={num_ranks}; got {num_experts}"
@@ -165,11 +165,10 @@ def memory_estimate(
         dtype if isinstance(wire_dtype, TokenFormat | None) else wire_dtype,
         wire_dtype if isinstance(wire_dtype, TokenFormat) else None,
     )
-    num_choices = top_k + shared_expert
     has_token_scales = fmt is not None and fmt.token_scales is not None
     token_bytes = sum(row_bytes) + has_token_scales * WEIGHT_BYTES
     # The global scale of a token lands once for each choice, unless the kernels decode rows.
-    row_bytes.append(has_token_scales * num_choices * WEIGHT_BYTES)
+    row_bytes.append(has_token_scales * top_k * WEIGHT_BYTES)
 
     def of_exchange(
         num_tokens: int,
@@ -179,7 +178,7 @@ def memory_estimate(
         capacity: int,
         *,
         chance: float,
-        weights: int = num_choices,
+        weights: int = top_k,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
         """Return the estimate of one level, from the sizes of each rank. A token goes to a given
@@ -203,16 +202,15 @@ def memory_estimate(
         )
 
     num_local_experts = num_experts // num_ranks
-    here = num_local_experts + shared_expert
     chance = chance_of_rank(top_k, num_experts, num_local_experts)
     if replicated or not isinstance(group_size, tuple):
         num_ranks = 1 if replicated else num_ranks
-        return of_exchange(num_tokens, num_ranks, num_choices, here, capacity, chance=chance)
-    relayed, most_hosts = hosts * num_tokens, min(num_choices, hosts)
-    weights = most_hosts * num_choices
+        return of_exchange(num_tokens, num_ranks, top_k, num_local_experts, capacity, chance=chance)
+    relayed, most_hosts = hosts * num_tokens, min(top_k, hosts)
+    weights = most_hosts * top_k
     # XLA's collective sends every token to every host.
     between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, chance=1.0, weights=weights)
-    in_host = relayed, ranks_of_host, num_choices, here, capacity
+    in_host = relayed, ranks_of_host, top_k, num_local_experts, capacity
     within = of_exchange(*in_host, chance=chance, num_ids=0)
     # Like a landing zone, a buffer holds rows and weights, or sums and the gradient of the weights.
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES

@@ -21,8 +21,8 @@ class Exchange:
     """The options of an exchange: how tokens travel to their experts and back.
 
     Functions that exchange tokens accept it as ``exchange``, and None stands for ``Exchange()``.
-    ``route`` reads only the first five options. With a ``Routing`` in place of ids, omit these
-    five, or pass equal values. ``dataclasses.replace`` changes options.
+    ``route`` reads only the first four options. With a ``Routing`` in place of ids, omit these
+    four, or pass equal values. ``dataclasses.replace`` changes options.
 
     An ``Exchange`` is a pytree, so it may be an argument of a function under ``jax.jit``. Its only
     leaf is the array of an ``NvFp4`` as ``token_format``; all other options are static. Without
@@ -33,22 +33,16 @@ class Exchange:
         that do not fit are dropped and counted. The last choices of all tokens are dropped first.
       capacity_factor: capacity as a multiple of the balanced load, in place of ``capacity``. The
         load is balanced if every rank receives the same number of rows: ``num_tokens * top_k``, or
-        with replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` and
-        the rows of a shared expert are added to the multiple, and at most the worst case is
-        reserved. In GShard (arXiv:2006.16668), Switch and MaxText, each expert has this capacity.
-        The load of an expert varies more than the load of a rank, so this package drops as few rows
-        with a smaller factor.
+        with replicated tokens ``num_tokens * top_k / group.size``. Padding for ``alignment`` is
+        added to the multiple, and at most the worst case is reserved. In GShard (arXiv:2006.16668),
+        Switch and MaxText, each expert has this capacity. The load of an expert varies more than
+        the load of a rank, so this package drops as few rows with a smaller factor.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
-      shared_expert: True if each rank has one more expert, which receives all tokens of its rank.
-        The shared expert is the first local expert. Its rows come first, in token order, and use
-        part of the capacity. It is the additional choice K of each token, so K must be at most 31.
-        For ``moe``, omit this option, and pass the weights of the shared expert.
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
-        result of ``combine`` or ``moe_mlp`` completes the sum. A shared expert receives
-        ceil(T / group.size) consecutive tokens on each rank. None means False, except in ``moe``,
-        which adds the sums itself, and decides by the number of tokens. Use True for decoding with
-        few tokens, because no token travels.
+        result of ``combine`` or ``moe_mlp`` completes the sum. None means False, except in
+        ``moe``, which adds the sums itself, and decides by the number of tokens. Use True for
+        decoding with few tokens, because no token travels.
       wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
         applies to the sums of a layer's result and of the gradient of the tokens. None means the
         dtype of each array.
@@ -88,7 +82,6 @@ class Exchange:
     capacity: int | None = None
     capacity_factor: float | None = None
     alignment: int | None = None
-    shared_expert: bool | None = None
     replicated: bool | None = None
     wire_dtype: DTypeLike | TokenFormat | None = None
     token_format: TokenFormat | None = None
@@ -99,7 +92,6 @@ class Exchange:
             capacity=partial(check_int, least=0, remedy=KEEP_ALL.format("capacity")),
             capacity_factor=partial(check_factor, remedy=KEEP_ALL.format("capacity_factor")),
             alignment=partial(check_int, least=1),
-            shared_expert=check_bool,
             replicated=check_bool,
             wire_dtype=lambda _, value: as_wire_dtype(value),
             token_format=_check_format,
@@ -134,7 +126,7 @@ class Exchange:
           group_size: number of ranks.
           num_experts: number of experts of all ranks together.
         """
-        own = self.alignment or 1, bool(self.shared_expert), bool(self.replicated)
+        own = self.alignment or 1, bool(self.replicated)
         rows = Sizes(num_tokens, top_k, group_size, num_experts, *own).rows(self.capacity_factor)
         return rows if self.capacity is None else self.capacity
 

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .capacity import Sizes, shared_tokens
-
 # Arguments that exclude negative indices. Otherwise JAX adds three operations to each indexing.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
@@ -79,35 +77,6 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 """Number of results of the route primitive."""
 
 
-def renumbered_ids(ids: jax.Array, rank: jax.Array, sizes: Sizes) -> jax.Array:
-    """Return ids with which an ordinary routing has the effect of shared experts or replicated
-    tokens: int32 [T, K], or [T, K + 1] with a shared expert. An id of -1 sends nothing.
-
-    Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
-    its rank, and is the last choice of each token of this rank. With replicated tokens, only the
-    experts of this rank have ids. The shared expert of rank r of R then receives the r-th of R
-    equal shares of the tokens.
-    """
-    replicated, shared_expert = sizes.replicated, sizes.shared_expert
-    local_experts = sizes.num_experts // sizes.group_size
-    first: Any = 0  # new id of this rank's first expert
-    if replicated:
-        local = ids - rank * local_experts
-        ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
-    elif shared_expert:
-        is_valid = (ids >= 0) & (ids < sizes.num_experts)
-        ids = jnp.where(is_valid, ids + quotient(ids, local_experts) + 1, -1)
-        first = rank * (local_experts + 1)
-    if not shared_expert:
-        return ids
-    shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
-    if replicated:
-        share = max(1, shared_tokens(len(ids), sizes.group_size, replicated))
-        token = jnp.arange(len(ids), dtype=jnp.int32)
-        shared = jnp.where(quotient(token, share) == rank, shared, -1)
-    return jnp.concatenate([ids, shared[:, None]], axis=1)
-
-
 class PlanOptions(NamedTuple):
     """The static options of a route."""
 
@@ -117,9 +86,8 @@ class PlanOptions(NamedTuple):
     """C, the number of rows of this rank."""
     alignment: int
     """The rows of each group start at a multiple of this number."""
-    first_choice: int | None
-    """The choice index that asks for room first; the other indices follow in cyclic order. None if
-    the capacity holds any routing."""
+    may_drop: bool
+    """True if the capacity is too small for some ids."""
     parts: int = 1
     """The number of consecutive experts whose rows form one group."""
 
@@ -127,7 +95,7 @@ class PlanOptions(NamedTuple):
 def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> RoutePlan:
     """Compute one rank's routing from the global expert ids of all ranks, int32 [R, T, K]. An id
     outside [0, R * L) sends nothing."""
-    num_local_experts, capacity, alignment, first_choice, parts = options
+    num_local_experts, capacity, alignment, may_drop, parts = options
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
@@ -141,8 +109,8 @@ def plan_route(all_ids: jax.Array, rank: jax.Array, options: PlanOptions) -> Rou
     is_here = choice_rank == rank
     local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts)
     is_kept = is_here
-    if first_choice is not None:
-        is_kept &= has_room(quotient(local_expert, parts), options, first_choice)
+    if may_drop:
+        is_kept &= has_room(quotient(local_expert, parts), options)
     local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
     firsts, position = sort_by_group(local_expert, num_local_experts)
     firsts = firsts[::parts]
@@ -239,7 +207,7 @@ def values_by_row(row: jax.Array, num_rows: int, values: jax.Array) -> jax.Array
     return jnp.full(num_rows, -1, jnp.int32).at[row.ravel()].set(values, **_DROP)
 
 
-def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.Array:
+def has_room(group: jax.Array, options: PlanOptions) -> jax.Array:
     """Return which choices of this rank fit, bool [R, T, K], if choices ask for room in order: by
     choice, then token, then source rank (docs/protocol.md, section 17). The first choice of a block
     of ``alignment`` rows reserves the block. ``group``, int32 [R, T, K], is the group of each
@@ -248,14 +216,13 @@ def has_room(group: jax.Array, options: PlanOptions, first_choice: int) -> jax.A
     if group.size == 0:
         return jnp.zeros(group.shape, bool)
     alignment, num_groups = options.alignment, options.num_local_experts // options.parts
-    asking = jnp.roll(group, -first_choice, axis=2).transpose(2, 1, 0)
+    asking = group.transpose(2, 1, 0)
     opens_block = asking < num_groups
     if alignment > 1:
         _, index = count_and_number(asking.ravel(), num_groups)
         opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
     taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
-    fits = (taken <= options.capacity).reshape(asking.shape).transpose(2, 1, 0)
-    return jnp.roll(fits, first_choice, axis=2)
+    return (taken <= options.capacity).reshape(asking.shape).transpose(2, 1, 0)
 
 
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:

@@ -66,10 +66,10 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     group = check_scope(given.group)
     ids = check_ids("topk_ids", topk_ids)
     exchange, (num_tokens, top_k) = given.exchange, ids.shape
-    alignment, shared_expert = exchange.alignment or 1, bool(exchange.shared_expert)
-    check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
+    alignment = exchange.alignment or 1
+    check_top_k(top_k, of=f" in topk_ids {short(ids)}")
     num_experts = check_int("num_experts", given.num_experts, least=1)
-    largest = min(MAX_LOCAL_EXPERTS * group.size, INT32_MAX - shared_expert * group.size)
+    largest = min(MAX_LOCAL_EXPERTS * group.size, INT32_MAX)
     if num_experts % group.size or num_experts > largest:
         remedy = "Use fewer" if num_experts > largest else fitting_experts(num_experts, group.size)
         raise ValueError(
@@ -89,7 +89,6 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
         num_experts=num_experts,
         capacity=exchange.rows_per_rank(**sizes),
         alignment=alignment,
-        shared_expert=shared_expert,
         replicated=bool(exchange.replicated),
     )
     return CheckedIds(as_int32(ids, num_experts), options)

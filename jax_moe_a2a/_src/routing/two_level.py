@@ -16,9 +16,9 @@ from .types import RoutedRows, Routing, check_arrays, check_int32
 class TwoLevelRouting(RoutedRows):
     """The routing of a group of two levels. It has the rows of a ``Routing``, in the same order.
 
-    In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more
-    with a shared expert), H the number of hosts, C the capacity, and L the number of experts per
-    rank. All arrays are int32. Only rows are dropped, never relayed tokens.
+    In the shapes, T is the number of tokens per rank, K the number of choices of a token, H the
+    number of hosts, C the capacity, and L the number of experts per rank. All arrays are int32.
+    Only rows are dropped, never relayed tokens.
     """
 
     hosts: RoutingArrays
@@ -39,8 +39,8 @@ class TwoLevelRouting(RoutedRows):
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token, without the choice of the shared expert."""
-        return self.ranks.choice_rank.shape[1] - self.shared_expert
+        """Return K, the number of choices of each token."""
+        return self.ranks.choice_rank.shape[1]
 
     def check(self, argument: str) -> None:
         """Check dtype and shape of all arrays."""

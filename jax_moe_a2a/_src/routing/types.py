@@ -33,13 +33,11 @@ class RouteOptions:
     group: Group = dataclasses.field(metadata=STATIC)
     """The ranks that exchange tokens."""
     num_experts: int = dataclasses.field(metadata=STATIC)
-    """Number of experts of all ranks together, without shared experts."""
+    """Number of experts of all ranks together."""
     capacity: int = dataclasses.field(metadata=STATIC)
     """C, the number of rows of each rank."""
     alignment: int = dataclasses.field(metadata=STATIC)
     """The rows of each local expert start at a multiple of this number."""
-    shared_expert: bool = dataclasses.field(metadata=STATIC)
-    """True if each rank has one more expert for its own tokens."""
     replicated: bool = dataclasses.field(metadata=STATIC)
     """True if all ranks hold the same tokens."""
 
@@ -55,12 +53,12 @@ class RouteOptions:
 
     @property
     def num_local_experts(self) -> int:
-        """Return L, the number of experts of each rank, the shared expert included."""
-        return self.num_experts // self.group.size + self.shared_expert
+        """Return L, the number of experts of each rank."""
+        return self.num_experts // self.group.size
 
     def sizes(self, num_tokens: int, top_k: int) -> Sizes:
         """Return the sizes that decide the capacity."""
-        own = self.num_experts, self.alignment, self.shared_expert, self.replicated
+        own = self.num_experts, self.alignment, self.replicated
         return Sizes(num_tokens, top_k, self.group.size, *own)
 
     def may_drop(self, num_tokens: int, top_k: int) -> bool:
@@ -72,8 +70,7 @@ class RouteOptions:
 class RoutedRows(RouteOptions):
     """The fields of every routing that describe the rows of this rank.
 
-    C is the capacity, and L the number of experts per rank, a shared expert included. All arrays
-    are int32.
+    C is the capacity, and L the number of experts per rank. All arrays are int32.
     """
 
     row_rank: jax.Array
@@ -89,10 +86,10 @@ class RoutedRows(RouteOptions):
     num_invalid: jax.Array
     """[]: number of this rank's ids outside [-1, num_experts). They are treated as -1."""
     topk_ids: jax.Array
-    """[T, K]: the ids that this rank routed, without a shared expert. No exchange reads them."""
+    """[T, K]: the ids that this rank routed. No exchange reads them."""
 
     def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
-        """Check the arrays that every routing has, for K without a shared expert."""
+        """Check the arrays that every routing has."""
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
             row_token=(self.capacity,),
@@ -104,9 +101,8 @@ class RoutedRows(RouteOptions):
         )
         arrays = {name: _shaped(getattr(self, name)) for name in shapes}
         reason = (
-            f"capacity={self.capacity}, num_experts={self.num_experts} and "
-            f"shared_expert={self.shared_expert} of {self.group.size} ranks, and {num_tokens} "
-            f"tokens of {top_k} choices"
+            f"capacity={self.capacity}, num_experts={self.num_experts} of {self.group.size} "
+            f"ranks, and {num_tokens} tokens of {top_k} choices"
         )
         check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
 
@@ -124,9 +120,8 @@ class Routing(RoutedRows):
     Do not change the arrays of a routing: ``dispatch`` and ``combine`` check their dtypes and
     shapes, but not their values. To leave choices out, set their ids to -1 before ``route``.
 
-    A shared expert is the first local expert and the last choice of each token: L includes it, and
-    K is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
-    out as if their ids were -1.
+    With replicated tokens, R is 1, and choices of other ranks' experts are left out as if their ids
+    were -1.
     """
 
     token_slot: jax.Array
@@ -151,8 +146,8 @@ class Routing(RoutedRows):
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token, without the choice of the shared expert."""
-        return self.choice_rank.shape[1] - self.shared_expert
+        """Return K, the number of choices of each token."""
+        return self.choice_rank.shape[1]
 
     @property
     def arrays(self) -> RoutingArrays:
