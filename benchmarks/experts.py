@@ -52,8 +52,7 @@ def by_product(product: Product) -> Experts:
 def fused(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
     """Compute experts as ``ma.moe_mlp`` does between its exchanges, with router weights of 1."""
     w_in = side_by_side(w_in)
-    pre = jax.ShapeDtypeStruct((rows.shape[0], w_in.shape[-1]), rows.dtype)
-    activation = activations.recognize(ma.gated(jax.nn.silu), pre)
+    activation = activations.recognize(ma.gated(jax.nn.silu))
     assert activation is not None
     weights = jnp.ones(rows.shape[0], jnp.float32)
     operands = primitives.ExpertOperands(rows, w_in, None, weights, w_out, None, sizes)

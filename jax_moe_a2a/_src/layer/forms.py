@@ -50,22 +50,19 @@ class Form(Protocol):
     ) -> tuple[jax.Array, Totals]: ...
 
 
-def choose_form(
-    weights: Experts, activation: Activation, rows: jax.ShapeDtypeStruct, tail: Tail
-) -> tuple[Form, bool]:
+def choose_form(weights: Experts, activation: Activation, tail: Tail) -> tuple[Form, bool]:
     """Return the form for experts, and a bool: True if, without router weights, the form reads the
     weights of rows as 1 or 0.
 
     Args:
       weights: in the form of ``flat``.
       activation: the activation of the experts.
-      rows: shape and dtype of the rows.
       tail: the tail of the dispatch.
     """
     width, intermediate = weights.w_in.shape[-1], weights.w_out.shape[-2]
     # A listed activation replaces the user's function on all paths, because its derivatives exist
     # in every supported JAX.
-    known = recognize(activation, jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype))
+    known = recognize(activation)
     if known is not None and known.width(intermediate) != width:
         known = None
     in_training = weights.is_trained_in_fp8
@@ -73,9 +70,9 @@ def choose_form(
     fused = None if tail != "unspecified" else known
     if known is None:
         why = (
-            "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
-            "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
-            f"arrays of the enclosing function; got {getattr(activation, '__name__', activation)!r}"
+            "the activation is not one of those that the kernels compute (jax.nn.silu, "
+            "jax.nn.gelu, jax.nn.relu, ma.squared_relu, each also in ma.gated; ma.clamped_swiglu); "
+            f"got {getattr(activation, '__name__', activation)!r}"
         )
     elif weights.has_lora:
         why = "adapters add to the product before the activation"

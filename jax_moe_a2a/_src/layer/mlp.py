@@ -266,8 +266,7 @@ def mlp_and_routing(
     if placement is not None:
         spare = num_fetched(given.w_in.shape, options, placement)
     _check_num_experts(given, options, local - spare)
-    row = jax.ShapeDtypeStruct((options.capacity, x.shape[1]), x.dtype)
-    form, reads_weights = choose_form(given, activation, row, tail)
+    form, reads_weights = choose_form(given, activation, tail)
     recv = dispatch_in_fp8(arguments) if is_frozen else dispatch_rows(arguments)
     if not is_frozen and (spare or reads_weights):
         rows = _weighted_rows(recv, accumulation_dtype(x.dtype))

@@ -382,9 +382,8 @@ def _experts(
         product = add_product(jnp.dot(x, shared.w_in), x, shared.lora_in, jnp.dot)
         if shared.b_in is not None:
             product += shared.b_in[None]
-        rows = jax.ShapeDtypeStruct(product.shape, product.dtype)
         assert shared_activation is not None
-        act = (recognize(shared_activation, rows) or shared_activation)(product)
+        act = (recognize(shared_activation) or shared_activation)(product)
         act_dtype = accumulation_dtype(act.dtype)
         of_tokens = weights.astype(act_dtype)[:, None]
         act = (act.astype(act_dtype) * of_tokens).astype(x.dtype)
