@@ -5,7 +5,6 @@ The oracle is `format_oracle.py`, which shares no code with the package.
 
 import dataclasses
 import functools
-import math
 import pathlib
 
 import cases
@@ -54,7 +53,7 @@ def test_every_format_stands_wherever_formats_are_listed():
     assert [(name, place) for name in names for place in texts if name not in texts[place]] == []
     # In payloads, estimates and attributes of calls, only NvFp4 has a parameter.
     fields = {type(fmt): dataclasses.fields(fmt) for fmt in FORMATS.values()}
-    more = {kind: {f.name for f in fields[kind]} - {"scale_layout"} for kind in fields}
+    more = {kind: {f.name for f in fields[kind]} for kind in fields}
     assert {kind for kind in more if more[kind]} == {ma.NvFp4}
     assert more[ma.NvFp4] == {"global_scale"}
 
@@ -247,51 +246,6 @@ def test_unpacked_values_are_float4():
     np.testing.assert_array_equal(unpacked.astype(np.float32), codes.view(E2M1).astype(np.float32))
 
 
-# Layouts of scales
-
-
-def laid_out(fmt, scales):
-    """Return the scales [C, S] in the layout of the format, and converted back to rows."""
-    values = np.zeros((len(scales), scales.shape[1] * fmt.group_size // fmt.values_per_item))
-    values = values.astype(fmt.value_dtype)
-    quantized = jax.jit(fmt.laid_out)(ma.Quantized(values, scales))
-    back = fmt.row_major(quantized)
-    harness.assert_same_bytes(back.values, values)
-    harness.assert_same_bytes(back.scales, scales)
-    return np.asarray(quantized.scales)
-
-
-@pytest.mark.parametrize("shape", ((5, 3), (8, 1), (0, 2), (4, 0)))
-def test_scales_in_columns(shape):
-    scales = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    out = laid_out(ma.BlockwiseFp8(scale_layout="columns"), scales)
-    rows = -(-shape[0] // 4) * 4
-    assert out.shape == (shape[1], rows) and out.dtype == np.float32
-    memory = out.ravel()
-    for row in range(rows):
-        for group in range(shape[1]):
-            expected = scales[row, group] if row < shape[0] else 0
-            assert memory[group * rows + row] == expected
-
-
-@pytest.mark.parametrize(("kind", "dtype"), ((ma.NvFp4, E4M3), (ma.MxFp8, E8M0)))
-@pytest.mark.parametrize("shape", ((300, 9), (1, 1), (0, 4)))
-def test_scales_in_tiles(shape, kind, dtype):
-    """Compare with the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
-    rng = np.random.default_rng(0)
-    scales = rng.integers(1, 126, shape, np.uint8)
-    out = laid_out(kind(scale_layout="tiles"), scales.view(dtype))
-    rows, groups = -(-shape[0] // 128), -(-shape[1] // 4)
-    assert out.shape == (rows, groups, 32, 16) and out.dtype == dtype
-    memory = out.view(np.uint8).ravel().copy()
-    for row, group in np.ndindex(shape):
-        tile = 512 * (row // 128 * groups + group // 4)
-        at = tile + row % 128 % 32 * 16 + row % 128 // 32 * 4 + group % 4
-        assert memory[at] == scales[row, group]
-        memory[at] = 0
-    assert not memory.any()
-
-
 # Dispatch
 
 PADDED, TIGHT = (dataclasses.replace(layout, hidden=256) for layout in (cases.PADDED, cases.TIGHT))
@@ -441,38 +395,6 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
         for part in encoded(name, "bfloat16")
     ]
     dispatch_and_check_rows(name, x, parts, "bfloat16")
-
-
-LAID_OUT = {
-    "blockwise": ma.BlockwiseFp8(scale_layout="columns"),
-    "mx": ma.MxFp8(scale_layout="tiles"),
-    "nv": ma.NvFp4(global_scale=ODD_SCALE, scale_layout="tiles"),
-}
-
-
-@pytest.mark.exchanges(1)  # the layout is made from the rows
-@of_every_format
-def test_scales_come_in_the_layout_that_the_format_names(name):
-    fmt, plain, ranks = LAID_OUT[name], FORMATS[name], RANKS
-    layout = dataclasses.replace(SMALL, capacity=130, hidden=384)
-    ids, group = cases.Case(layout, "masked").ids(ranks), harness.group_of(ranks)
-    x = tokens_of(layout, ranks)
-
-    def dispatch(ids, x):
-        rows, plain_rows = (
-            ma.dispatch(x, ids, **harness.exchanging(layout.route_args(group), token_format=f)).rows
-            for f in (fmt, plain)
-        )
-        tokens, plain_tokens = (f.decode(f.encode(x), "float32") for f in (fmt, plain))
-        pairs = (rows, fmt.laid_out(plain_rows)), (tokens, plain_tokens)
-        return fmt.row_major(rows), fmt.decode(rows, "float32"), pairs
-
-    row_major, decoded, pairs = harness.on_each_rank(dispatch, group.mesh)(ids, x)
-    parts = [oracle.dispatch(part, routing_of(ids, layout)) for part in encode(plain, x)]
-    assert_quantized_is(row_major, parts)
-    harness.assert_same_bytes(decoded, decode(plain, *parts, "float32"))
-    for actual, expected in pairs:
-        assert_same_trees(actual, expected)
 
 
 # The wire dtype of combine
@@ -668,7 +590,6 @@ def zeros(*shape, dtype="float32"):
 
 
 FP8, MX = ma.BlockwiseFp8(), ma.MxFp8()
-COLUMNS, TILES = ma.BlockwiseFp8(scale_layout="columns"), ma.MxFp8(scale_layout="tiles")
 OF_MX = ma.Quantized(zeros(3, 64, dtype=E4M3.name), zeros(3, 2, dtype=E8M0.name))
 NARROW = zeros(32, dtype=E4M3.name)
 REFUSALS = dict(
@@ -705,36 +626,11 @@ REFUSALS = dict(
     decode_type=(lambda: dispatch(2, 128, token_format=FP8, decode=1), TypeError, "decode .*1"),
     no_hidden=(lambda: dispatch(2, token_format=MX), ValueError, r"x .*hidden.*\[2\]"),
     dispatch_hidden=(lambda: dispatch(2, 64, token_format=FP8), ValueError, r"x .*128.*\[2,64\]"),
-    scale_layout=(
-        lambda: ma.MxFp8(scale_layout="columns"),
-        ValueError,
-        "scale_layout .*tiles.*'columns'",
-    ),
-    columns_of_axes=(
-        lambda: COLUMNS.encode(zeros(2, 2, 128)),
-        ValueError,
-        r"x .*columns.*\[2,2,128\]",
-    ),
-    scales_of_another_layout=(
-        lambda: TILES.decode(OF_MX, "float32"),
-        ValueError,
-        r"scales .*\[1, 1, 32, 16\].*tiles.*\[3,2\]",
-    ),
     wire_axes=(lambda: dispatch(2, wire_dtype=MX), ValueError, r"x .*wire_dtype.*\[2\]"),
     wire_scale=(
         lambda: dispatch(2, 64, wire_dtype=ma.NvFp4(global_scale=jnp.ones(2))),
         TypeError,
         "wire_dtype must have a float as global_scale",
-    ),
-    columns_dtype=(
-        lambda: COLUMNS.laid_out(ma.Quantized(zeros(2, 256, dtype=E4M3.name), NARROW)),
-        TypeError,
-        "scales .*float32.*columns.*float8_e4m3fn",
-    ),
-    tiles_axes=(
-        lambda: TILES.laid_out(OF_MX._replace(scales=zeros(2, dtype=E8M0.name))),
-        ValueError,
-        r"scales .*float8_e8m0fnu.*tiles.*\[2\]",
     ),
 )
 

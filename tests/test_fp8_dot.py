@@ -353,7 +353,7 @@ def with_nan(scales):
 
 TRAINED = ma.quantize_experts(normal(0, (4, 256, 128)), trainable=True)
 ERRORS = dict(
-    columns=(dict(scales=lambda s: s.T.copy()), ValueError, r'scale_layout="columns".*row_major'),
+    columns=(dict(scales=lambda s: s.T.copy()), ValueError, r"scales of rows.*\[40, 2\]"),
     row_scales=(dict(scales=lambda s: s[:, :1]), ValueError, r"scales of rows.*\[40, 2\]"),
     nan_rows=(dict(scales=with_nan), ValueError, r"scales of rows must be finite; got nan at"),
     nan_weights=(dict(w_scales=with_nan), ValueError, "scales of w must be finite; got nan at"),

@@ -152,10 +152,9 @@ def test_an_estimate_of_nonsense_is_refused(changed):
         ma.memory_estimate(**harness.exchanging(SIZES | changed))
 
 
-def test_a_layout_of_scales_takes_no_room_and_a_format_as_wire_dtype_is_counted():
+def test_a_format_as_wire_dtype_is_counted():
     sizes = dict(num_tokens=64, hidden=7168, top_k=8, num_experts=256, group_size=4)
     of = lambda **options: ma.memory_estimate(**harness.exchanging(sizes, options))
     rows = of(token_format=ma.MxFp8())
-    assert of(token_format=ma.MxFp8(scale_layout="tiles")) == rows
     narrow = of(token_format=ma.MxFp8(), wire_dtype=ma.MxFp8())
     assert narrow.workspace_bytes < rows.workspace_bytes

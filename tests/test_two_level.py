@@ -297,7 +297,7 @@ def assert_as_flat(exchange, *args, group=None):
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 FORMATS = {
-    "tiles": dict(token_format=ma.MxFp8(scale_layout="tiles")),
+    "mx": dict(token_format=ma.MxFp8()),
     "own_scale": dict(token_format=ma.NvFp4(global_scale=2.0), decode=True),
     "scales_of_tokens": dict(
         token_format=ma.NvFp4(global_scale=jnp.linspace(0.1, 2, FORMATTED.tokens))

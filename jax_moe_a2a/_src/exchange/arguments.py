@@ -64,7 +64,7 @@ class DispatchArguments(NamedTuple):
         if options.token_format is not None:
             # A traced global scale is an operand; the static format has the default in its place.
             scaled = bool(self._token_scales)
-            static = NvFp4() if scaled else options.token_format.travelling
+            static = NvFp4() if scaled else options.token_format
             options = options._replace(token_format=static, has_token_scales=scaled)
             num_choice_arrays += len(self._scales_of_choices)
         return dict(
@@ -106,7 +106,7 @@ class DispatchArguments(NamedTuple):
         rows: Sequence[Any] = moved[:first]
         weights, bits = moved[first:end], moved[end:]
         if fmt is not None and not self.options.decode:
-            rows = [fmt.laid_out(pair) for pair in paired(rows)]
+            rows = paired(rows)
         scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
         rows = jax.tree.unflatten(self.treedef, rows)
         return recv_of(routing, rows, weights[0] if weights else None, scales)
@@ -314,15 +314,15 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
+    """Return the wire dtype, or the token format, for sums of ``leaves``.
     With levels, the wire dtype must not have more bits than the dtype of a leaf, because the sum of
     a host is rounded to the dtype of the leaf."""
     dtype = as_wire_dtype(wire_dtype)
     if isinstance(dtype, TokenFormat):
         for leaf in leaves:
             if carries_tangent(leaf.dtype):
-                _check_quantizable(dtype.travelling, "wire_dtype", name, leaf)
-        return dtype.travelling
+                _check_quantizable(dtype, "wire_dtype", name, leaf)
+        return dtype
     if dtype is None or not has_levels:
         return dtype
     for leaf in leaves:

@@ -22,7 +22,6 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import short
-from .scale_layouts import LAYOUTS
 
 DTYPES = ("bfloat16", "float16", "float32")
 ANY_DTYPE = "bfloat16, float16 or float32"  # for messages
@@ -53,8 +52,7 @@ class Quantized(NamedTuple):
     """[..., H] float8_e4m3fn; or [..., H / 2] uint8 with two float4_e2m1fn per byte, the first in
     the low half."""
     scales: jax.Array
-    """[..., H / group_size] in the dtype of the format, row-major; or in the format's
-    ``scale_layout``."""
+    """[..., H / group_size] in the dtype of the format."""
 
 
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
@@ -81,35 +79,12 @@ class TokenFormat:
     If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
     scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
     the definition of each format, and sources.
-
-    Attributes:
-      scale_layout: the layout of scales in the results of ``encode`` and ``dispatch`` and in the
-        argument of ``decode``. ``"rows"`` is [..., S], with S = H / group_size. Grouped matrix
-        products read the other two layouts, which need numbers [C, H]. ``"columns"``
-        (``BlockwiseFp8``) is [S, C], with C rounded up to a multiple of 4. ``"tiles"`` (``MxFp8``
-        and ``NvFp4``) is [C / 128, S / 4, 32, 16], with both quotients rounded up. Padding is zero
-        bytes.
     """
 
-    scale_layout: str = dataclasses.field(default="rows", kw_only=True)
-
     group_size: ClassVar[int]
-    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "tiles")
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_with_keys(cls, _flatten, partial(_unflatten, cls))
-
-    def __post_init__(self) -> None:
-        if self.scale_layout not in self.scale_layouts:
-            raise ValueError(
-                f"scale_layout must be one of {self.scale_layouts} for {type(self).__name__}; "
-                f"got {self.scale_layout!r}"
-            )
-
-    @property
-    def travelling(self) -> TokenFormat:
-        """Return this format with ``scale_layout="rows"``, which tokens have while they travel."""
-        return dataclasses.replace(self, scale_layout="rows")
 
     def encode(self, x: ArrayLike) -> Quantized:
         """Quantize numbers. ``encode`` has no gradient.
@@ -124,7 +99,7 @@ class TokenFormat:
         self.check_numbers(x)
         magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
         codes, scales = self._encode_groups(magnitude, sign)
-        return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
+        return Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0])
 
     @property
     def token_scales(self) -> jax.Array | None:
@@ -140,38 +115,6 @@ class TokenFormat:
                 f"{name} must have a last axis that is a multiple of {self.group_size} for "
                 f"{type(self).__name__}; got {short(x)}"
             )
-        if self.scale_layout != "rows" and x.ndim != 2:
-            raise ValueError(
-                f"{name} must have two axes with scale_layout={self.scale_layout!r}; got {short(x)}"
-            )
-
-    def laid_out(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with its row-major scales in the format's layout."""
-        if self.scale_layout == "rows":
-            return quantized
-        scales = jnp.asarray(quantized.scales)
-        if scales.dtype != self.scale_dtype or scales.ndim != 2:
-            raise (TypeError if scales.dtype != self.scale_dtype else ValueError)(
-                f"scales must be a {jnp.dtype(self.scale_dtype).name} array [rows, groups] with "
-                f"scale_layout={self.scale_layout!r}; got {short(scales)}"
-            )
-        return quantized._replace(scales=LAYOUTS[self.scale_layout].lay_out(scales))
-
-    def row_major(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with row-major scales: the inverse of ``laid_out``."""
-        values, scales = map(jnp.asarray, quantized)
-        if self.scale_layout == "rows":
-            return Quantized(values, scales)
-        layout = LAYOUTS[self.scale_layout]
-        num_rows = values.shape[0]
-        num_groups = values.shape[-1] * self.values_per_item // self.group_size
-        expected = layout.shape(num_rows, num_groups)
-        if values.ndim != 2 or scales.shape != expected:
-            raise ValueError(
-                f"scales must be {list(expected)} with scale_layout={self.scale_layout!r}, for the "
-                f"values {short(values)}; got {short(scales)}"
-            )
-        return Quantized(values, layout.row_major(scales, num_rows, num_groups))
 
     def decode(self, quantized: Quantized, dtype: DTypeLike) -> jax.Array:
         """Return values times scales.
@@ -237,7 +180,6 @@ class TokenFormat:
                     f"{name} must be {jnp.dtype(wanted).name} for {type(self).__name__}; "
                     f"got {short(array)}"
                 )
-        values, scales = self.row_major(quantized)
         items = self.group_size // self.values_per_item
         if scales.ndim < 1 or values.shape != (*scales.shape[:-1], scales.shape[-1] * items):
             raise ValueError(
@@ -280,12 +222,10 @@ class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn values in groups of 128 with float32 scales.
 
     The scale is the smallest power of two, at least 2**-117, with which no value of the group
-    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``.
-    DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
+    exceeds 448. DeepSeek-V3 has the same group size (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128
-    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "columns")
     scale_dtype: ClassVar[Any] = jnp.float32
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
@@ -303,7 +243,7 @@ class MxFp8(_PowerOfTwoScales):
 
     The scale is the largest power of two that is at most the largest magnitude of the group divided
     by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
-    scale byte of 0 means zero, not 2**-127. Matrix products read ``scale_layout="tiles"``.
+    scale byte of 0 means zero, not 2**-127.
     """
 
     group_size: ClassVar[int] = 32
@@ -326,8 +266,7 @@ class NvFp4(TokenFormat):
     """float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
 
     ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
-    byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn. Matrix products
-    read ``scale_layout="tiles"``.
+    byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn.
 
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array, which may be traced and is
@@ -345,7 +284,6 @@ class NvFp4(TokenFormat):
     values_per_item: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         scale = self.global_scale
         if isinstance(scale, jax.Array):
             if scale.dtype != jnp.float32:

@@ -89,15 +89,9 @@ def check_operands(rows: Any, w: object) -> tuple[Quantized, QuantizedExperts]:
         )
     expected = (values.shape[0], values.shape[1] // BLOCK)
     if scales.shape != expected:
-        in_columns = (expected[1], expected[0] + -expected[0] % 4)
-        remedy = (
-            '. They have scale_layout="columns": pass '
-            'ma.BlockwiseFp8(scale_layout="columns").row_major(rows)'
-        )
         raise ValueError(
             f"the scales of rows must have the shape {list(expected)}, one number for each "
             f"{BLOCK} values {short(values)} of a row; got {short(scales)}"
-            f"{remedy if scales.shape == in_columns else ''}"
         )
     return Quantized(values, scales), weights
 

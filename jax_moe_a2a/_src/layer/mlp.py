@@ -293,7 +293,7 @@ def format_in_fp8(fmt: TokenFormat | None, *, is_frozen: bool, travels: bool) ->
     """Return the format in which tokens travel if the products are in FP8, or raise an error.
     Tokens that do not travel to another rank remain floats until the products quantize them."""
     if not is_frozen:
-        return BlockwiseFp8().travelling if fmt is None and travels else fmt
+        return BlockwiseFp8() if fmt is None and travels else fmt
     if not isinstance(fmt, BlockwiseFp8 | None):
         raise ValueError(
             "token_format must be BlockwiseFp8() or None with frozen weights in FP8, because "

@@ -232,7 +232,7 @@ def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[i
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
     if isinstance(fmt, NvFp4):
         fmt = NvFp4()  # the size does not depend on the global scale
-    parts = jax.eval_shape(fmt.travelling.encode, token)
+    parts = jax.eval_shape(fmt.encode, token)
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 
 
