@@ -46,7 +46,6 @@ from ._src.layer.fetch import FETCHED_CHECKPOINT_NAME as FETCHED_CHECKPOINT_NAME
 from ._src.layer.fetch import fetch_experts as fetch_experts
 from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
-from ._src.layer.load import plot_expert_load as plot_expert_load
 from ._src.layer.lora import LoRA as LoRA
 from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.moe import MoEStatistics as MoEStatistics

@@ -94,7 +94,10 @@ def test_a_sum_of_many_choices_is_exact():
 
 @pytest.mark.exchanges(0)
 def test_ratios_are_those_of_the_counts():
-    load = LOAD
+    load = ma.ExpertLoad(
+        *(np.array([6, 0, 3, 3]), np.array([6, 6])),
+        *(np.array([4, 0]), np.array([7, 3, 3, 3]), np.array([0, 1])),
+    )
     assert load.max_over_mean == pytest.approx(10 / 8)
     assert load.expert_max_over_mean == pytest.approx(7 / 4)
     assert load.dropped_share == pytest.approx(4 / 16)
@@ -129,25 +132,6 @@ def test_replicated_tokens_count_once():
 def test_what_is_not_a_recv_is_refused():
     with pytest.raises(TypeError, match="a Recv, as dispatch returns it, or a Routing; got int"):
         ma.expert_load(3)
-    with pytest.raises(TypeError, match="load must be an ExpertLoad; got int"):
-        ma.plot_expert_load(3)
-
-
-LOAD = ma.ExpertLoad(
-    *(np.array([6, 0, 3, 3]), np.array([6, 6])),
-    *(np.array([4, 0]), np.array([7, 3, 3, 3]), np.array([0, 1])),
-)
-
-
-@pytest.mark.exchanges(0)
-def test_the_plot_shows_every_expert_and_rank():
-    pytest.importorskip("matplotlib")
-    figure = ma.plot_expert_load(LOAD, title="step 3")
-    experts, ranks = figure.axes
-    assert [bar.get_height() for bar in experts.patches] == [6, 0, 3, 3]
-    heights = [bar.get_height() for bar in ranks.patches]
-    assert heights == [6, 6, 4, 0]  # kept, then dropped on top
-    assert figure._suptitle.get_text() == "step 3"
 
 
 @pytest.mark.exchanges(0)

@@ -40,7 +40,7 @@ def test_the_cells_run_and_draw(monkeypatch):
         exec(
             compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {number}", "exec"), names
         )
-    assert len(pyplot.get_fignums()) == 2  # rows, and drops by capacity
+    assert len(pyplot.get_fignums()) == 3  # rows, drops by capacity, and the load
     assert len(names["figure"].axes) >= 2  # the load of experts and of ranks
     pyplot.close("all")
     assert names["difference"] < 1e-4 and names["worst"] < 1e-4

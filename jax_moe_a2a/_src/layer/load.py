@@ -1,14 +1,12 @@
-"""Count the rows of ranks and experts, for a training log and a plot."""
+"""Count the rows of ranks and experts, for a training log."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import scopes
 from ..exchange.recv import Recv
@@ -18,9 +16,6 @@ from ..routing.checks import check_scope
 from ..routing.two_level import AnyRouting
 from .sums import sum_counts
 from .top_k import one_hot
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,74 +212,6 @@ def _of_experts(counts: jax.Array, placement: Placement) -> jax.Array:
     slots = jnp.asarray(placement.expert_slots)
     of_replicas = jnp.where(slots >= 0, counts[jnp.maximum(slots, 0)], 0)
     return of_replicas.sum(axis=-1, dtype=jnp.int32)
-
-
-def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
-    """Draw the rows of each expert, and the kept and dropped rows of each rank.
-
-    If the arrays have leading axes, for example for steps, the plot shows the mean and the range
-    over them. The function needs matplotlib. Call it outside ``jax.jit``, because it reads the
-    arrays.
-
-    Args:
-      load: the result of ``expert_load``, or several results stacked along leading axes.
-      title: text above the plot, or "" for none.
-
-    Returns:
-      A matplotlib figure; ``figure.savefig("load.png")`` writes it.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
-      TypeError: if ``load`` is not an ``ExpertLoad``.
-    """
-    if not isinstance(load, ExpertLoad):
-        raise TypeError(f"load must be an ExpertLoad; got {type(load).__name__}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot_expert_load needs matplotlib: pip install matplotlib") from error
-
-    def samples(array: Any) -> np.ndarray:
-        array = np.asarray(array)
-        return array.reshape(-1, array.shape[-1])
-
-    experts, kept, dropped = map(
-        samples, (load.rows_per_expert, load.rows_per_rank, load.dropped_per_rank)
-    )
-    ranks = kept.shape[1]
-    per_rank = experts.shape[1] // ranks
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    rank_of_expert = np.arange(experts.shape[1]) // max(1, per_rank)
-    shades = np.where(rank_of_expert % 2, "tab:blue", "tab:cyan")  # neighbouring ranks differ
-    left.bar(np.arange(experts.shape[1]), experts.mean(axis=0), color=shades, **_range_of(experts))
-    left.axhline(experts.mean(), color="black", linestyle=":", label="mean")
-    left.set(xlabel="expert", ylabel="rows", title="rows of each expert")
-    left.legend()
-    right.bar(np.arange(ranks), kept.mean(axis=0), color="tab:blue", label="kept")
-    right.bar(
-        np.arange(ranks),
-        dropped.mean(axis=0),
-        bottom=kept.mean(axis=0),
-        color="tab:red",
-        label="dropped",
-        **_range_of(kept + dropped),
-    )
-    right.axhline((kept + dropped).mean(), color="black", linestyle=":", label="mean")
-    right.set(xlabel="rank", ylabel="rows", title="rows of each rank")
-    right.legend()
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def _range_of(samples: np.ndarray) -> dict[str, Any]:
-    """Return the arguments of ``bar`` for error bars from the smallest to the largest sample. One
-    sample has no error bars."""
-    if len(samples) < 2:
-        return {}
-    mean = samples.mean(axis=0)
-    return dict(yerr=[mean - samples.min(axis=0), samples.max(axis=0) - mean], capsize=2)
 
 
 def _max_over_mean(load: jax.Array) -> jax.Array:
