@@ -119,11 +119,9 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     if devices[0].platform == "gpu":
         yield _driver(driver, wanted)
         if wanted and native.has_kernels():
-            yield _architecture(devices, driver)
-        if len(devices) > 1:
-            yield _peer_access(driver, devices, wanted)
+            yield _untested(devices)
     group = _group(devices, flags.portable)
-    yield _path(group)
+    yield _path(group, wanted and native.has_kernels())
     yield _memory(driver, group, flags)
     for count in sorted({len(devices), min(2, len(devices))}, reverse=True):
         yield _exchange(_group(devices[:count], flags.portable))
@@ -141,7 +139,7 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
     group = _group(jax.devices(), flags.portable, in_two_levels=True)
     try:
-        yield _path(group)
+        yield _path(group, wanted=False)
     except RuntimeError as error:
         yield _failed("path", _first_line(error), f"see {GUIDE}")
         return
@@ -263,69 +261,19 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     return Finding("driver", said)
 
 
-def _architecture(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
-    """Check whether the build has machine code or PTX for the GPUs."""
-    named = sorted({str(device.compute_capability) for device in devices})
-    code = {capability: _code_for(capability) for capability in named}
-    said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
-    if not all(code.values()):
-        return _failed("architecture", f"{said} of this build", _how_to_build(driver))
-    built = tuple(map(int, re.findall(r"\d+", native.cuda_build())[:2]))
-    supported = driver.cuda_version() if driver else ""
-    is_older = bool(supported) and tuple(map(int, supported.split("."))) < built
-    if "PTX" in code.values() and is_older:
-        return _failed(
-            "architecture",
-            f"{said} of this build, which the driver (CUDA {supported}) cannot compile",
-            f"update the driver to one that supports CUDA {built[0]}.{built[1]}",
-        )
-    if untested := [capability for capability in named if capability not in TESTED]:
-        return Finding(
-            "architecture",
-            f"{said}; the kernels have never run on {', '.join(untested)}, only on "
-            f"{', '.join(TESTED)}",
-            ok=None,
-            advice="compare your program with Group(implementation='portable'); please report "
-            "what works and what fails",
-        )
-    return Finding("architecture", f"{said}; tests and benchmarks ran on it")
-
-
-def _code_for(capability: str) -> str:
-    """Return what the build has for a compute capability: machine code, PTX or ''."""
-    major, minor = map(int, capability.split("."))
-    kind = ""
-    _, _, architectures = native.cuda_build().partition(" for ")
-    for number, suffix in re.findall(r"(\d+)(-real|-virtual)?", architectures):
-        of_major, of_minor = divmod(int(number), 10)
-        if suffix != "-virtual" and of_major == major and of_minor <= minor:
-            return "machine code"
-        if suffix != "-real" and (of_major, of_minor) <= (major, minor):
-            kind = "PTX"
-    return kind
-
-
-def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: bool) -> Finding:
-    if driver is None:
-        return Finding("peer access", "libcuda.so.1 cannot be loaded", ok=None)
-    pairs = _pairs(devices)
-    missing = [f"{a} to {b}" for a, b in pairs if not driver.can_access(a, b)]
-    if not missing:
-        return Finding("peer access", f"all {len(pairs)} directed pairs")
-    said = f"missing for {len(missing)} of {len(pairs)} directed pairs: {', '.join(missing)}"
-    return _lacking(
-        "peer access",
-        said,
-        wanted,
-        "`nvidia-smi topo -p2p rw` says why; IOMMU, ACS and virtual machines switch it off. "
-        "Or use a mesh of devices that reach each other, or --portable here and "
-        "Group(implementation='portable') in the program",
+def _untested(devices: Sequence[jax.Device]) -> Finding:
+    """Report whether the kernels have ever run on the GPUs."""
+    named = {str(device.compute_capability) for device in devices}
+    if not named - {*TESTED}:
+        return Finding("architecture", "tests and benchmarks ran on it")
+    return Finding(
+        "architecture",
+        f"the kernels have never run on {', '.join(sorted(named - {*TESTED}))}, only on "
+        f"{', '.join(TESTED)}",
+        ok=None,
+        advice="compare your program with Group(implementation='portable'); please report what "
+        "works and what fails",
     )
-
-
-def _pairs(devices: Sequence[jax.Device]) -> list[tuple[int, int]]:
-    ordinals = [device.local_hardware_id for device in devices]
-    return [(a, b) for a in ordinals for b in ordinals if a != b]
 
 
 def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool = False) -> Group:
@@ -340,7 +288,8 @@ def _group(devices: Sequence[jax.Device], portable: bool, *, in_two_levels: bool
     return group
 
 
-def _path(group: Group) -> Finding:
+def _path(group: Group, wanted: bool) -> Finding:
+    """Report the path, which must be that of the kernels if they are ``wanted``."""
     where = "local devices" if group.size == jax.local_device_count() else "devices"
     said = f"{group.path} for a group of all {group.size} {where}"
     if group.two_level:
@@ -348,7 +297,14 @@ def _path(group: Group) -> Finding:
         said += f" ({hosts.size} hosts of {ranks.size})"
     if group._why_portable:
         said += f", because {group._why_portable}"
-    return Finding("path", said, ok=True if group.path.startswith("cuda") else None)
+    if group.path.startswith("cuda"):
+        return Finding("path", said)
+    advice = (
+        "`nvidia-smi topo -p2p rw` shows which GPUs reach each other; IOMMU, ACS and virtual "
+        "machines switch peer access off. Or use a mesh of GPUs that reach each other, or "
+        "--portable here and Group(implementation='portable') in the program"
+    )
+    return _lacking("path", said, wanted, advice)
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
@@ -431,10 +387,10 @@ def exchange_problem(group: Group) -> str:
             factors = jnp.repeat(
                 recv.expert_ids + 1, recv.group_sizes, total_repeat_length=len(recv.rows)
             )
-            return api.combine(factors[:, None].astype(x.dtype) * recv.rows, recv), recv.rows
+            return api.combine(factors[:, None].astype(x.dtype) * recv.rows, recv)
 
-        out, transpose, rows = jax.vjp(layer, x[0], weights[0], has_aux=True)
-        return jax.tree.map(lambda leaf: leaf[None], (rows, out, *transpose(cotangent[0])))
+        out, transpose = jax.vjp(layer, x[0], weights[0])
+        return jax.tree.map(lambda leaf: leaf[None], (out, *transpose(cotangent[0])))
 
     mesh, spec = group.mesh, PartitionSpec(group.axes)
     assert mesh is not None
@@ -450,18 +406,11 @@ def exchange_problem(group: Group) -> str:
     finally:
         group.close()
 
-    expected_rows = np.zeros(actual[0].shape, np.float32)
-    for rank in range(ranks):
-        row = 0
-        for expert in range(rank * local_experts, (rank + 1) * local_experts):
-            for source, token, _ in np.argwhere(ids == expert):  # sorted like rows
-                expected_rows[rank, row] = x[source, token]
-                row += 1
     factors = np.where(ids < 0, 0, ids + 1).astype(np.float32)
     scale = (weights * factors).sum(-1, keepdims=True)
     inner = (x * cotangent).sum(-1, keepdims=True)
-    expected = (expected_rows, scale * x, scale * cotangent, factors * inner)
-    names = ("rows", "sums", "the gradient of x", "the gradient of the weights")
+    expected = (scale * x, scale * cotangent, factors * inner)
+    names = ("sums", "the gradient of x", "the gradient of the weights")
     wrong = []
     for name, ours, theirs in zip(names, actual, expected, strict=True):
         here = ours.addressable_shards  # each process checks its own shards
@@ -488,9 +437,6 @@ class _Driver:
         """Return the newest CUDA version that the driver supports, as in "13.0"."""
         number = self._ask("cuDriverGetVersion")
         return f"{number // 1000}.{number % 1000 // 10}"
-
-    def can_access(self, device: int, peer: int) -> bool:
-        return bool(self._ask("cuDeviceCanAccessPeer", device, peer))
 
     def free_bytes(self, device: int) -> int:
         """Return the free memory of a device, whose primary context JAX has created."""
