@@ -357,19 +357,6 @@ def route_mode(ids, local_experts, capacity, alignment, replicated):
     return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
-def crossings(ids, num_experts):
-    """Return the number of (token, rank) pairs that leave each rank, [R]. A token crosses to a rank
-    once."""
-    ranks = len(ids)
-    routing = route(ids, num_experts, 0)
-    return np.array(
-        [
-            sum(int(np.sum(routing.token_slot[r, :, d] >= 0)) for d in range(ranks) if d != r)
-            for r in range(ranks)
-        ]
-    )
-
-
 def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, replicated):
     """Return the capacity for `factor` (a decimal number): `factor` times the rows of a rank under
     balanced load, plus the padding of experts."""

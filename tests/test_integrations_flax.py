@@ -95,7 +95,7 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
 def test_a_module_with_all_parameters_is_moe(make):
     mesh = mesh_of(AxisType.Auto, data=2, ep=2, tensor=2)
     axes = ma.Axes("ep", data="data", tensor="tensor", fsdp="data")
-    call = dict(mask=np.arange(12).reshape(4, 3) != 3, router_input=X[::-1], shared_weights=0.5)
+    call = dict(mask=np.arange(12).reshape(4, 3) != 3, router_input=X[::-1])
     config = replace(CONFIG, bias=True, shared_hidden=WIDTH)
     options = dict(exchange=ma.Exchange(wire_dtype=jnp.float32), dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):

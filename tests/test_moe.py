@@ -304,7 +304,6 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
     shared = experts_of(*arrays, ma.gated(jax.nn.gelu))
     params["shared"] = shared.replace(output_gate=np.linspace(-1, 1, HIDDEN, dtype="float32"))
     params["experts"] = params["experts"].replace(weigh_input=True)
-    params["shared_weights"] = np.linspace(0.5, 1.5, math.prod(lead), dtype="float32").reshape(lead)
     mask = np.arange(math.prod(lead)).reshape(lead) != 4
 
     def layer(params, x):
@@ -320,7 +319,7 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
 
     def expected(params, x):
         y, losses = dense(x, params, mask)
-        weights = jnp.where(mask, params["shared_weights"], 0)[..., None]
+        weights = jnp.where(mask, 1.0, 0.0)[..., None]
         y += dense_experts(x, weights, jnp.zeros_like(weights, int), params["shared"])
         return y, losses, jnp.where(mask[..., None], x @ params["router"].kernel, 0)
 
@@ -401,12 +400,12 @@ def test_an_initializer_may_be_an_object_without_a_hash():
 
 
 @pytest.mark.exchanges(0)
-def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
+def test_a_shared_expert_computes_in_float64_in_a_layer_of_float64():
     with jax.enable_x64(True), jax.set_mesh(mesh_of(ep=2)):
         x, params = jax.tree.map(np.float64, draw(4, bias=False))
         params["shared"] = ma.Experts(np.ones((HIDDEN, 2, 1)), np.ones((1, HIDDEN)))
-        layer = lambda weight: ma.moe(x, **params, axes="ep", shared_weights=weight)[0]
-        traced = compat.without_dead_code(jax.make_jaxpr(layer)(np.float64(1)))
+        layer = lambda x: ma.moe(x, **params, axes="ep")[0]
+        traced = compat.without_dead_code(jax.make_jaxpr(layer)(x))
     assert "new_dtype=float32" not in str(traced)
 
 
@@ -467,7 +466,6 @@ def test_weights_of_a_shared_expert_are_float64_in_a_layer_of_float64():
         (dict(axes=ma.Axes("ep", tensor="ep")), "must be different axes; got 'ep' twice"),
         (dict(axes=1), "axes must be a Group, the name"),
         (dict(shared=OWN.w_in), r"shared must be .*Experts.*got float32\[4,8,2,4\]"),
-        (dict(shared_weights=X[..., 0]), "shared_weights must be None without a shared expert"),
         (shared(w_in=OWN.w_in[0, :3]), r"shared.w_in must have .*float32\[3,2,4\]"),
         (shared(w_out=OWN.w_out), r"shared.w_out must have the shape \[4, 8\]"),
         (shared(output_gate=KERNEL), r"shared.output_gate must have the shape \[8\]"),

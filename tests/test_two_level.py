@@ -462,8 +462,6 @@ def test_memory_is_that_of_both_levels():
     assert between.capacity == 2 * 128  # the relayed tokens
     assert within.workspace_bytes == flat.workspace_bytes  # equally many landing zones
     assert said.workspace_bytes == within.workspace_bytes > 0
-    assert between.wire_bytes == 128 * 128  # XLA sends every token to the other host
-    assert said.wire_bytes == between.wire_bytes + within.wire_bytes
     assert "between hosts" in str(said) and "between hosts" not in str(flat)
     assert (
         ma.memory_estimate(**harness.exchanging(sizes, replicated=True), group_size=(2, 4)).levels

@@ -90,7 +90,7 @@ class MoE(nnx.Module):
 
         Args:
           x: floats [..., H].
-          **options: arguments of ``moe``: ``mask``, ``router_input``, ``shared_weights`` or
+          **options: arguments of ``moe``: ``mask``, ``router_input`` or
             ``placement``, in the home form, because parameters have E experts. Further arguments:
             ``replay``, ids of the experts to use, as in ``Router.replay``. ``per_token`` and
             ``whole``, arrays for a function ``choose``, as in ``Router``. ``experts``, in

@@ -6,7 +6,6 @@ The module needs neither PyTorch nor transformers.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import math
@@ -59,13 +58,6 @@ class _Family:
     """True for tensors [inputs, outputs], which are always those of all experts."""
     is_gpt_oss: bool = False
     """True for biases, a clamped activation, and tensors in which gate and up alternate."""
-
-    @property
-    def fields(self) -> set[str]:
-        """Return the fields by which families are told apart."""
-        optional = {x for x in (self.renormalize, self.scale) if isinstance(x, str)}
-        groups = {"n_group"} if self.top_in_group else set()
-        return {self.width, *self.shared_width} | optional | groups
 
 
 _MIXTRAL = _Family("intermediate_size", ("w1", "w3", "w2"), renormalize=True)
@@ -318,16 +310,9 @@ def _family_of(config: Config) -> _Family:
     if kind in _FAMILIES:
         return _FAMILIES[kind]
 
-    def likeness(name: str) -> tuple[int, float]:
-        fields = _FAMILIES[name].fields
-        num_here = sum(_value(config, field) is not None for field in fields)
-        return 2 * num_here - len(fields), difflib.SequenceMatcher(None, kind, name).ratio()
-
-    nearest = max(_FAMILIES, key=likeness)
     raise ValueError(
-        f"model_type of config must be one of {', '.join(_FAMILIES)}; got {kind!r}. The nearest of "
-        f"them, by the fields of the configuration and by name, is {nearest!r}. If the model has "
-        "the same block, pass the configuration with that model_type"
+        f"model_type of config must be one of {', '.join(_FAMILIES)}; got {kind!r}. If the model "
+        "has the block of one of them, pass the configuration with that model_type"
     )
 
 

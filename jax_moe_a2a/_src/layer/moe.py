@@ -114,7 +114,6 @@ def moe(
     *,
     axes: AxesLike,
     shared: Experts | None = None,
-    shared_weights: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     router_input: ArrayLike | None = None,
     exchange: Exchange | None = None,
@@ -156,7 +155,6 @@ def moe(
         tokens travel in two levels, as in a ``Group`` with ``two_level=True``.
       shared: a shared expert, which all tokens have in addition: ``Experts`` without the axis E,
         with any width and the dtype of ``x``. None means no shared expert.
-      shared_weights: weights of the shared expert's outputs: floats [...], a number, or None for 1.
       mask: booleans [...], False for tokens that choose no expert, such as padding; or None. Masked
         tokens may hold any value. They have zero output and zero gradients.
       router_input: floats [..., H'] that the router reads in place of ``x``, or None. For example,
@@ -210,7 +208,7 @@ def moe(
         shared = check_weights(shared, x, (), name="shared")
         _check_tensor_parts(scope, "shared", shared)
     router = check_router(router, read, num_experts)
-    of_tokens = _check_of_tokens(x, mask, shared_weights, has_shared=shared is not None)
+    of_tokens = {} if mask is None else {"mask": _check_mask(mask, x)}
     if router_input is not None:
         of_tokens["router_input"] = read
     _check_outputs(outputs, router)
@@ -267,7 +265,7 @@ def moe(
         kept = None
         if of_all is not None:
             weights = weights._replace(shared=flat(_biased_once(of_all, tensor_axis)))
-            kept = per_token["shared_weights"]
+            kept = jnp.ones(flat_x.shape[0], accumulation_dtype(x.dtype))
             if of_all.output_gate is not None:
                 kept = kept * _open_gates(flat_x, of_all.output_gate).astype(kept.dtype)
             if mask is not None:  # masked tokens have zero output
@@ -706,35 +704,14 @@ def _check_experts(
     return num, found
 
 
-def _check_of_tokens(
-    x: jax.Array, mask: Any, shared_weights: Any, *, has_shared: bool
-) -> dict[str, jax.Array]:
-    """Return the mask, and the weights of a shared expert, by name, or raise an error."""
-    found, sizes = {}, x.shape[:-1]
-    if mask is not None:
-        mask = as_array(mask)
-        if mask.dtype != jnp.bool_ or mask.shape != sizes:
-            raise (TypeError if mask.dtype != jnp.bool_ else ValueError)(
-                f"mask must hold a boolean for each token, {list(sizes)}; got {short(mask)}"
-            )
-        found["mask"] = jnp.asarray(mask)
-    if shared_weights is not None:
-        shared_weights = as_array(shared_weights)
-        if not has_shared:
-            raise ValueError(
-                f"shared_weights must be None without a shared expert; got {short(shared_weights)}."
-                " Pass shared=ma.Experts(...) as well"
-            )
-        if shared_weights.shape not in ((), sizes):
-            raise ValueError(
-                f"shared_weights must have the shape {list(sizes)}, a number for each token, or be "
-                f"a number; got {short(shared_weights)}"
-            )
-    if has_shared:
-        dtype = accumulation_dtype(x.dtype)
-        value = jnp.asarray(1 if shared_weights is None else shared_weights, dtype)
-        found["shared_weights"] = jnp.broadcast_to(value, sizes)
-    return found
+def _check_mask(mask: object, x: jax.Array) -> jax.Array:
+    """Return the mask of tokens [..., H] as an array, or raise an error."""
+    found, sizes = as_array(mask), x.shape[:-1]
+    if found.dtype != jnp.bool_ or found.shape != sizes:
+        raise (TypeError if found.dtype != jnp.bool_ else ValueError)(
+            f"mask must hold a boolean for each token, {list(sizes)}; got {short(found)}"
+        )
+    return jnp.asarray(found)
 
 
 def _check_router_input(value: object, x: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ class Experts:
     """Biases of the second product, [E, H], or None. Weights of outputs multiply them."""
     output_gate: Any = None
     """[H], only of a shared expert of ``moe``: ``sigmoid(x @ output_gate)`` multiplies its outputs,
-    in addition to ``shared_weights``, as in Qwen2-MoE. None means that the expert has no gate."""
+    as in Qwen2-MoE. None means that the expert has no gate."""
     _: dataclasses.KW_ONLY
     activation: Activation | None = dataclasses.field(default=None, metadata=dict(static=True))
     """A function that maps floats [C, 2I], with gate and up side by side, to [C, I], each row

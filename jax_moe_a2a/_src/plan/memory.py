@@ -34,18 +34,14 @@ class MemoryEstimate:
     With two levels, it is the workspace within a host."""
     worst_case_capacity: int
     """Number of rows with which nothing is dropped."""
-    wire_bytes: int
-    """Expected bytes of rows that leave a rank in one dispatch, if routing is uniform: every set of
-    ``top_k`` distinct experts is equally likely. Between hosts, XLA sends each token to each other
-    host."""
     collective_bytes: int = 0
     """With two levels: bytes of the buffers that XLA's collective between hosts sends from and
     receives into. They are in XLA's memory pool during an exchange."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
-    tokens, and the estimate of the exchange within a host. ``routing_bytes`` and ``wire_bytes`` are
-    then sums over both levels. The ``workspace_bytes`` of the level between hosts are needed only
-    if the kernels run on this level.
+    tokens, and the estimate of the exchange within a host. ``routing_bytes`` is
+    then the sum over both levels. The ``workspace_bytes`` of the level between hosts are needed
+    only if the kernels run on this level.
     """
 
     @property
@@ -59,16 +55,11 @@ class MemoryEstimate:
             f"rows:        {readable(self.rows_bytes)}",
             f"routing:     {readable(self.routing_bytes)}",
             f"workspace:   {readable(self.workspace_bytes)}",
-            f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
         ]
         if self.levels:
-            between, within = (readable(level.wire_bytes) for level in self.levels)
             if self.collective_bytes:
                 lines.append(f"collectives: {readable(self.collective_bytes)} between hosts")
-            lines += [
-                f"relayed:     {readable(self.levels[0].rows_bytes)}",
-                f"of the wire: {between} between hosts, {within} within",
-            ]
+            lines.append(f"relayed:     {readable(self.levels[0].rows_bytes)}")
         return "\n".join(lines)
 
 
@@ -111,7 +102,7 @@ def memory_estimate(
     Args:
       num_tokens: tokens of each rank; under ``vmap``, the tokens of the whole batch.
       hidden: elements of a token.
-      top_k: choices of each token, assumed to be distinct experts if there are enough experts.
+      top_k: choices of each token.
       num_experts: number of experts of all ranks together, a multiple of the ranks.
       group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
       dtype: dtype of tokens and of the sums that ``combine`` returns.
@@ -136,7 +127,6 @@ def memory_estimate(
       rows:        547.0 MiB
       routing:     1.5 MiB
       workspace:   449.0 MiB
-      on the wire: 151.8 MiB per exchange, if routing is uniform
       ```
     """
     sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
@@ -177,13 +167,11 @@ def memory_estimate(
         num_local_experts: int,
         capacity: int,
         *,
-        chance: float,
         weights: int = top_k,
         num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
-        """Return the estimate of one level, from the sizes of each rank. A token goes to a given
-        rank with probability ``chance``, together with this number of weights. The routing keeps
-        ``num_ids`` ids."""
+        """Return the estimate of one level, from the sizes of each rank. This number of weights
+        travels with a token. The routing keeps ``num_ids`` ids."""
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
         # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
         # land.
@@ -198,20 +186,17 @@ def memory_estimate(
             routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1 + num_ids),
             workspace_bytes=RING_DEPTH * landing_bytes,
             worst_case_capacity=worst_case,
-            wire_bytes=round(num_tokens * (num_ranks - 1) * chance * token_bytes),
         )
 
     num_local_experts = num_experts // num_ranks
-    chance = chance_of_rank(top_k, num_experts, num_local_experts)
     if replicated or not isinstance(group_size, tuple):
         num_ranks = 1 if replicated else num_ranks
-        return of_exchange(num_tokens, num_ranks, top_k, num_local_experts, capacity, chance=chance)
+        return of_exchange(num_tokens, num_ranks, top_k, num_local_experts, capacity)
     relayed, most_hosts = hosts * num_tokens, min(top_k, hosts)
     weights = most_hosts * top_k
-    # XLA's collective sends every token to every host.
-    between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, chance=1.0, weights=weights)
+    between = of_exchange(num_tokens, hosts, most_hosts, 1, relayed, weights=weights)
     in_host = relayed, ranks_of_host, top_k, num_local_experts, capacity
-    within = of_exchange(*in_host, chance=chance, num_ids=0)
+    within = of_exchange(*in_host, num_ids=0)
     # Like a landing zone, a buffer holds rows and weights, or sums and the gradient of the weights.
     buffer_bytes = max(token_bytes, sum(sum_bytes)) + weights * WEIGHT_BYTES
     return dataclasses.replace(
@@ -219,7 +204,6 @@ def memory_estimate(
         # ``within.routing_bytes`` includes the index of each row's relayed token. The index of its
         # original token, ``row_token``, needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
-        wire_bytes=between.wire_bytes + within.wire_bytes,
         collective_bytes=2 * relayed * buffer_bytes if hosts > 1 else 0,
         levels=(between, within),
     )
@@ -239,15 +223,6 @@ def _row_bytes(hidden: int, dtype: DTypeLike, fmt: TokenFormat | None) -> list[i
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
     """Return the bytes of a payload array in its slots, as ``array_bytes`` of ``cuda/layout.h``."""
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
-
-
-def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
-    """Return the probability that a token has any of its experts on a given rank. With distinct
-    experts, it is 1 - C(E - L, K) / C(E, K), for K of E experts and L of them on the rank."""
-    elsewhere = num_experts - num_local_experts
-    if top_k > num_experts:  # Experts must repeat: assume that choices are independent.
-        return 1 - (elsewhere / num_experts) ** top_k
-    return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
 
 
 def readable(num_bytes: int) -> str:
