@@ -135,7 +135,7 @@ def _num_fetched(placement: ma.Placement, ranks: int) -> int:
 def _plans(load: np.ndarray, ranks: int) -> dict[str, ma.Placement]:
     plan = lambda **options: ma.plan_placement(load, num_ranks=ranks, **options)
     return {
-        "no plan": ma.Placement.identity(EXPERTS, ranks),
+        "no plan": ma.Placement.from_slots(np.arange(EXPERTS), EXPERTS, num_ranks=ranks),
         "moving alone": plan(spare=0, home=False),
         "home form": plan(spare=SPARE),
         "serving form": plan(spare=SPARE, home=False),

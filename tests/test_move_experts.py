@@ -103,7 +103,7 @@ def test_no_device_holds_all_experts_during_a_move():
             r"w must hold arrays \[12, ...\], .* slots of source; got",
         ),
         (
-            dict(source=TWO, target=ma.Placement.identity(4, 2)),
+            dict(source=TWO, target=ma.Placement.from_slots(range(4), 4, num_ranks=2)),
             ValueError,
             "placement must have 8 experts on 2 ranks; got one with 4 experts",
         ),

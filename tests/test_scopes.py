@@ -39,8 +39,9 @@ def op_names(config, num_tokens, **options):
 @pytest.fixture(scope="module")
 def names():
     """Return the names of a layer with everything that has a name."""
-    experts, spare = RANKS, RANKS
-    placement = ma.Placement.identity(experts, RANKS, spare=spare // RANKS)
+    experts = RANKS
+    slots = [slot for expert in range(experts) for slot in (expert, -1)]
+    placement = ma.Placement.from_slots(slots, experts, num_ranks=RANKS)
     config = ma.MoEConfig(128, 128, experts, ma.TopK(2), shared_hidden=128)
     return op_names(config, 2 * RANKS + 1, placement=placement)
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ad import accumulation_dtype, fixed
 from ..checks import as_array, check_static, short
-from ..experts.gated import gated
+from ..experts.activations import gated
 from ..formats.formats import Quantized
 from ..grouped.quantized import RESULT_DTYPES, check_experts, without_gradient
 from ..grouped.weights import (

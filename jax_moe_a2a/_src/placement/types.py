@@ -117,20 +117,6 @@ class Placement:
         of_table = lambda table: placement_of(np, table, np.ones_like(table), num_experts, home)
         return map_leading(np, of_table, table, ndim=2)
 
-    @classmethod
-    def identity(cls, num_experts: int, num_ranks: int, *, spare: int = 0) -> Placement:
-        """Return the placement in the home form whose spare slots are empty.
-
-        Args:
-          num_experts: E, a multiple of ``num_ranks``.
-          num_ranks: R, the number of ranks.
-          spare: number of spare slots of each rank.
-        """
-        experts = home_experts(num_experts, num_ranks)
-        empty = np.full((num_ranks, check_int("spare", spare, least=0)), -1)
-        slots = np.concatenate([experts, empty], axis=1).ravel()
-        return cls.from_slots(slots, num_experts, num_ranks=num_ranks)
-
     def check_home(self) -> None:
         """Raise a ValueError if the placement does not have the home form."""
         if not self.home:
