@@ -58,7 +58,8 @@ def with_dispatch_overlap(x, router, w_in, w_out, s_in, s_out):
 def with_combine_overlap(x, router, w_in, w_out, s_in, s_out):
     """Compute the shared expert while the results of the experts travel back."""
     recv = ma.dispatch_done(start(x, router))
-    inflight = ma.combine_start(experts(recv, w_in, w_out), recv)
+    weighted = experts(recv, w_in, w_out) * recv.weights[:, None]
+    inflight = ma.combine_start(weighted, recv.routing)
     inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
     return ma.combine_done(inflight) + shared
 

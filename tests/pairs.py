@@ -7,7 +7,6 @@ from jax.extend.core import Literal
 STARTS = {
     "moe_a2a_dispatch_start": "moe_a2a_dispatch_done",
     "moe_a2a_combine_start": "moe_a2a_combine_done",
-    "moe_a2a_weighted_combine_start": "moe_a2a_weighted_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
 # Primitives that batching and typing insert between a start and its done. Each returns its only

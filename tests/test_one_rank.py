@@ -34,7 +34,8 @@ GROUPS = dict(
 
 def split(x, ids, weights, **route_args):
     recv = ma.dispatch_done(ma.dispatch_start(x, ids, weights, **route_args))
-    return ma.combine_done(ma.combine_start(recv.rows, recv)), recv
+    rows = recv.rows * recv.weights[:, None].astype(recv.rows.dtype)
+    return ma.combine_done(ma.combine_start(rows, recv.routing)), recv
 
 
 def whole(x, ids, weights, **route_args):

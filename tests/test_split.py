@@ -26,7 +26,7 @@ pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
 POLICIES = jax.checkpoint_policies
-FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combine_start": 1}
+FORWARD_AND_BACKWARD = {"dispatch_start": 2, "combine_start": 2}
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
@@ -35,7 +35,8 @@ def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
     y = small_layer.experts(recv.rows, recv.row_offsets, w)
-    inflight, shared = ma.overlap(ma.combine_start(y, recv), lambda s: s * s, shared)
+    inflight = ma.combine_start(y * recv.weights[:, None], recv.routing)
+    inflight, shared = ma.overlap(inflight, lambda s: s * s, shared)
     return ma.combine_done(inflight) + shared
 
 
@@ -68,29 +69,24 @@ FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden
 IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 
 
-@pytest.mark.exchanges(1 + 3, split=3)
+@pytest.mark.exchanges(1 + 3, split=2)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
-    """This is tested for a payload of several dtypes, for weights, and for both kinds of sums."""
+    """This is tested for a payload of several dtypes, and for weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
         inflight = ma.dispatch_start(x, ids, topk_weights, **route_args(GROUP, layout))
         recv = ma.dispatch_done(inflight)
-        plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
-        return {  # in a different order from the starts
-            "recv": recv,
-            "weighted": ma.combine_done(weighted),
-            "sum": ma.combine_done(plain),
-        }
+        return {"recv": recv, "sum": ma.combine_done(ma.combine_start(y, recv.routing))}
 
     whole = harness.exchange_fn(layout, GROUP)
     actual, expected = (
         harness.on_each_rank(fn, harness.mesh_of(RANKS))(ids, x, topk_weights, y)
         for fn in (of_split, whole)
     )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
-        own = dict(jax.tree_util.tree_leaves_with_path(actual))[path]
+    for path, own in jax.tree_util.tree_leaves_with_path(actual):
+        leaf = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
         harness.assert_same_bytes(own, leaf, str(path))
 
 
@@ -129,6 +125,7 @@ def test_a_start_has_the_parameters_of_the_whole_exchange(name):
     )
     whole.pop("replicated", None)  # replicated tokens do not travel
     whole.pop("add", None)  # callers add to the result of combine_done instead
+    whole.pop("weights", None)  # callers multiply the rows instead
     assert list(start.values()) == list(whole.values())
 
 
@@ -195,11 +192,11 @@ def emulated(layer):
 TRANSFORMS = {
     outside: (FORWARD_AND_BACKWARD, 6, 4),
     forward_over_reverse: (
-        {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
+        {"dispatch_start": 4, "combine_start": 4},
         *(10, 8),
     ),
     reverse_over_reverse: (
-        {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
+        {"dispatch_start": 4, "combine_start": 4},
         *(10, 8),
     ),
     scanned: (dict(FORWARD_AND_BACKWARD, dispatch_start=3), 16, 10),
@@ -495,6 +492,10 @@ MISUSES = {
     "rows": (
         lambda f, x: ma.combine_start(x[:, :1], ma.dispatch_done(f)),
         *(ValueError, "y must hold arrays with leading axis capacity=10"),
+    ),
+    "weights": (
+        lambda f, x: ma.combine_start(x, dataclasses.replace(ma.dispatch_done(f), weights=x[:, 0])),
+        *(ValueError, "recv must have no weights in combine_start; got weights float32.*routing"),
     ),
 }
 

@@ -328,7 +328,8 @@ def test_start_and_done_are_the_whole_exchange():
         inflight, beside = ma.overlap(inflight, jnp.sin, x)
         recv = ma.dispatch_done(inflight)
         y = small_layer.experts(recv.rows, recv.row_offsets, w)
-        inflight, beside = ma.overlap(ma.combine_start(y, recv), jnp.cos, beside)
+        inflight = ma.combine_start(y * recv.weights[:, None], recv.routing)
+        inflight, beside = ma.overlap(inflight, jnp.cos, beside)
         return ma.combine_done(inflight) + 0 * beside
 
     layer = small_layer.on_all_ranks(layer_of_one_rank, mesh_of(HOSTS))

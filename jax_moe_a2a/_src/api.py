@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from .checks import PyTree, Tail
+from .checks import PyTree, Tail, short
 from .exchange.arguments import DispatchArguments, check_combine, check_dispatch
 from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
 from .exchange.dispatch_combine import COMBINE, DISPATCH
@@ -310,28 +310,31 @@ def combine_start(
     y: PyTree,
     recv: Recv | AnyRouting,
     *,
-    weights: ArrayLike | Literal["recv"] | None = "recv",
     wire_dtype: DTypeLike | TokenFormat | None = None,
 ) -> InFlight:
-    """Start a ``combine``, and return the ``InFlight`` that ``combine_done`` finishes.
+    """Start a ``combine`` without weights. Return the ``InFlight`` that ``combine_done`` finishes.
 
     ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``. It has no
-    ``add``: add to the result of ``combine_done``.
+    ``add``: add to the result of ``combine_done``. For a weighted sum, multiply the activations of
+    the experts, or their outputs, by ``recv.weights[:, None]``, and pass ``recv.routing``.
 
     Args:
       y: as in ``combine``.
-      recv: as in ``combine``.
-      weights: as in ``combine``.
+      recv: the ``Recv`` of a dispatch without weights, or a ``Routing``.
       wire_dtype: as in ``combine``.
 
     Returns:
       An ``InFlight``. Pass it to ``combine_done`` once, in the same function.
     """
-    arguments = check_combine(y, recv, weights, wire_dtype)
+    if isinstance(recv, Recv) and recv.weights is not None:
+        raise ValueError(
+            "recv must have no weights in combine_start; got weights "
+            f"{short(recv.weights)}. Multiply y by recv.weights[:, None], and pass recv.routing"
+        )
+    arguments = check_combine(y, recv, None, wire_dtype)
     check_start("combine", arguments.routing)
-    exchange = COMBINE if arguments.weights is None else WEIGHTED_COMBINE
     in_flight, bind_done = bind_start(
-        exchange, arguments.payload, arguments.routing, **arguments.params
+        COMBINE, arguments.payload, arguments.routing, **arguments.params
     )
 
     def finish(in_flight: Sequence[jax.Array]) -> PyTree:

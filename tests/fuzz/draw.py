@@ -209,7 +209,7 @@ def program(seed, number, *, has_mesh=True):
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
     inputs_of = ("ids", "x", "weights", "y")
     batched = inputs_of if has_domains else some_of(rng, inputs_of) if batch else ()
-    return Program(
+    found = Program(
         **numbers,
         place=places.Place(kind, ranks, hosts, batch, has_domains),
         x64=x64,
@@ -236,6 +236,8 @@ def program(seed, number, *, has_mesh=True):
         has_token_scales=scale_of == "token",
         has_addends=chance(0.4),
     )
+    # A split combine has no weights.
+    return dataclasses.replace(found, y_weights=None) if found.is_split else found
 
 
 def drawn_sizes(rng, most_tokens=13):

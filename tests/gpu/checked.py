@@ -275,7 +275,13 @@ def combine(shape, group, recv):
 
 
 def combine_start(group, recv):
-    return ma.combine_start(expert_output(recv.rows["x"], recv.routing, group), recv)
+    y = expert_output(recv.rows["x"], recv.routing, group)
+    return ma.combine_start(weighted(y, recv.weights), recv.routing)
+
+
+def weighted(y, weights):
+    """Return rows times their weights, which are powers of two, so that no product is rounded."""
+    return y * weights[:, None].astype(y.dtype)
 
 
 # Expected results.

@@ -134,6 +134,7 @@ def combine_given(shape, group, step, routing):
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = checked.tokens_at(shape, step, rank, token)
     y = checked.expert_output(y, routing, group)
-    inflight = ma.combine_start(y, routing, weights=checked.weights_at(step, rank, token, k))
+    weights = checked.weights_at(step, rank, token, k)
+    inflight = ma.combine_start(checked.weighted(y, weights), routing)
     ids = checked.own_ids(shape, group, 0)
     return checked.count_sums(shape, group, step, ids, ma.combine_done(inflight))

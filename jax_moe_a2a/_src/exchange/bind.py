@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .. import compat, scopes
 from ..plan.plan import PlanOptions, RoutePlan
@@ -73,15 +72,10 @@ def bind_start(
         whole = lambda arrays: bind(exchange, arrays, routing, **params)
         return (whole(payload), list) if exchange.is_outward else (payload, whole)
     all_params = dict(params, group=routing.domain)
-    kept_payload: Sequence[jax.Array] = ()
-    if exchange.keeps_payload:
-        # The done must read the same memory as the start, but XLA copies a constant for each
-        # reader. Start and done therefore read the results of one barrier.
-        kept_payload = payload = lax.optimization_barrier(payload)
 
     @scopes.exchange
     def bind_done(in_flight: Sequence[jax.Array]) -> list[jax.Array]:
-        return exchange.done.bind([*in_flight, *kept_payload], routing.arrays, **all_params)
+        return exchange.done.bind(in_flight, routing.arrays, **all_params)
 
     return exchange.start.bind(payload, routing.arrays, **all_params), bind_done
 

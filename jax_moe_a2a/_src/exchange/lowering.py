@@ -313,10 +313,10 @@ def lower_by_kernels(
         if phase != "done":
             return _inputs(arrays), []
         moved, routing = split_routing(arrays)
-        at_tokens, at_rows = moved[:num_results], moved[num_results : 2 * num_results]
+        at_tokens, at_rows = moved[:num_results], moved[num_results:]
         if is_outward:
             return _inputs([*at_tokens, *routing]), at_rows
-        return _inputs([*(moved[2 * num_results :] or at_rows), *routing]), at_tokens
+        return _inputs([*at_rows, *routing]), at_tokens
 
     avals, in_flight_avals = divide(ctx.avals_in)
     avals_out = ctx.avals_out

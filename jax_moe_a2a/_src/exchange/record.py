@@ -101,8 +101,6 @@ class Record:
     exchanges, for GPUs whose kernels do not support this payload. None means ``reference``."""
     result_types: Callable[..., list[Any]] | None = None
     """Changes the abstract values of results whose type differs from the type of their source."""
-    keeps_payload: bool = False
-    """True if the done reads the payload again. The payload then follows the arrays in flight."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Record = dataclasses.field(init=False)
     """The transposed exchange, if this exchange is linear in all of its payload."""

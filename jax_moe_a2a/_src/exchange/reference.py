@@ -241,13 +241,13 @@ def start(exchange: Record, *operands: jax.Array, **params: Any) -> list[jax.Arr
 
 
 def done(exchange: Record, *operands: jax.Array, **params: object) -> list[jax.Array]:
-    """Compute the done of an exchange: arrays in flight, kept payload, routing -> results."""
+    """Compute the done of an exchange: arrays in flight, routing -> results."""
     payload, routing = split_routing(operands)
     num_results = len(exchange.layouts(**params).results)
-    at_rows = payload[num_results : 2 * num_results]
+    at_rows = payload[num_results:]
     if exchange.is_outward:
         return at_rows
-    return exchange.reference(*(payload[2 * num_results :] or at_rows), *routing, **params)
+    return exchange.reference(*at_rows, *routing, **params)
 
 
 def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:

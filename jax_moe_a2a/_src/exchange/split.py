@@ -1,9 +1,9 @@
 """Define split phases: the halves of an exchange, and the tie, which orders halves and other work.
 
-Each half is linear, except that a half of a weighted exchange is bilinear. A start transposes to a
-done of the transposed exchange, and a done transposes to a start. So the backward pass is split as
-well, and the work between the halves stays between them. Both halves must move the same arrays.
-Therefore all arrays that can have tangents take part in a derivative, even if a tangent is zero.
+Each half is linear. A start transposes to a done of the transposed exchange, and a done transposes
+to a start. So the backward pass is split as well, and the work between the halves stays between
+them. Both halves must move the same arrays. Therefore all arrays that can have tangents take part
+in a derivative, even if a tangent is zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..plan.plan import RoutingArrays
 from . import lowering, reference, rules
 from .dispatch_combine import COMBINE, DISPATCH, keep_arrays, of_transpose
 from .record import Layout, Layouts, Record, split_routing
-from .weighted import WEIGHTED_COMBINE, combine_jvp
 
 tie_p = compat.Primitive("moe_a2a_tie")
 
@@ -47,13 +46,9 @@ def add_halves(whole: Record) -> None:
     def done_layouts(**params: object) -> Layouts:
         layouts = whole.layouts(**params)
         in_flight_layouts = in_flight(layouts)
-        num_in_flight = len(in_flight_layouts)
-        kept_layouts = layouts.operands if whole.keeps_payload else ()
-        sources = [
-            (i, num_in_flight // 2 + i, *(num_in_flight + j for j in of_whole if kept_layouts))
-            for i, of_whole in enumerate(layouts.sources)
-        ]
-        return Layouts([*in_flight_layouts, *kept_layouts], layouts.results, sources)
+        num_results = len(layouts.results)
+        sources = [(i, num_results + i) for i in range(num_results)]
+        return Layouts(in_flight_layouts, layouts.results, sources)
 
     for phase, layouts, compute in (
         ("start", start_layouts, reference.start),
@@ -116,48 +111,6 @@ def _have_tangents(arrays: Sequence[Any]) -> list[bool]:
     return [carries_tangent(aval_of(x).dtype) for x in arrays]
 
 
-# Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,
-# which sends the cotangent. The start transposes to the done of this dispatch, which receives the
-# cotangent as G. Then ct(r_i) = w_i G and ct(w_i) = <r_i, G>. Rows and weights are operands of both
-# halves, so the backward pass does not need the arrays in flight.
-
-
-def _weighted_done_transpose(
-    cotangents: compat.Tangents, *operands: Any, num_leaves: int, **params: Any
-) -> list[Any]:
-    del num_leaves
-    payload, routing = split_routing(operands)
-    in_flight: list[Any] = [ad.Zero(aval_of(x)) for x in payload[:2]]
-    if not is_zero(cotangents[0]):
-        in_flight = DISPATCH.start.bind(cotangents, routing, num_leaves=1, **params)
-    pairs = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload[2:]]
-    return [*in_flight, *pairs, *(None for _ in routing)]
-
-
-def _weighted_start_transpose(
-    cotangents: compat.Tangents, *operands: Any, num_leaves: int, **params: Any
-) -> list[Any]:
-    payload, routing = split_routing(operands)
-    arrives = not all(is_zero(ct) for ct in cotangents)
-    wanted = [ad.is_undefined_primal(x) and arrives for x in payload]
-    found: list[Any] = []
-    if arrives:
-        (moved,) = DISPATCH.done.bind(
-            [ad.instantiate_zeros(ct) for ct in cotangents], routing, num_leaves=1, **params
-        )
-        rows, weights = payload[:num_leaves], payload[num_leaves:]
-        products = reference.scale_and_dot(
-            moved,
-            select(wanted[num_leaves:], rows),
-            select(wanted[:num_leaves], weights),
-            routing,
-            num_axes=aval_of(weights[0]).ndim,
-        )
-        linear = select(wanted, payload)
-        found = [ct.astype(x.aval.dtype) for ct, x in zip(products, linear, strict=True)]
-    return cotangents_of(payload, wanted, found) + [None] * len(routing)
-
-
 # The tie. ``lax.optimization_barrier`` cannot replace it, because its derivatives may turn missing
 # tangents into zeros, which leads to a done without a start. It also removes unused arrays.
 
@@ -193,7 +146,7 @@ compat.register_dce_rule(tie_p, _tie_dce)
 # policy may save the results of a tie either, because a tie may return arrays in flight.
 compat.never_save(tie_p)
 
-for _whole in (DISPATCH, COMBINE, WEIGHTED_COMBINE):
+for _whole in (DISPATCH, COMBINE):
     add_halves(_whole)
     compat.never_save(_whole.start.primitive)
 
@@ -203,8 +156,3 @@ for _whole in (DISPATCH, COMBINE):
     for _half in (_whole.start, _whole.done):
         ad.primitive_jvps[_half.primitive] = partial(_half_jvp, _half)
         ad.primitive_transposes[_half.primitive] = partial(_half_transpose, _half)
-
-for _half in (WEIGHTED_COMBINE.start, WEIGHTED_COMBINE.done):
-    ad.primitive_jvps[_half.primitive] = partial(combine_jvp, _half)
-ad.primitive_transposes[WEIGHTED_COMBINE.start.primitive] = _weighted_start_transpose
-ad.primitive_transposes[WEIGHTED_COMBINE.done.primitive] = _weighted_done_transpose

@@ -68,7 +68,7 @@ def _dispatch_types(
 def _combine_calls(
     call_placement: CallPlacement, payload: Sequence[jax.Array], params: dict[str, Any]
 ) -> list[KernelCall]:
-    """Return the call of a weighted combine, whole or split."""
+    """Return the call of a weighted combine."""
     num_pairs = params["num_leaves"]
     options = params["options"]
     counts = dict(num_choice_arrays=0, num_pairs=num_pairs, num_addends=options.num_addends)
@@ -110,7 +110,6 @@ WEIGHTED_COMBINE = Record(
     reference=reference.weighted_combine,
     layouts=_combine_layouts,
     kernel_calls=_combine_calls,
-    keeps_payload=True,
 )
 WEIGHTED_DISPATCH = Record(
     "weighted_dispatch",
@@ -129,8 +128,7 @@ WEIGHTED_DISPATCH = Record(
 # An addend has the same derivatives as the addend of a combine.
 
 
-def combine_jvp(
-    exchange: Record,
+def _combine_jvp(
     primals: compat.Primals,
     tangents: compat.Tangents,
     *,
@@ -138,21 +136,17 @@ def combine_jvp(
     options: Options,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Compute the jvp of a weighted combine or of one of its halves. In a done, the array in flight
-    is before the pairs, and has a separate tangent."""
     payload, routing = split_routing(primals)
-    out = exchange.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
-    end = len(payload) - options.num_addends  # of the pairs
-    start = end - 2 * num_leaves
-    d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:start]]
+    out = WEIGHTED_COMBINE.bind(payload, routing, num_leaves=num_leaves, options=options, **params)
+    end = 2 * num_leaves  # of the pairs
     d_addends = tangents[end : len(payload)]
-    pairs = _tangent_pairs(payload[start:end], tangents[start:end], num_leaves)
+    pairs = _tangent_pairs(payload[:end], tangents[:end], num_leaves)
     if not pairs:
         return out, [*d_addends] or [zero_tangent(x) for x in out]
     added = added_tangents(d_addends)
-    payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs), *added]
+    payload = [*(r for r, _ in pairs), *(w for _, w in pairs), *added]
     params.update(num_leaves=len(pairs), options=options._replace(num_addends=len(added)))
-    return out, exchange.bind(payload, routing, **params)
+    return out, WEIGHTED_COMBINE.bind(payload, routing, **params)
 
 
 def _tangent_pairs(
@@ -233,7 +227,7 @@ def _dispatch_batch(
 
 
 rules.register_exchange(WEIGHTED_COMBINE)
-ad.primitive_jvps[WEIGHTED_COMBINE.primitive] = partial(combine_jvp, WEIGHTED_COMBINE)
+ad.primitive_jvps[WEIGHTED_COMBINE.primitive] = _combine_jvp
 ad.primitive_transposes[WEIGHTED_COMBINE.primitive] = _combine_transpose
 
 rules.register_exchange(WEIGHTED_DISPATCH)
