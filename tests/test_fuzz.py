@@ -43,7 +43,7 @@ PROGRAMS = {
     23710: lambda p: p.hosts > 1 and p.has_token_scales and p.is_split,
     331: lambda p: p.tail == "unspecified" and p.batch > 1 and p.derivative == "jvp",
     7110: lambda p: p.hosts > 1 and p.combine_wire in draw.FORMATS and p.is_split,
-    499: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
+    680: lambda p: p.has_load and p.batch > 1 and p.derivative == "vjp",
     328: lambda p: p.hosts > 1 and p.addends and p.is_weighted and p.has_load and p.x64,
     58: lambda p: p.derivative == "forward over reverse",  # the rest are products
     65: lambda p: min(p.vmaps) > 1 and len(p.vmaps) > 1 and p.derivative == "vjp",
@@ -82,7 +82,7 @@ def large_weights_are_cut(activate):
     (
         (reference, "take_rows", rows_beyond_are_not_zero, 22),
         (grouped_reference, "groups_of", last_rows_have_no_group, 1),
-        (forms, "_activate", large_weights_are_cut, 4),
+        (forms, "_activate", large_weights_are_cut, 29),
     ),
     ids=lambda value: value.__name__ if callable(value) else "",
 )
