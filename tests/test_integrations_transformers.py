@@ -332,11 +332,8 @@ def test_parameters_with_mistakes(change, message):
         (
             "mixtral",
             dict(model_type="mixtral2"),
-            "model_type of config .*gpt_oss, .*; got 'mixtral2'.* is 'mixtral'. If",
+            "one of mixtral, .*; got 'mixtral2'. If the",
         ),
-        ("deepseek_v3", dict(model_type="deepseek_v32"), "got 'deepseek_v32'.* is 'deepseek_v3'"),
-        ("qwen2_moe", dict(model_type="qwen3_5_moe", norm_topk_prob=None), " is 'qwen2_moe'"),
-        ("deepseek_v3", dict(model_type="dots1"), " is '(deepseek_v3|glm4_moe|kimi_k2)'"),
         ("mixtral", dict(model_type=None), "config must have the field model_type.*config.json"),
         ("mixtral", dict(num_experts_per_tok=None), "the field num_experts_per_tok or moe_k; got"),
         ("qwen3_moe", dict(norm_topk_prob=None), "the field norm_topk_prob; got"),
