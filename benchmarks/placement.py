@@ -25,8 +25,7 @@ from .run import say, set_platform
 
 TOKENS, TOP_K, EXPERTS, SPARE, BATCHES = 4096, 8, 256, 2, 16
 CAPACITY_FACTOR = 1.15
-METHODS = ("no plan", "moving alone", "home form", "serving form", "of this step")
-FETCHING = ("home form", "of this step")
+METHODS = ("no plan", "moving alone", "home form", "serving form")
 
 HIDDEN, INTERMEDIATE, ITEM_BYTES = 7168, 2048, 2
 PRODUCTS_FLOPS = 663e12  # ours, "B experts" of 2026-11-23-1xH100-products.json
@@ -100,8 +99,7 @@ def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[recor
     for method in methods:
         loads, drops = [], []
         for batch in counts[1:]:
-            placement = plans.get(method) or _plans(batch.sum(0), ranks)["home form"]
-            rows = _rank_rows(placement, batch, ranks, exact=method == "of this step")
+            rows = _rank_rows(plans[method], batch, ranks)
             loads.append(rows.max() / rows.mean())
             room = CAPACITY_FACTOR * rows.mean()
             drops.append(np.maximum(rows - room, 0).sum() / rows.sum())
@@ -116,8 +114,8 @@ def simulate(ranks: int, sigma: float, methods: Sequence[str]) -> Iterator[recor
             top_k=TOP_K,
             experts=EXPERTS,
             spare=0 if method in METHODS[:2] else SPARE,
-            replicas=int((plans.get(method, plans["home form"]).slot_experts >= 0).sum()) - EXPERTS,
-            fetched=_num_fetched(plans["home form"], ranks) if method in FETCHING else 0,
+            replicas=int((plans[method].slot_experts >= 0).sum()) - EXPERTS,
+            fetched=_num_fetched(plans[method], ranks) if method == "home form" else 0,
             batches=BATCHES,
             load=spread(loads),
             dropped=spread(drops),
@@ -153,21 +151,20 @@ def _counts(popularity: Any, ranks: int, rng: np.random.Generator) -> np.ndarray
     return counts
 
 
-def _rank_rows(placement: ma.Placement, counts: Any, ranks: int, *, exact: bool) -> np.ndarray:
+def _rank_rows(placement: ma.Placement, counts: Any, ranks: int) -> np.ndarray:
     """Return the rows of each rank if ``choose_slots`` places ids with these counts."""
     rows = np.zeros(placement.num_slots, np.int64)
     for rank in range(ranks):
         ids = np.repeat(np.arange(EXPERTS, dtype=np.int32), counts[rank])[:, None]
         ids = np.pad(ids, ((0, -len(ids) % 4096), (0, 0)), constant_values=-1)
-        known = counts if exact else None
-        slots = np.asarray(_choose(ids, placement, rank=rank, num_ranks=ranks, counts=known))
+        slots = np.asarray(_choose(ids, placement, rank=rank, num_ranks=ranks))
         rows += np.bincount(slots[slots >= 0], minlength=placement.num_slots)
     return rows.reshape(ranks, -1).sum(1)
 
 
 @functools.partial(jax.jit, static_argnames="num_ranks")
-def _choose(ids: Any, placement: Any, *, rank: Any, num_ranks: int, counts: Any) -> jax.Array:
-    return ma.choose_slots(ids, placement, rank=rank, num_ranks=num_ranks, counts=counts)
+def _choose(ids: Any, placement: Any, *, rank: Any, num_ranks: int) -> jax.Array:
+    return ma.choose_slots(ids, placement, rank=rank, num_ranks=num_ranks)
 
 
 if __name__ == "__main__":

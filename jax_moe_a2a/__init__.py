@@ -59,7 +59,6 @@ from ._src.layer.top_k import TopK as TopK
 from ._src.layer.weights import Experts as Experts
 from ._src.layer.weights import quantize_experts as quantize_experts
 from ._src.placement.choice import choose_slots as choose_slots
-from ._src.placement.choice import gather_counts as gather_counts
 from ._src.placement.move import move_experts as move_experts
 from ._src.placement.planner import plan_placement as plan_placement
 from ._src.placement.types import Placement as Placement

@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import scopes
-from ..checks import check_int, short
+from ..checks import check_int
 from ..plan.plan import count_and_number, running_sum
-from ..routing.checks import GroupOrAxes, as_int32, check_ids, check_scope
+from ..routing.checks import as_int32, check_ids
 from .types import ALL, SHARE_BITS, Placement, check_placement
 
 # Multiples of this odd number, modulo ALL, are spread evenly: it is close to ALL / 1.618.
@@ -27,18 +27,14 @@ def choose_slots(
     *,
     rank: ArrayLike | None,
     num_ranks: int,
-    counts: ArrayLike | None = None,
 ) -> jax.Array:
     """Return the slot of each choice of this rank's tokens: the ids to dispatch with.
 
     Each slot of an expert receives its share (``Placement.share_ends``) of the expert's rows from
     all ranks. A rank first uses its own slot of the expert, for at most as many rows as this slot
     should receive from all ranks. Its other rows go to the other slots, up to the rows that these
-    slots should still receive.
-
-    With ``counts``, the rows of each slot differ from its share only by rounding. Without
-    ``counts``, each rank assumes that all ranks have equally many rows of the expert, and spreads
-    its other rows evenly.
+    slots should still receive. A rank assumes that all ranks have equally many rows of the expert,
+    and spreads its other rows evenly.
 
     The result depends only on the arguments. Two equal ids of a token are two rows of its expert,
     which may be in different slots.
@@ -50,8 +46,6 @@ def choose_slots(
       rank: this rank, an int32 scalar, for example ``jax.lax.axis_index("ep")``. None if all ranks
         have the same tokens: all ranks then choose the same slots, with exact shares.
       num_ranks: R, the number of ranks, which the placement must have, too.
-      counts: int32 [R, E], how many choices of each rank choose each expert, as ``gather_counts``
-        returns it; or None.
 
     Returns:
       int32 [T, K], ids in [0, P). Slot ``s`` is on rank ``s // (P / R)``, like an expert of P.
@@ -60,17 +54,9 @@ def choose_slots(
     placement = jax.tree.map(jnp.asarray, check_placement(placement, num_ranks))
     num_experts, num_slots = placement.num_experts, placement.num_slots
     ids = as_int32(check_ids("ids", ids), num_experts)
-    if counts is not None:
-        counts = jnp.asarray(counts)
-        expected = f"int32[{num_ranks},{num_experts}]"
-        if rank is None or short(counts) != expected:
-            raise ValueError(
-                f"counts must be {expected}, as gather_counts returns it, and is not used without "
-                f"rank; got {short(counts)} and rank={rank}"
-            )
     is_valid = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(is_valid, ids, num_experts)
-    replica = _replicas(expert, placement, rank, num_ranks, counts)
+    replica = _replicas(expert, placement, rank, num_ranks)
     slots = placement.expert_slots[jnp.minimum(expert, num_experts - 1), replica]
     return jnp.where(is_valid, slots, jnp.where(ids < 0, ids, num_slots))
 
@@ -80,7 +66,6 @@ def _replicas(
     placement: Placement,
     rank: ArrayLike | None,
     num_ranks: int,
-    counts: jax.Array | None,
 ) -> jax.Array:
     """Return, for each choice, the index of its slot among the slots of its expert, int32 like
     ``expert``.
@@ -94,10 +79,8 @@ def _replicas(
         return jnp.zeros_like(expert)
     own_counts, index = count_and_number(expert.ravel(), num_experts)
     index, expert = index.reshape(expert.shape), jnp.minimum(expert, num_experts - 1)
-    sources = own_counts[None] if rank is None else counts
-    if sources is None:
-        sources = jnp.broadcast_to(own_counts[None], (num_ranks, num_experts))
-    ends = _scaled(sources.sum(0, dtype=jnp.int32)[:, None], placement.share_ends)
+    num_sources = 1 if rank is None else num_ranks
+    ends = _scaled((num_sources * own_counts)[:, None], placement.share_ends)
     if rank is None:
         return _slot_at(ends, index, expert, placement.num_replicas)
 
@@ -109,20 +92,16 @@ def _replicas(
     is_on = slot_rank[None] == ranks[:, None, None]  # [R, E, M]
     # Of several slots of an expert on a rank, only the first one counts as the rank's own.
     is_own = is_on & (running_sum(is_on.astype(jnp.int32), axis=2) == 1)
-    own_rows = jnp.minimum(sources, jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32))
+    own_rows = jnp.minimum(own_counts, jnp.where(is_own, quotas[None], 0).sum(2, dtype=jnp.int32))
     quotas -= jnp.where(is_own, own_rows[:, :, None], 0).sum(0, dtype=jnp.int32)
     ends = running_sum(quotas, axis=1)
 
     own_slot = lax.dynamic_index_in_dim(is_own, rank, keepdims=False).argmax(-1)
     here = lax.dynamic_index_in_dim(own_rows, rank, keepdims=False)[expert]
     beyond = index - here
-    if counts is None:
-        offset = lax.div(rank * ALL, np.int32(num_ranks))
-        share = ((beyond & (ALL - 1)) * STRIDE + offset) & (ALL - 1)
-        place = _scaled(ends[:, -1][expert], share)
-    else:
-        is_before = (ranks < rank)[:, None]
-        place = jnp.where(is_before, sources - own_rows, 0).sum(0, dtype=jnp.int32)[expert] + beyond
+    offset = lax.div(rank * ALL, np.int32(num_ranks))
+    share = ((beyond & (ALL - 1)) * STRIDE + offset) & (ALL - 1)
+    place = _scaled(ends[:, -1][expert], share)
     other = _slot_at(ends, place, expert, placement.num_replicas)
     return jnp.where(beyond < 0, own_slot[expert].astype(jnp.int32), other)
 
@@ -138,26 +117,3 @@ def _scaled(x: jax.Array, share: jax.Array) -> jax.Array:
     """Return ``x * share / ALL`` for int32 x >= 0, rounded down, without overflow."""
     low = lax.shift_right_logical((x & (ALL - 1)) * share, np.int32(SHARE_BITS))
     return lax.shift_right_logical(x, np.int32(SHARE_BITS)) * share + low
-
-
-def gather_counts(ids: ArrayLike, *, num_experts: int, group: GroupOrAxes) -> jax.Array:
-    """Return how many choices of each rank choose each expert, equal on all ranks.
-
-    The call makes one ``jax.lax.all_gather`` of E numbers. The sum of its result over ranks is the
-    load for a plan of this step: ``plan_placement(counts.sum(0), ...)``.
-
-    Args:
-      ids: integers [T, K], the expert of each choice of this rank's tokens. Ids outside [0, E) are
-        not counted.
-      num_experts: E, the number of experts.
-      group: the ranks, a ``Group`` or names of axes, as in ``dispatch``.
-
-    Returns:
-      int32 [R, E].
-    """
-    group = check_scope(group)
-    num_experts = check_int("num_experts", num_experts, least=1)
-    ids = as_int32(check_ids("ids", ids), num_experts).ravel()
-    counted = jnp.where(ids < 0, num_experts, ids)
-    counts = jnp.zeros(num_experts, jnp.int32).at[counted].add(1, mode="drop")
-    return lax.all_gather(counts, group.axis_name)
