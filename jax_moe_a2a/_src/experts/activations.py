@@ -132,8 +132,15 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """Return ``relu(x)**2`` for an array of any shape: the activation of Primer (arXiv:2109.08668)
-    and Nemotron-4. Kernels compute it if ``moe_mlp`` gets this function, alone or in ``gated``."""
+    """Return ``relu(x)**2``, the activation of Primer (arXiv:2109.08668) and Nemotron-4, for
+    ``moe_mlp``, alone or in ``gated``.
+
+    Args:
+      x: floats of any shape.
+
+    Returns:
+      An array like ``x``.
+    """
     return jnp.square(jax.nn.relu(x))
 
 
