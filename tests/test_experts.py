@@ -1,5 +1,5 @@
 """The experts of a layer as primitives have the results and derivatives of dense experts, and no
-element-wise pass over the rows remains. test_activations tests which functions are recognized.
+element-wise pass over the rows remains. test_activations tests which functions the kernels compute.
 
 Rows after the last group are NaN and infinite in every test, as in `test_grouped_dot`.
 """

@@ -52,11 +52,10 @@ def plan_placement(
       min_rows: the fewest rows for which a replica is worth its slot.
 
     Returns:
-      The placement, with the shapes of ``Placement.identity(E, R, spare=spare)`` after the leading
-      axes of ``load``. If ``load`` is a JAX array, the placement holds JAX arrays, and the call can
-      be part of a program. Otherwise it holds NumPy arrays. Both plans are equal, bit for bit. The
-      static field ``home`` of the placement is the argument ``home``, even if a plan with
-      ``home=False`` moves nothing.
+      The placement of ``E + R * spare`` slots, with the leading axes of ``load``. If ``load`` is a
+      JAX array, the placement holds JAX arrays, and the call can be part of a program. Otherwise it
+      holds NumPy arrays. Both plans are equal, bit for bit. The static field ``home`` of the
+      placement is the argument ``home``, even if a plan with ``home=False`` moves nothing.
     """
     array = as_array(load)
     if not jnp.issubdtype(array.dtype, jnp.integer):
