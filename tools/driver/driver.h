@@ -1,5 +1,4 @@
-// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints
-// of arrays.
+// Helpers that all drivers use: checks, lists on the command line, and random numbers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -124,16 +123,6 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
     to[i] = RandomValue<T>(seed, i);
   }
-}
-
-// Adds a hash of each word and its index to a sum, so that equal arrays have equal sums.
-static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  unsigned long long own = 0;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
-    own += Hash(words[i], i);
-  }
-  atomicAdd(sum, own);
 }
 
 // The results of route, in the order of kPlanArrays.

@@ -12,7 +12,7 @@
 //                 [--send-teams 0] [--receive-teams 0]
 //                 [--hidden 7168] [--top-k 8] [--experts 256]
 //                 [--ops dispatch,combine,route,routed,weighted]
-//                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
+//                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--timeout 5]
 //
 // Prints one line per operation and combination of the lists. A time is the time of the slowest
 // device, in microseconds per launch (route: per pair of launches). `wire` is the number of bytes
@@ -26,10 +26,6 @@
 //                  cuda/ffi/call_state.cc allows for a rank. The bytes of `wire` cross no link
 //   --send-blocks  blocks that send; 0: as kernels/grid.h chooses. route ignores it. --send-teams
 //                  and --receive-teams (teams of a block) work in the same way
-//   --check        requires that all launches of an operation return the same bits: the first
-//                  launch, which writes to poisoned arrays, the last timed launch, and the launches
-//                  with other numbers of the lists. It skips inner products of a weighted
-//                  dispatch, because their rounding depends on these numbers
 //   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
 
@@ -72,7 +68,6 @@ struct Options {
   std::vector<int> send_teams = {0}, receive_teams = {0};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
-  bool check = false;
   double timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all visible GPUs
@@ -111,8 +106,7 @@ Options ParseOptions(int argc, char** argv) {
   Options options;
   Options* o = &options;
   ReadOptions(argc, argv,
-              {{"--check", &o->check},
-               {"--tokens", &o->tokens},
+              {{"--tokens", &o->tokens},
                {"--sms", &o->sms},
                {"--send-blocks", &o->send_blocks},
                {"--send-teams", &o->send_teams},
@@ -616,60 +610,6 @@ double RunGraphs(const Ranks& ranks, Graphs& graphs) {
   return *std::max_element(us.begin(), us.end());
 }
 
-// ---- Checking
-
-// Returns the results of an operation on a rank that do not depend on the numbers of blocks and
-// teams.
-std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
-  std::vector<DeviceBuffer> results;
-  if (operation == Op::kCombine) return {data.combined};
-  if (operation == Op::kRoutedDispatch || operation == Op::kRoute) results = data.plan;
-  if (operation != Op::kRoute) results.push_back(data.dispatched);
-  if (operation != Op::kRoute && operation != Op::kWeightedDispatch) {
-    results.push_back(data.row_weights);
-  }
-  return results;
-}
-
-// Overwrites the results, so that results of an earlier launch cannot pass a check.
-void Poison(const Ranks& ranks, Op operation) {
-  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
-    CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
-    for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
-      CHECK(cudaMemset(result.as<void>(), 0xFF, result.bytes));
-    }
-    CHECK(cudaDeviceSynchronize());
-  }
-}
-
-// Returns a fingerprint of the results of all ranks. Equal results have equal fingerprints.
-uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
-  uint64_t total = 0;
-  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
-    CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
-    unsigned long long *sum, found;
-    CHECK(cudaMalloc(&sum, sizeof(*sum)));
-    for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
-      CHECK(result.bytes % 4 == 0 ? Problem() : "--check needs results of whole 32-bit words");
-      CHECK(cudaMemset(sum, 0, sizeof(*sum)));
-      Fingerprint<<<1024, 256>>>(result.as<uint32_t>(), result.bytes / 4, sum);
-      CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
-      total = Hash(total, found);
-    }
-    CHECK(cudaFree(sum));
-  }
-  return total;
-}
-
-// The fingerprint of each operation, from its first launch.
-using Fingerprints = std::map<Op, uint64_t>;
-
-void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
-  const uint64_t found = FingerprintOf(ranks, operation);
-  const uint64_t first = expected->emplace(operation, found).first->second;
-  CHECK(found == first ? Problem() : "results differ from those of the first launch");
-}
-
 // ---- Measuring
 
 int64_t WireBytes(const Workload& w, Op operation) {
@@ -677,8 +617,8 @@ int64_t WireBytes(const Workload& w, Op operation) {
   return w.crossing_tokens * w.row_bytes();
 }
 
-void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning, const Summary& us,
-               bool is_checked) {
+void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
+               const Summary& us) {
   const int64_t bytes = WireBytes(w, kOperations.at(name));
   std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
               w.hidden, w.top_k, w.num_experts, w.num_ranks);
@@ -687,28 +627,20 @@ void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
   if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
   if (tuning.send_teams > 0) std::printf(" send_teams=%d", tuning.send_teams);
   if (tuning.receive_teams > 0) std::printf(" receive_teams=%d", tuning.receive_teams);
-  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", us.median, us.least,
-              us.greatest, static_cast<long long>(bytes),
-              static_cast<double>(bytes) / us.median * 1e-3, is_checked ? " checked" : "");
+  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f\n", us.median, us.least, us.greatest,
+              static_cast<long long>(bytes), static_cast<double>(bytes) / us.median * 1e-3);
   std::fflush(stdout);
 }
 
 void Measure(const Options& options, const Ranks& ranks, const std::string& name,
-             const Tuning& tuning, Fingerprints* checked) {
+             const Tuning& tuning) {
   const Op operation = kOperations.at(name);
-  if (options.check) {
-    Poison(ranks, operation);
-    Graphs once = MakeGraphs(ranks, operation, tuning, 0, 1);
-    RunGraphs(ranks, once);
-    CheckResults(ranks, operation, checked);
-  }
   Graphs graphs = MakeGraphs(ranks, operation, tuning, kUntimedLaunches, options.iters);
   std::vector<double> us;
   for (int i = 0; i < options.samples; ++i) {
     us.push_back(RunGraphs(ranks, graphs) / options.iters);
   }
-  if (options.check) CheckResults(ranks, operation, checked);
-  PrintLine(ranks.workload, name, tuning, Summary(us), options.check);
+  PrintLine(ranks.workload, name, tuning, Summary(us));
 }
 
 // Returns every combination of the lists.
@@ -731,7 +663,6 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
   const Ranks ranks = MakeRanks(options, workload, workspace);
   Graphs route = MakeGraphs(ranks, Op::kRoute, {options.sms[0], 0, 0, 0}, 0, 1);
   RunGraphs(ranks, route);
-  Fingerprints checked;
   int last_route_sms = 0;
   for (const Tuning& tuning : AllTunings(options)) {
     for (const std::string& name : options.ops) {
@@ -746,7 +677,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
                                 workload.local_experts())) {
         continue;
       }
-      Measure(options, ranks, name, tuning, &checked);
+      Measure(options, ranks, name, tuning);
     }
   }
 }
