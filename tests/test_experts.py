@@ -35,7 +35,6 @@ ACTIVATIONS = [*PLAIN, *(FusedActivation(act.kind, True) for act in PLAIN), CLAM
 GELU = FusedActivation("gelu")
 NAMES = ("rows", "w_in", "b_in", "weights", "w_out", "b_out")
 OF_ALL = tuple(range(len(NAMES)))
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def name_of(activation):
@@ -116,7 +115,7 @@ def assert_close(actual, right, tolerance=2e-5):
 )
 def test_each_activation_is_that_of_dense_experts(activation):
     args = operands(activation)
-    of = lambda fn: quickly(value_and_grads(functools.partial(fn, activation=activation)))
+    of = lambda fn: harness.quickly(value_and_grads(functools.partial(fn, activation=activation)))
     assert_close(of(fused)(*args), of(dense)(*args))
 
 
@@ -142,7 +141,7 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
             reverse = reverse_over_reverse, reverse_over_forward
             return of_tangent(*args), linear, forward_over_reverse, *reverse, third
 
-        return quickly(run)(tuple(args), tuple(clean(tangents)))
+        return harness.quickly(run)(tuple(args), tuple(clean(tangents)))
 
     assert_close(everything(fused), everything(dense), 5e-4)
 
@@ -150,13 +149,13 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
 @functools.cache
 def of_dense_experts():
     """Return the result and all gradients."""
-    return quickly(value_and_grads(dense))(*operands(SWIGLU))
+    return harness.quickly(value_and_grads(dense))(*operands(SWIGLU))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (2, 5), (1, 4)], ids=str)
 def test_any_subset_of_gradients(wanted):
     y, *grads = of_dense_experts()
-    found = quickly(value_and_grads(fused, wanted))(*operands(SWIGLU))
+    found = harness.quickly(value_and_grads(fused, wanted))(*operands(SWIGLU))
     assert_close(found, (y, *(grads[i] for i in wanted)))
 
 
@@ -253,7 +252,7 @@ def of_one_element(*args):
     return value, jnp.where(in_use, d_rows, 0), *others
 
 
-program_of_one_element = quickly(of_one_element)
+program_of_one_element = harness.quickly(of_one_element)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +266,7 @@ def test_vmap_over_any_operand(batched):
     stacked = [jnp.stack(xs) for xs in zip(*each)] + [sizes]
     args = [x if is_batched else x[0] for x, is_batched in zip(stacked, has, strict=True)]
     axes = [0 if is_batched else None for is_batched in has]
-    found = quickly(jax.vmap(of_one_element, axes))(*args)
+    found = harness.quickly(jax.vmap(of_one_element, axes))(*args)
     for i in range(2):
         own = [x[i] if is_batched else x for x, is_batched in zip(args, has, strict=True)]
         for actual, expected in zip(found, program_of_one_element(*own), strict=True):
