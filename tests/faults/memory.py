@@ -41,7 +41,7 @@ MEMORY = "device memory"  # the name of the files that represent it
 class Member(Inside):
     """A process of a job, with pretended GPUs and a group over the GPUs of all processes."""
 
-    def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None, notice=None):
+    def __init__(self, index, count, folder, gpus=1, timeout=TIMEOUT, damage=None):
         self.index, self.folder = index, pathlib.Path(folder)
         self.damage = damage or {}
         everywhere = [Gpu(i, i // gpus) for i in range(count * gpus)]
@@ -55,13 +55,8 @@ class Member(Inside):
         self.driver.fake_set_room.argtypes = [ctypes.c_int, ctypes.c_int64]
         for gpu in mine:
             self.driver.fake_set_room(gpu.id, ROOM)
-        if notice:
-            own_notice = processes._own_notice
-            processes._own_notice = lambda: processes.dataclasses.replace(own_notice(), **notice)
         options = dict(timeout=timeout, first_timeout=FIRST_TIMEOUT)
         self.group = ma.Group(Mesh(np.array(everywhere), ("ep",)), "ep", **options)
-        reverse = Mesh(np.array(everywhere[::-1]), ("ep",))
-        self.second = ma.Group(reverse, "ep", **options)
         self.closes = 0
         self.holds_interrupts = False
         self.mark()
@@ -91,8 +86,8 @@ class Member(Inside):
     def path(self):
         return self.group.path, self.group._why_portable
 
-    def reserve(self, tokens=64, split=False, second=False):
-        group = self.second if second else self.group
+    def reserve(self, tokens=64, split=False):
+        group = self.group
         experts = 2 * group.size
         group.reserve(num_tokens=tokens, hidden=1024, top_k=2, num_experts=experts, split=split)
         memory = group.memory()
@@ -134,12 +129,10 @@ class Member(Inside):
                 time.sleep(0.001)
 
     def close(self, timeout=CLOSE, times=1):
-        """Close both groups. In the end, all processes must have closed each group equally
-        often."""
+        """Close the group. In the end, all processes must have closed it equally often."""
         for _ in range(times):
-            held, self.holds_interrupts = self.holds_interrupts, True  # until both are counted
-            for group in (self.second, self.group):
-                group.close(timeout=timeout)
+            held, self.holds_interrupts = self.holds_interrupts, True  # until it is counted
+            self.group.close(timeout=timeout)
             self.closes += 1
             self.holds_interrupts = held
         return self.closes
@@ -200,11 +193,6 @@ class Member(Inside):
 
         signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def use_second(self, close):
-        self.reserve(96, second=True)
-        if close:
-            self.second.close(timeout=CLOSE)
 
 
 # The changed fields of a notice. test_handoff.py also has cases of notices that cannot be read.
@@ -420,23 +408,13 @@ def forked_children(run):
     return outcome
 
 
-def with_another_notice(run, **victim_options):
-    """Start members. The victim publishes a changed notice. Return the replies about their paths,
-    and the reasons of the members that take the portable path."""
-    begin(run, victim_options=victim_options)
-    time.sleep(at_random(run))
-    replies = dict(enumerate(run.replies("path", seconds=60.0)))
-    reasons = {i: r.value[1] for i, r in replies.items() if not r.error and r.value[0] != "cuda"}
-    for index, why in reasons.items():
-        if not re.search(r"process(es)? (\d+ and )?\d+\b", why):
-            raise Wrong(f"unclear reason in process {index}: {why}")
-    return replies, reasons
-
-
 def damaged_notice(run):
     """Damage the victim's notice. All other processes must see an error that names the victim."""
     start = time.monotonic()
-    replies, reasons = with_another_notice(run, damage=run.rng.choice(DAMAGES))
+    begin(run, victim_options=dict(damage=run.rng.choice(DAMAGES)))
+    time.sleep(at_random(run))
+    replies = dict(enumerate(run.replies("path", seconds=60.0)))
+    reasons = [r.value[1] for r in replies.values() if not r.error and r.value[0] != "cuda"]
     if reasons:
         raise Wrong(f"only some take the portable path: {reasons}")
     if any(reply.error for reply in replies.values()):
@@ -445,22 +423,6 @@ def damaged_notice(run):
         return outcome
     churn(run)
     return finish(run, start, must_fail=True, together=False)
-
-
-def another_installation(*fields):
-    """Return a kind in which the victim publishes one of these fields. All members take the
-    portable path, and give the reason."""
-
-    def kind(run):
-        start = time.monotonic()
-        replies, reasons = with_another_notice(run, notice=run.rng.choice(fields))
-        if len(reasons) < len(run.workers) - 1:
-            raise Wrong(f"not all take the portable path: {replies}")
-        run.error, run.seconds = next(iter(reasons.values())), time.monotonic() - start
-        end(run, together=False)
-        return "error"
-
-    return kind
 
 
 def restarted_peer(run):
@@ -567,13 +529,7 @@ KINDS = {
     "forked children": forked_children,
     "a closed socket": acts("close_socket", together=False),
     "a damaged notice": damaged_notice,
-    "another version": another_installation(dict(version=10**6), dict(package="0.0.0")),
-    "another build": another_installation(
-        dict(build=""), dict(build="CUDA 12.0 for 90, sources 0123456789ab")
-    ),
-    "a process without kernels": another_installation(dict(why_portable="has no CUDA kernels")),
     "a restarted peer": restarted_peer,
-    "a second group": acts("use_second", lambda rng: (rng.random() < 0.5,), is_fault=False),
     "close() in one process only": acts("close", must_tell="closed the group"),
     "a process that never comes": never_comes,
     "a busy device": a_busy_device,
