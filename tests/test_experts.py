@@ -202,6 +202,30 @@ def test_one_row_and_no_rows(rows, sizes):
 # Dtypes
 
 
+def with_cotangents(fn):
+    """Return a compiled function of the operands: the result of `fn`, and its cotangents."""
+
+    def run(*args):
+        y, transpose = jax.vjp(fn, *args)
+        return y, *transpose(jnp.cos(y))
+
+    return harness.quickly(run)
+
+
+def large_operands(activation, dtype, sizes):
+    """Draw operands of sizes for which a GPU with the kernels runs the kernels."""
+    return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
+
+
+def assert_near(actual, right, num_rows, tolerance):
+    """Compare results of `with_cotangents` by the norms of their differences. Rows after the last
+    group are unspecified."""
+    for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
+        x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
+        x, expected = (np.asarray(a, np.float32) for a in (x, expected))
+        assert np.linalg.norm(x - expected) <= tolerance * np.linalg.norm(expected), name
+
+
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [(act, "bfloat16") for act in (ACTIVATIONS if harness.ON_GPU else (CLAMPED,))]
@@ -209,31 +233,16 @@ def test_one_row_and_no_rows(rows, sizes):
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_short_floats(activation, dtype):
-    """On a GPU with the kernels, products of these sizes run the kernels."""
     sizes = (150, 0, 70, 1)
-    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
-    fn = functools.partial(fused, activation=activation, sizes=sizes)
-
-    @jax.jit
-    def both(*args):
-        y, transpose = jax.vjp(fn, *args)
-        return y, *transpose(jnp.cos(y))
-
-    found = both(*args)
+    args = large_operands(activation, dtype, sizes)
+    of = lambda fn: with_cotangents(functools.partial(fn, activation=activation, sizes=sizes))
+    found = of(fused)(*args)
     assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
-    wide = [x.astype(jnp.float32) for x in args]
-    right, transpose = jax.vjp(functools.partial(dense, activation=activation, sizes=sizes), *wide)
+    right = of(dense)(*(x.astype(jnp.float32) for x in args))
     # Rounding moves a few pre-activations across a jump of the derivative.
     has_jumps = "relu" in activation.kind or activation is CLAMPED
     tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
-    names = "y", *NAMES
-    for name, x, expected in zip(names, found, (right, *transpose(jnp.cos(right))), strict=True):
-        # Rows after the last group are unspecified.
-        x, expected = (
-            a[: sum(sizes)] if a.shape[0] in (300, sum(sizes)) else a for a in (x, expected)
-        )
-        error = float(jnp.linalg.norm(x.astype("float32") - expected))
-        assert error <= tolerance * float(jnp.linalg.norm(expected)), name
+    assert_near(found, right, sum(sizes), tolerance)
 
 
 # Batches
@@ -435,22 +444,8 @@ PAIRS = (
     list(itertools.product(*PAIRS) if harness.ON_GPU else zip(*PAIRS)),
 )
 def test_two_arrays_of_weights_equal_one(dtype, activation, sizes):
-    """On a GPU with the kernels, both forms of the first product run the kernels."""
-    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
-
-    def both(*args):
-        y, transpose = jax.vjp(functools.partial(fused, activation=activation, sizes=sizes), *args)
-        return y, *transpose(jnp.cos(y))
-
-    found, expected = jax.jit(both)(*in_pairs(args, 2)), jax.jit(both)(*args)
-    joined = jax.tree.map(
-        lambda x: jnp.concatenate(x) if isinstance(x, tuple) else x,
-        list(found),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    args = large_operands(activation, dtype, sizes)
+    both = with_cotangents(functools.partial(fused, activation=activation, sizes=sizes))
+    found = [jnp.concatenate(x) if isinstance(x, tuple) else x for x in both(*in_pairs(args, 2))]
     tolerance = 1e-5 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps)
-    for name, x, right in zip(("y", *NAMES), joined, expected, strict=True):
-        x, right = (a[: sum(sizes)] if a.shape[0] == 300 else a for a in (x, right))
-        x, right = (a.astype("float32") for a in (x, right))
-        error = float(jnp.linalg.norm(x - right))
-        assert error <= tolerance * float(jnp.linalg.norm(right)), name
+    assert_near(found, both(*args), sum(sizes), tolerance)

@@ -270,17 +270,10 @@ def sigmoid_router(tokens, logits, per_token, whole):
     return ma.RouterChoices(ids, jax.nn.sigmoid(scores), jax.nn.softmax(logits))
 
 
-@pytest.mark.parametrize(
-    "lead, more",
-    [
-        ((3, 3), dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
-        ((1,), {}),  # all ranks hold the token
-    ],
-    ids=["many", "one"],
-)
-def test_a_shared_expert_and_a_router_of_the_users(lead, more):
+def test_a_shared_expert_and_a_router_of_the_users():
     """The shared expert has biases, another width, another activation and a gate. Weights multiply
-    the inputs of routed experts."""
+    the inputs of routed experts. Tokens are padded, and divided over both axes."""
+    lead = (3, 3)
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
     shapes = (HIDDEN, 12), (6, HIDDEN), (12,), (HIDDEN,)
@@ -299,7 +292,7 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
             axes=ma.Axes("ep", tensor="tensor"),
             mask=mask,
             outputs=("logits",),
-            **harness.exchanging(more),
+            exchange=ma.Exchange(num_chunks=2, alignment=8),
         )
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
