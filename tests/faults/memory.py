@@ -258,11 +258,11 @@ def bound_of(run):
     return run.options.get("timeout", TIMEOUT) * len(run.workers)
 
 
-def judge(run, replies, start, *patterns, must_fail=False, also=()):
+def judge(run, replies, start, *patterns, must_fail=False):
     """Require that every error names a process or the cause, and that at least one error names the
-    victim (or the given process). Return the outcome."""
+    victim. Return the outcome."""
     errors = {index: reply.error for index, reply in replies.items() if reply.error}
-    victim = rf"process ({'|'.join(map(str, (run.victim, *also)))})\b"
+    victim = rf"process {run.victim}\b"
     for index, error in errors.items():
         if not any(re.search(pattern, error) for pattern in (r"process \d+\b", *patterns)):
             raise Wrong(f"unclear error in process {index}: {error}")
@@ -373,16 +373,6 @@ def killed(run):
     return finish(run, start)
 
 
-def two_killed(run):
-    """Kill two of four processes, one after the other."""
-    victim, start = in_the_middle(run, count=4)
-    victim.kill()
-    time.sleep(run.rng.uniform(0, 0.5) if run.rng.random() < 0.5 else 0)
-    other = run.rng.choice(run.alive())
-    other.kill()
-    return finish(run, start, also=[other.index])
-
-
 def stopped_and_continued(run):
     victim, start = in_the_middle(run)
     victim.signal(signal.SIGSTOP)
@@ -390,22 +380,6 @@ def stopped_and_continued(run):
     time.sleep(run.rng.uniform(*((TIMEOUT + 0.5, TIMEOUT + 1.5) if is_long else (0.05, 0.4))))
     victim.signal(signal.SIGCONT)
     return finish(run, start)
-
-
-def forked_children(run):
-    """Let the victim fork. In half of the runs, kill it. Its children live on."""
-    victim = begin(run)
-    dies = run.rng.random() < 0.5
-    churn(run, run.rng.randrange(1, 6), "fork", (run.rng.randint(1, 2),))
-    run.wait_for_children()
-    start = time.monotonic()
-    if dies:
-        time.sleep(at_random(run) / 2)
-        victim.kill()
-    outcome = finish(run, start)
-    if not dies and outcome != "right":
-        raise Wrong(f"a fork is no fault: {run.error}")
-    return outcome
 
 
 def damaged_notice(run):
@@ -509,7 +483,6 @@ def any_delay(rng):
 
 KINDS = {
     "a killed process": killed,
-    "two killed processes": two_killed,
     "a process that stops and continues": stopped_and_continued,
     "a delay": acts("sleep", any_delay, more=TIMEOUT + 1),
     "a program that raises": acts(
@@ -526,7 +499,6 @@ KINDS = {
         "limit_descriptors", lambda rng: (rng.randint(0, 6),), "open files|out of memory",
         undo=("limit_descriptors", None),
     ),
-    "forked children": forked_children,
     "a closed socket": acts("close_socket", together=False),
     "a damaged notice": damaged_notice,
     "a restarted peer": restarted_peer,
