@@ -94,7 +94,7 @@ class Member(Inside):
         assert memory, "nothing is mapped"
         return max(each.mapped_bytes for each in memory)
 
-    def churn(self, plan, pause, at=None, act=None, given=()):
+    def churn(self, plan, at=None, act=None, given=()):
         """Open and grow the workspace as the plan says, cycle after cycle, and close it at the end
         of each cycle. In cycle `at`, call a method of this object before the close."""
         self.reach(0)
@@ -105,7 +105,7 @@ class Member(Inside):
                     getattr(self, act)(*given)
                 for tokens in sizes:
                     self.reserve(tokens, split)
-                    time.sleep(pause)
+                    time.sleep(0.005)
                 self.meet(cycle + 1)
                 self.close()
         finally:
@@ -225,20 +225,19 @@ def begin(run, count=None, victim_options=None, **options):
     return run.workers[run.victim]
 
 
-def plan_of(rng, cycles=CYCLES):
+def plan_of(rng):
     sizes = (16, 64, 256, 700)
     return [
         ([rng.choice(sizes) for _ in range(rng.randint(1, 3))], rng.random() < 0.3)
-        for _ in range(cycles)
+        for _ in range(CYCLES)
     ]
 
 
-def churn(run, at=None, act=None, given=(), pause=0.005, plan=None):
-    """Let all members churn. The victim calls `act` in cycle `at`, or has a different plan."""
+def churn(run, at=None, act=None, given=()):
+    """Let all members churn. The victim calls `act` in cycle `at`."""
     for worker in run.alive():
-        is_victim = worker.index == run.victim
-        mine = (at, act, given) if is_victim else ()
-        worker.say("churn", is_victim and plan or run.plan, pause, *mine)
+        mine = (at, act, given) if worker.index == run.victim else ()
+        worker.say("churn", run.plan, *mine)
 
 
 def settle(run, bound, but=()):
