@@ -90,7 +90,7 @@ compiled: $(VENV)/.test build/compiled/.installed
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find cuda tests/emulation tools -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
+	find cuda tests/emulation tools benchmarks -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/lint-imports

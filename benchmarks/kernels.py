@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-GPU = "/device:GPU:"
+GPU = "/device:GPU:0"
 STREAM = "Stream"  # the names of trace lines with kernels begin with this
 MOST_LISTED = 60
 MOST_OF_NAME = 90
@@ -41,23 +41,18 @@ class Kernel(NamedTuple):
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     """Run a call twice, trace the second one, and return its kernels, the longest first."""
     call()
-    return summed((name, ns, of) for gpu, _, ns, name, of in launches_of(call) if gpu == f"{GPU}0")
-
-
-def launches_of(call: Callable[[], Any]) -> list[tuple[str, float, float, str, str]]:
-    """Trace a call; return GPU, start and duration in ns, name and operation of each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             call()
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-        return [
-            (plane.name, event.start_ns, event.duration_ns, event.name, scope(dict(event.stats)))
+        return summed(
+            (event.name, event.duration_ns, scope(dict(event.stats)))
             for plane in data.planes
             for line in plane.lines
             for event in line.events
-            if plane.name.startswith(GPU) and line.name.startswith(STREAM)
-        ]
+            if plane.name == GPU and line.name.startswith(STREAM)
+        )
 
 
 def kind_of(name: str) -> str:

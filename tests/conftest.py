@@ -49,6 +49,7 @@ import harness
 import jax
 import pytest
 
+import jax_moe_a2a as ma
 from jax_moe_a2a._src.exchange import lowering
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
@@ -144,6 +145,12 @@ def exact_products():
     """Compute products in float32, because GPUs would otherwise round the operands to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def devices_pass_for_gpus(monkeypatch):
+    """Pretend that all devices are GPUs which run the kernels."""
+    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 @pytest.fixture

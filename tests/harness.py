@@ -238,6 +238,13 @@ def of_all_processes(value, most=1 << 16):
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
 # Other tests are about what XLA makes of users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
+quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
+
+OF_SEVERAL_AXES = [
+    pytest.mark.one_process("meshes of several axes"),
+    pytest.mark.several_devices("meshes of several axes"),
+    pytest.mark.usefixtures("exact_products"),
+]
 
 
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):

@@ -127,6 +127,18 @@ def routing_of(ids, layout=LAYOUT):
     return oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
 
 
+def expected_load(ids, layout):
+    """Return the arrays of an `ExpertLoad` for ids [R, T, K]: rows of each expert, rows and dropped
+    rows of each rank, choices of each expert, and invalid ids of each rank."""
+    experts, routing = layout.num_experts(len(ids)), routing_of(ids, layout)
+    rows = np.zeros(experts, np.int32)
+    for source, token, k, _, _ in oracle.choices(routing):
+        rows[ids[source, token, k]] += 1
+    wanted = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
+    assert wanted.sum() == routing.num_rows.sum() + routing.num_dropped.sum()
+    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
+
+
 def directions(ranks, seed=100):
     """Draw tangents of `Arguments.floats`."""
     return arguments(ranks, seed).floats

@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.exchanges(0), pytest.mark.usefixtures("exact_products"
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
 START = 100.0  # large, to detect totals that are added twice or not at all
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def params_of(*lead, seed=0, dtype="float32", hidden=HIDDEN, width=WIDTH):
@@ -71,8 +70,8 @@ def assert_sums(loss, params, *args, tolerance=1e-4, has_aux=True):
     """Check totals, and return how many products add."""
     totals = jax.tree.map(lambda zero: zero + START, zeros_like(params))
     add = ma.accumulate_grads(loss, has_aux=has_aux)
-    found, result = quickly(add)(totals, params, *args)
-    value, gradients = quickly(jax.value_and_grad(loss, has_aux=has_aux))(params, *args)
+    found, result = harness.quickly(add)(totals, params, *args)
+    value, gradients = harness.quickly(jax.value_and_grad(loss, has_aux=has_aux))(params, *args)
     expected = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, gradients)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected
@@ -258,9 +257,9 @@ def test_a_scan_over_micro_batches_inside_shard_map(mesh):
     zeros, of_tokens = zeros_like(params["experts"]), P(None, "ep")
     mapped = lambda fn: jax.shard_map(fn, in_specs=(specs, specs, of_tokens), out_specs=specs)
     args = zeros, params["experts"], (batches, ids, weights)
-    pairs = zip(*(jax.tree.leaves(quickly(mapped(fn))(*args)) for fn in (step, plain)), strict=True)
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    found, expected = (harness.quickly(mapped(fn))(*args) for fn in (step, plain))
+    close = lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+    jax.tree.map(close, found, expected)
     assert num_added(mapped(step), *args) == (2, 0)
 
 
@@ -273,7 +272,7 @@ def test_tangents_of_totals_are_those_of_gradients(mesh):
     add = lambda params: ma.accumulate_grads(loss, has_aux=True)(totals, params, x)[0]
     plain = lambda params: jax.grad(loss, has_aux=True)(params, x)[0]
     found, expected = (
-        quickly(lambda p, d, fn=fn: jax.jvp(fn, (p,), (d,)))(params, directions)
+        harness.quickly(lambda p, d, fn=fn: jax.jvp(fn, (p,), (d,)))(params, directions)
         for fn in (add, plain)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-3), found, expected)

@@ -13,11 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
-pytestmark = [
-    pytest.mark.one_process("meshes of several axes"),
-    pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.usefixtures("exact_products"),
-]
+pytestmark = harness.OF_SEVERAL_AXES
 quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 EXPERTS, TOP_K, HIDDEN = 8, 3, 4
 MICRO_BATCHES, SEQUENCES, LENGTH = 3, 4, 5

@@ -21,11 +21,6 @@ pytestmark = test_lowering.pytestmark
 X, IDS, WEIGHTS = test_lowering.aval(8, 16), test_lowering.IDS, test_lowering.WEIGHTS
 
 
-@pytest.fixture(autouse=True)
-def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "_why_portable", "")
-
-
 def scopes(fn):
     """Return the hashes of the dispatches and of the combines that fn(x, ids, weights) makes."""
     text = test_lowering.lower(fn, X, IDS, WEIGHTS)

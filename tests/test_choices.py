@@ -18,11 +18,7 @@ from small_layer import assert_close
 
 import jax_moe_a2a as ma
 
-pytestmark = [
-    pytest.mark.one_process("meshes of several axes"),
-    pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.usefixtures("exact_products"),
-]
+pytestmark = harness.OF_SEVERAL_AXES
 HIDDEN, WIDTH, EXPERTS, TOP_K, LEAD = 6, 4, 8, 2, (3, 5)
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
 quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)

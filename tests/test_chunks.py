@@ -25,7 +25,6 @@ RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 2, 4, 2, 8, 4, 2
 LAYOUT = cases.Layout("chunks", TOKENS, TOP_K, LOCAL, hidden=HIDDEN)
 SWIGLU = ma.gated(jax.nn.silu)
 ACTIVATIONS = dict(fused=SWIGLU, unfused=lambda h: jnp.tanh(h[:, :WIDTH]) * h[:, WIDTH:])
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def drawn(seed, *lead, dtype="float32", biases=True):
@@ -50,12 +49,6 @@ def gradient(fn, ids):
     return jax.grad(lambda floats: jnp.sin(fn(ids, floats)).sum())
 
 
-def assert_close(actual, expected, tolerance=1e-4):
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for a, b in pairs:
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize(
     ("activation", "second"), (("fused", "reverse"), ("unfused", "forward over reverse"))
 )
@@ -63,7 +56,7 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
     ids, floats = drawn(0, RANKS)
     directions = drawn(1, RANKS)[1]
 
-    @functools.partial(quickly, static_argnums=2)
+    @functools.partial(harness.quickly, static_argnums=2)
     def derivatives(floats, directions, num_chunks):
         fn = of_ranks(activation=ACTIVATIONS[activation], num_chunks=num_chunks)
         grad = gradient(fn, ids)
@@ -73,7 +66,7 @@ def test_derivatives_of_all_orders_are_those_of_the_layer_without_chunks(activat
         return jax.jvp(grad, (floats,), (directions,))
 
     found, expected = (derivatives(floats, directions, n) for n in (2, None))
-    assert_close(found, expected)
+    small_layer.assert_close(found, expected, tolerance=1e-4)
 
 
 @pytest.mark.several_devices("a mesh of two axes")
@@ -98,7 +91,8 @@ def test_weights_that_vary_over_fewer_mesh_axes_than_tokens_have_gradients():
     scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
     inner = [str(eqn.params["jaxpr"]) for eqn in scans if eqn.params["reverse"]]
     assert inner and not any("moe_a2a_add_outer" not in text for text in inner)
-    assert_close(quickly(grads(2))(floats), quickly(grads(None))(floats))
+    found, expected = (harness.quickly(grads(n))(floats) for n in (2, None))
+    small_layer.assert_close(found, expected, tolerance=1e-4)
 
 
 # Totals
@@ -128,14 +122,14 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
             rows = jnp.sin(cut(rows))
         return rows
 
-    @functools.partial(quickly, static_argnums=0)
+    @functools.partial(harness.quickly, static_argnums=0)
     def derivatives(sums):
         fn = functools.partial(twice, sums=sums)
         grad = jax.grad(lambda rows, w: (ct * fn(rows, w)).sum(), (0, 1))
         jvp = jax.jvp(fn, (rows, w), (d_rows, d_w))
         return jvp, grad(rows, w), jax.jvp(grad, (rows, w), (d_rows, d_w))
 
-    assert_close(derivatives(True), derivatives(False), 1e-3)
+    small_layer.assert_close(derivatives(True), derivatives(False), tolerance=1e-3)
 
 
 def test_the_kernel_adds_where_the_total_is(monkeypatch):

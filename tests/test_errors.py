@@ -142,10 +142,7 @@ ROUTED = functools.partial(ma.route, **route_args())
 # Each case has calls with their arguments, and the text of the error.
 REFUSED = {
     "ids of floats": ids_of(array((TOKENS, TOP_K)), "num_tokens, top_k", r"float32\[6,\s*3\]"),
-    "ids of bools": ids_of(array((TOKENS, TOP_K), "bool"), r"bool\[6,\s*3\]"),
     "ids of one axis": ids_of(array((TOKENS,), "int32"), "num_tokens, top_k", r"int32\[6\]"),
-    "ids of three axes": ids_of(array((TOKENS, TOP_K, 1), "int32"), r"int32\[6,\s*3,\s*1\]"),
-    "ids of no axis": ids_of(array((), "int32"), r"int32\[\]"),
     "ids of no array": [
         (lambda x, ids=ids: ROUTED(ids), (X,), ("topk_ids",))
         for ids in (None, "ids", {"ids": 1}, object())
@@ -158,7 +155,6 @@ REFUSED = {
     "no group": numbers("group", group=LEFT_OUT),
     "another name as group": numbers("group", "other", "shard_map", "ma.moe", group="other"),
     "a list as group": numbers("group", "ep", "name", group=["ep"]),
-    "a number as group": numbers("group", "4|int", group=4),
     "a group of another size": numbers("4", "2", group=harness.emulated_group(4)),
     "another tail": [
         (
@@ -175,12 +171,8 @@ REFUSED = {
         for x in ({}, None, ())
     ],
     "wide weights": weights_of_choices(array((TOKENS, TOP_K + 1)), r"\[6,\s*4\]|\(6, 4\)"),
-    "weights of one axis": weights_of_choices(array((TOKENS,)), r"\[6\]|\(6,\)"),
-    "weights of three axes": weights_of_choices(array((TOKENS, TOP_K, 1)), r"\[6,\s*3,\s*1\]"),
     "weights of integers": weights_of_choices(array((TOKENS, TOP_K), "int32"), "int32"),
-    "complex weights": weights_of_choices(array((TOKENS, TOP_K), "complex64"), "complex64"),
     "integers on the wire": wire("int32"),
-    "complex numbers on the wire": wire("complex64"),
     "no dtype on the wire": wire("no_dtype"),
     "experts of another routing": with_routing(num_experts=8),
     "capacity of another routing": with_routing(capacity=CAPACITY + 1),
@@ -190,13 +182,10 @@ REFUSED = {
     "tokens for rows": rows(array((TOKENS, HIDDEN)), "6"),
     "a scalar as rows": rows(array(()), r"\[\]|\(\)|scalar"),
     "rows of integers": rows(array((CAPACITY, HIDDEN), "int32"), "int32"),
-    "rows of bools": rows(array((CAPACITY, HIDDEN), "bool"), "bool"),
     "too many row weights": weights_of_rows(array((CAPACITY + 1,)), "11"),
-    "row weights of two axes": weights_of_rows(array((CAPACITY, 1)), r"\[10,\s*1\]|\(10, 1\)"),
     "weights of choices for rows": weights_of_rows(WEIGHTS, r"\[6,\s*3\]|\(6, 3\)"),
     "row weights of integers": weights_of_rows(array((CAPACITY,), "int32"), "int32"),
     "a word as row weights": [(combine(weights="mine"), (Y,), ("weights", "mine"))],
-    "a number as row weights": [(combine(weights=3.5), (Y,), ("weights", r"3\.5|float"))],
     "weights for a tree": [
         (combine(), ({"a": Y, "b": Y},), ("weights",)),
         (combine("weights"), ({"a": Y, "b": Y}, array((CAPACITY,))), ("weights",)),
@@ -425,7 +414,6 @@ def test_the_group_must_match_the_mesh_in_scope():
         (dict(size=4), ("axis_name",)),
         (dict(axis_name="ep", size=0), ("size", "0")),
         (dict(axis_name="ep", size=2.0), ("size", r"2\.0")),
-        (dict(axis_name=3, size=2), ("axis_name", "3")),
         (dict(axis_name=(), size=2), ("axis_name",)),
         (dict(axis_name=("ep", "ep"), size=4), ("axis_name", "ep")),
         (dict(axis_name="ep", size=2, num_sms=0), ("num_sms", "0")),
@@ -433,7 +421,6 @@ def test_the_group_must_match_the_mesh_in_scope():
         (dict(axis_name="ep", size=2, num_sms={"send": 8}), ("num_sms", "'dispatch'", "'send'")),
         (dict(axis_name="ep", size=2, timeout=0), ("timeout", "0")),
         (dict(axis_name="ep", size=2, timeout="long"), ("timeout", "long")),
-        (dict(axis_name="ep", size=2, first_timeout=0), ("first_timeout", "0")),
         (dict(axis_name="ep", size=2, first_timeout=True), ("first_timeout", "True")),
         (dict(axis_name="ep", size=2, on_failure="ignore"), ("on_failure", "'nan'", "ignore")),
         (dict(axis_name="ep", size=2, implementation="fast"), ("implementation", "fast")),
@@ -459,22 +446,6 @@ def test_a_group_must_name_axes_of_its_mesh():
         ma.Group(mesh, "nowhere")
     with pytest.raises((ValueError, TypeError), match="(?s)size.*7"):
         ma.Group(mesh, harness.AXIS, size=7)
-
-
-def test_groups_of_equal_content_are_equal():
-    """An equal group can use programs compiled for a group. No field of a group can be changed."""
-    for make in (
-        lambda: harness.emulated_group(RANKS),
-        lambda: harness.group_of(harness.FEW),
-        lambda: ma.Group(axis_name=("a", "b"), size=4, timeout=1.0),
-    ):
-        assert make() == make()
-        assert hash(make()) == hash(make())
-        for name in ("timeout", "tiemout"):
-            with pytest.raises((AttributeError, TypeError)):
-                setattr(make(), name, 3.0)
-    assert harness.emulated_group(2) != harness.emulated_group(4)
-    assert harness.emulated_group(2) != ma.Group(axis_name=harness.AXIS, size=2, timeout=1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The examples run like users' programs, each in a separate process. The blocks of Hugging Face
-transformers are compared if torch and transformers are installed."""
+transformers are compared if torch and transformers are installed. The cells of the notebook run in
+order, without a Jupyter kernel."""
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import harness
 import jax
+import matplotlib
 import numpy as np
 import processes
 import pytest
 import test_integrations_transformers
+from matplotlib import pyplot
 
 import jax_moe_a2a as ma
 
@@ -197,3 +201,39 @@ def test_where_torch_is_missing_the_example_says_what_to_install():
     done = subprocess.run([command[0], "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert 'pip install ".[transformers]"' in done.stderr and "Traceback" not in done.stderr
+
+
+NOTEBOOK = EXAMPLES / "tour.ipynb"
+
+
+def code_cells():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_is_stored_with_outputs():
+    """Before you commit a change of the notebook, run all cells in Jupyter on CPU devices."""
+    drawn = [cell for cell in code_cells() if "figure" in "".join(cell["source"])]
+    for cell in code_cells():
+        kinds = [output["output_type"] for output in cell["outputs"]]
+        assert kinds, "a cell without an output"
+        assert ("display_data" in kinds) == (cell in drawn)
+
+
+def test_the_cells_run_and_draw(monkeypatch):
+    matplotlib.use("agg")
+    pyplot.close("all")
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(code_cells()):
+        exec(
+            compile("".join(cell["source"]), f"{NOTEBOOK.name}, code cell {number}", "exec"), names
+        )
+    assert len(pyplot.get_fignums()) == 3  # rows, drops by capacity, and the load
+    assert len(names["figure"].axes) >= 2  # the load of experts and of ranks
+    pyplot.close("all")
+    assert names["difference"] < 1e-4 and names["worst"] < 1e-4
+    even, uneven = (np.array(shares) for shares in names["shares"].values())
+    assert np.all(np.diff(even) <= 0) and np.all(even <= uneven)
+    assert even[-1] == 0 and uneven[0] > 40
+    assert names["RANKS"] == min(4, jax.device_count())

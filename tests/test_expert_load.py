@@ -9,8 +9,8 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+import small_layer
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.layer.sums import sum_counts
@@ -22,19 +22,6 @@ OTHERS = (
     cases.Layout("one_token", tokens=1, top_k=3, local_experts=2),
     cases.Layout("no_tokens", tokens=0, top_k=2, local_experts=2),
 )
-
-
-def expected_load(ids, layout, ranks):
-    """Return (rows of each expert, rows of each rank, dropped rows of each rank, choices of each
-    expert, invalid ids of each rank)."""
-    experts = layout.num_experts(ranks)
-    routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
-    rows = np.zeros(experts, np.int32)
-    for source, token, k, _, _ in oracle.choices(routing):
-        rows[ids[source, token, k]] += 1
-    wanted = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
-    assert wanted.sum() == routing.num_rows.sum() + routing.num_dropped.sum()
-    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
 
 
 def assert_load_is(load, expected):
@@ -70,7 +57,7 @@ def test_figures_are_the_counts_of_rows(ranks):
         ids = cases.Case(LAYOUT, name).ids(ranks)
         args = harness.put(ids, harness.placement(harness.mesh_of(ranks)))
         load = program(LAYOUT, ranks)(args)
-        assert_load_is(load, expected_load(ids, LAYOUT, ranks))
+        assert_load_is(load, small_layer.expected_load(ids, LAYOUT))
 
 
 @pytest.mark.exchanges(None)
@@ -79,7 +66,7 @@ def test_figures_with_and_without_a_capacity(ranks, layout):
     for name in ("uniform", "skewed", "invalid"):
         ids = cases.Case(layout, name).ids(ranks)
         args = harness.put(ids, harness.placement(harness.mesh_of(ranks)))
-        assert_load_is(program(layout, ranks)(args), expected_load(ids, layout, ranks))
+        assert_load_is(program(layout, ranks)(args), small_layer.expected_load(ids, layout))
 
 
 @pytest.mark.exchanges(0)

@@ -35,7 +35,6 @@ ACTIVATIONS = [*PLAIN, *(FusedActivation(act.kind, True) for act in PLAIN), CLAM
 GELU = FusedActivation("gelu")
 NAMES = ("rows", "w_in", "b_in", "weights", "w_out", "b_out")
 OF_ALL = tuple(range(len(NAMES)))
-quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def name_of(activation):
@@ -116,7 +115,7 @@ def assert_close(actual, right, tolerance=2e-5):
 )
 def test_each_activation_is_that_of_dense_experts(activation):
     args = operands(activation)
-    of = lambda fn: quickly(value_and_grads(functools.partial(fn, activation=activation)))
+    of = lambda fn: harness.quickly(value_and_grads(functools.partial(fn, activation=activation)))
     assert_close(of(fused)(*args), of(dense)(*args))
 
 
@@ -142,7 +141,7 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
             reverse = reverse_over_reverse, reverse_over_forward
             return of_tangent(*args), linear, forward_over_reverse, *reverse, third
 
-        return quickly(run)(tuple(args), tuple(clean(tangents)))
+        return harness.quickly(run)(tuple(args), tuple(clean(tangents)))
 
     assert_close(everything(fused), everything(dense), 5e-4)
 
@@ -150,13 +149,13 @@ def test_derivatives_of_any_order_are_those_of_dense_experts():
 @functools.cache
 def of_dense_experts():
     """Return the result and all gradients."""
-    return quickly(value_and_grads(dense))(*operands(SWIGLU))
+    return harness.quickly(value_and_grads(dense))(*operands(SWIGLU))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (3,), (2, 5), (1, 4)], ids=str)
 def test_any_subset_of_gradients(wanted):
     y, *grads = of_dense_experts()
-    found = quickly(value_and_grads(fused, wanted))(*operands(SWIGLU))
+    found = harness.quickly(value_and_grads(fused, wanted))(*operands(SWIGLU))
     assert_close(found, (y, *(grads[i] for i in wanted)))
 
 
@@ -203,6 +202,30 @@ def test_one_row_and_no_rows(rows, sizes):
 # Dtypes
 
 
+def with_cotangents(fn):
+    """Return a compiled function of the operands: the result of `fn`, and its cotangents."""
+
+    def run(*args):
+        y, transpose = jax.vjp(fn, *args)
+        return y, *transpose(jnp.cos(y))
+
+    return harness.quickly(run)
+
+
+def large_operands(activation, dtype, sizes):
+    """Draw operands of sizes for which a GPU with the kernels runs the kernels."""
+    return operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
+
+
+def assert_near(actual, right, num_rows, tolerance):
+    """Compare results of `with_cotangents` by the norms of their differences. Rows after the last
+    group are unspecified."""
+    for name, x, expected in zip(("y", *NAMES), actual, right, strict=True):
+        x, expected = (a[:num_rows] if a.shape[0] == 300 else a for a in (x, expected))
+        x, expected = (np.asarray(a, np.float32) for a in (x, expected))
+        assert np.linalg.norm(x - expected) <= tolerance * np.linalg.norm(expected), name
+
+
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [(act, "bfloat16") for act in (ACTIVATIONS if harness.ON_GPU else (CLAMPED,))]
@@ -210,31 +233,16 @@ def test_one_row_and_no_rows(rows, sizes):
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_short_floats(activation, dtype):
-    """On a GPU with the kernels, products of these sizes run the kernels."""
     sizes = (150, 0, 70, 1)
-    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
-    fn = functools.partial(fused, activation=activation, sizes=sizes)
-
-    @jax.jit
-    def both(*args):
-        y, transpose = jax.vjp(fn, *args)
-        return y, *transpose(jnp.cos(y))
-
-    found = both(*args)
+    args = large_operands(activation, dtype, sizes)
+    of = lambda fn: with_cotangents(functools.partial(fn, activation=activation, sizes=sizes))
+    found = of(fused)(*args)
     assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
-    wide = [x.astype(jnp.float32) for x in args]
-    right, transpose = jax.vjp(functools.partial(dense, activation=activation, sizes=sizes), *wide)
+    right = of(dense)(*(x.astype(jnp.float32) for x in args))
     # Rounding moves a few pre-activations across a jump of the derivative.
     has_jumps = "relu" in activation.kind or activation is CLAMPED
     tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
-    names = "y", *NAMES
-    for name, x, expected in zip(names, found, (right, *transpose(jnp.cos(right))), strict=True):
-        # Rows after the last group are unspecified.
-        x, expected = (
-            a[: sum(sizes)] if a.shape[0] in (300, sum(sizes)) else a for a in (x, expected)
-        )
-        error = float(jnp.linalg.norm(x.astype("float32") - expected))
-        assert error <= tolerance * float(jnp.linalg.norm(expected)), name
+    assert_near(found, right, sum(sizes), tolerance)
 
 
 # Batches
@@ -253,7 +261,7 @@ def of_one_element(*args):
     return value, jnp.where(in_use, d_rows, 0), *others
 
 
-program_of_one_element = quickly(of_one_element)
+program_of_one_element = harness.quickly(of_one_element)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +275,7 @@ def test_vmap_over_any_operand(batched):
     stacked = [jnp.stack(xs) for xs in zip(*each)] + [sizes]
     args = [x if is_batched else x[0] for x, is_batched in zip(stacked, has, strict=True)]
     axes = [0 if is_batched else None for is_batched in has]
-    found = quickly(jax.vmap(of_one_element, axes))(*args)
+    found = harness.quickly(jax.vmap(of_one_element, axes))(*args)
     for i in range(2):
         own = [x[i] if is_batched else x for x, is_batched in zip(args, has, strict=True)]
         for actual, expected in zip(found, program_of_one_element(*own), strict=True):
@@ -436,22 +444,8 @@ PAIRS = (
     list(itertools.product(*PAIRS) if harness.ON_GPU else zip(*PAIRS)),
 )
 def test_two_arrays_of_weights_equal_one(dtype, activation, sizes):
-    """On a GPU with the kernels, both forms of the first product run the kernels."""
-    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
-
-    def both(*args):
-        y, transpose = jax.vjp(functools.partial(fused, activation=activation, sizes=sizes), *args)
-        return y, *transpose(jnp.cos(y))
-
-    found, expected = jax.jit(both)(*in_pairs(args, 2)), jax.jit(both)(*args)
-    joined = jax.tree.map(
-        lambda x: jnp.concatenate(x) if isinstance(x, tuple) else x,
-        list(found),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    args = large_operands(activation, dtype, sizes)
+    both = with_cotangents(functools.partial(fused, activation=activation, sizes=sizes))
+    found = [jnp.concatenate(x) if isinstance(x, tuple) else x for x in both(*in_pairs(args, 2))]
     tolerance = 1e-5 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps)
-    for name, x, right in zip(("y", *NAMES), joined, expected, strict=True):
-        x, right = (a[: sum(sizes)] if a.shape[0] == 300 else a for a in (x, right))
-        x, right = (a.astype("float32") for a in (x, right))
-        error = float(jnp.linalg.norm(x - right))
-        assert error <= tolerance * float(jnp.linalg.norm(right)), name
+    assert_near(found, both(*args), sum(sizes), tolerance)

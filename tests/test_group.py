@@ -71,6 +71,9 @@ def test_a_group_over_processes_is_made_compared_and_printed_without_them(
     abstract = new_group(AbstractMesh((2, 2), ("host", "ep")))
     assert abstract != group and abstract.placed_on(mesh_of(2, 2)) == group
     assert pickle.loads(pickle.dumps(group)) == group
+    for name in ("timeout", "tiemout"):
+        with pytest.raises((AttributeError, TypeError)):
+            setattr(group, name, 3.0)
 
 
 def test_levels_and_the_group_alone_are_groups_too():

@@ -1,6 +1,8 @@
 """Handlers keep state between the executions of a program, and make checks before the first
-execution. In these tests they run on CPU over a fake driver, which only counts kernels."""
+execution. If a call fails, XLA and the user get the reason: a lack of memory, or an earlier failed
+exchange. In these tests, handlers run on CPU over a fake driver, which only counts kernels."""
 
+import contextlib
 import functools
 import pathlib
 import pickle
@@ -23,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not handler_calls.can_build(), reason="needs a C++ compiler"),
 ]
 
+TOPOLOGY = native.Topology((0, 1), 2)
 RANKS, TOKENS, TOP_K, CAPACITY, HIDDEN, EXPERTS = NUM_DEVICES, 6, 3, 40, 128, 4
 BF16, F32, I32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8
 ROUTING = dict(
@@ -250,6 +253,33 @@ def refuses_a_done_without_its_start(library):
     assert library.num_launches() == launches + 1
 
 
+def lacks_memory(library):
+    library.set_room(1, 64 * MIB)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.jit(lambda: handler_calls.call(half_bytes=256 * MIB))()
+    error = str(raised.value)
+    assert error.startswith("RESOURCE_EXHAUSTED: jax_moe_a2a: workspace on device 1"), error
+    assert str(256 * MIB) in error and str(64 * MIB) in error, error
+    assert [library.used_bytes(device) for device in range(2)] == [0, 0]
+    assert jax.jit(lambda: handler_calls.call(half_bytes=16 * MIB))() == 1
+
+
+def raises_or_gives_nan(library):
+    for raise_failures in (True, False):
+        step = jax.jit(lambda raises=raise_failures: 2 * handler_calls.call(raise_failures=raises))
+        assert step() == 2
+        jax.jit(lambda: handler_calls.call("fail"))()
+        if raise_failures:
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match="dispatch on rank .*stays stopped"
+            ):
+                jax.block_until_ready(step())
+        else:
+            assert np.isnan(step())
+        jax.jit(lambda: handler_calls.call("close"))()
+        assert step() == 2
+
+
 SCENARIOS = [
     keeps_what_does_not_change,
     keeps_it_in_two_halves,
@@ -259,6 +289,8 @@ SCENARIOS = [
     refuses_arrays,
     refuses_missing_attributes,
     refuses_a_done_without_its_start,
+    lacks_memory,
+    raises_or_gives_nan,
 ]
 
 
@@ -283,6 +315,54 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
         names += ["moe_a2a_act_dot_grad", "moe_a2a_fp8_gemm", "moe_a2a_act_encode"]
         names += ["moe_a2a_encode_squares", "moe_a2a_act_grad"]
     assert sorted(told[1:]) == sorted((name, "CUDA") for name in names)
+
+
+class Extension:
+    """A pretended extension with the functions that these tests need. A problem is (text, True if
+    memory is lacking)."""
+
+    def __init__(self, **answers):
+        for name, answer in answers.items():
+            setattr(self, name, lambda *args, answer=answer: answer)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Return a context in which the extension gives certain answers. After the test, the counters
+    of a real extension are read before `monkeypatch` undoes its changes."""
+
+    @contextlib.contextmanager
+    def answer(**answers):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_native", Extension(**answers))
+            yield
+
+    return answer
+
+
+def test_reserve_lacks_memory_as_a_call_does(answering):
+    told = "^RESOURCE_EXHAUSTED: jax_moe_a2a: 8 bytes: out of memory"
+    with (
+        answering(reserve=("8 bytes: out of memory", True)),
+        pytest.raises(jax.errors.JaxRuntimeError, match=told),
+    ):
+        native.reserve(TOPOLOGY, 8, timeout=1.0)
+    with (
+        answering(reserve=("no answer", False)),
+        pytest.raises(RuntimeError, match="^jax_moe_a2a: no answer") as raised,
+    ):
+        native.reserve(TOPOLOGY, 8, timeout=1.0)
+    assert not isinstance(raised.value, jax.errors.JaxRuntimeError)
+
+
+def test_a_check_that_cannot_read_the_devices_is_an_error(answering):
+    with answering(failure=(("", False), "stopped")):
+        assert native.failure(TOPOLOGY) == "stopped"
+    with (
+        answering(failure=(("broken", False), "")),
+        pytest.raises(RuntimeError, match="broken"),
+    ):
+        native.failure(TOPOLOGY)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from test_parallelism import (
     assert_close,
     choose,
     mesh_of,
-    quick_jit,
 )
 
 import jax_moe_a2a as ma
@@ -55,7 +54,7 @@ def apply_and_params(make, mesh, x=X, call=None, config=CONFIG, **options):
             graph, params, rest = nnx.split(model, nnx.Param, ...)
             return lambda params, x: nnx.merge(graph, params, rest)(x, **call), params
         module = LinenMoE(config, "ep", **options)
-        variables = quick_jit(module.init)(jax.random.key(0), x, **call)
+        variables = harness.quickly(module.init)(jax.random.key(0), x, **call)
         params, rest = variables.pop("params"), variables
         return lambda params, x: module.apply({"params": params, **rest}, x, **call), params
 
@@ -84,7 +83,7 @@ def test_a_module_runs_on_the_mesh_of_make_mesh(make):
         if make is NnxMoE and param.ndim > 2:
             assert param.sharding.is_equivalent_to(NamedSharding(mesh, P("ep")), param.ndim)
     with jax.set_mesh(mesh):
-        y, stats = quick_jit(apply)(params, X)
+        y, stats = harness.quickly(apply)(params, X)
     names = plain(params)
     assert_close(y, dense_module(names, X))
     assert_close(stats.logits, X @ names["router_kernel"])
@@ -110,11 +109,11 @@ def test_a_module_with_all_parameters_is_moe(make):
             assert "select_bias" not in nnx.state(model, nnx.Param)
         else:
             module = make_module()
-            variables = quick_jit(module.init)(jax.random.key(0), X)
+            variables = harness.quickly(module.init)(jax.random.key(0), X)
             specs = linen.get_partition_spec(variables)
             specs = specs["params"] | specs["router_state"]
             variables["router_state"]["select_bias"] = jnp.arange(EXPERTS) / 4.0
-            y, stats = quick_jit(lambda v, x: module.apply(v, x, **call))(variables, X)
+            y, stats = harness.quickly(lambda v, x: module.apply(v, x, **call))(variables, X)
             names = plain(variables)
             names = names["params"] | names["router_state"]
         router = names["router_kernel"], names["router_bias"], names["select_bias"]
@@ -125,7 +124,7 @@ def test_a_module_with_all_parameters_is_moe(make):
         )
         options = dict(axes=axes, exchange=options["exchange"], outputs=("logits",))
         layer = lambda x: ma.moe(x, **params, **call, **options)
-        expected = quick_jit(layer)(X.astype(jnp.bfloat16))
+        expected = harness.quickly(layer)(X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert_close((y, stats), expected, 1e-6)
     # NNX's placements have an entry for each axis, even if no axis is divided.
@@ -172,7 +171,7 @@ def test_nnx_scan_over_layers_without_a_mesh_in_scope():
 
         return nnx.value_and_grad(loss, has_aux=True)(models)
 
-    @quick_jit
+    @harness.quickly
     @jax.value_and_grad
     def expected(params):
         y = X
@@ -206,9 +205,9 @@ def test_linen_module_scans_over_layers_with_remat():
         metadata_params={linen.PARTITION_NAME: None},
     )()
     with jax.set_mesh(mesh):
-        variables = quick_jit(layers.init)(jax.random.key(0), X, None)
-        y, _ = quick_jit(layers.apply)(variables, X, None)
-        unboxed = quick_jit(layers.apply)(linen.unbox(variables), X, None)[0]
+        variables = harness.quickly(layers.init)(jax.random.key(0), X, None)
+        y, _ = harness.quickly(layers.apply)(variables, X, None)
+        unboxed = harness.quickly(layers.apply)(linen.unbox(variables), X, None)[0]
     spec = linen.get_partition_spec(variables)["params"]["moe"]["w_out"]
     assert spec == P(None, "ep")
     params = plain(variables)["params"]["moe"]
@@ -243,7 +242,7 @@ def test_a_module_replays_choices_and_passes_arrays_to_a_router(make):
     for name, config in (("replay", CONFIG), ("own", replace(CONFIG, choose=given_ids))):
         apply, params = apply_and_params(make, mesh, call=run[name], config=config)
         with jax.set_mesh(mesh):
-            found[name] = quick_jit(lambda p, x, apply=apply: apply(p, x)[0])(params, X)
+            found[name] = harness.quickly(lambda p, x, apply=apply: apply(p, x)[0])(params, X)
     assert_close(found["replay"], found["own"])
 
 
@@ -261,12 +260,12 @@ def test_frozen_weights_are_those_of_quantize_experts(make):
     options = dict(config=WIDE, fp8="frozen", dtype=jnp.bfloat16)
     apply, params = apply_and_params(make, mesh_of(ep=2), x, **options)
     with jax.set_mesh(mesh_of(ep=2)):
-        y, _ = quick_jit(apply)(params, x)
+        y, _ = harness.quickly(apply)(params, x)
         params = by_name(params)
         frozen = [ma.QuantizedExperts(params[n], params[f"{n}_scales"]) for n in ("w_in", "w_out")]
         experts = ma.Experts(*frozen, *(params[n].astype(x.dtype) for n in ("b_in", "b_out")))
         router = ma.Router(params["router_kernel"], params["router_bias"], choose=WIDE.choose)
-        run = quick_jit(lambda *args: ma.moe(*args, axes="ep")[0])
+        run = harness.quickly(lambda *args: ma.moe(*args, axes="ep")[0])
         np.testing.assert_array_equal(y, run(x, router, experts))
     assert params["w_in"].dtype == jnp.float8_e4m3fn
     assert params["w_in"].sharding.spec[0] == params["w_out_scales"].sharding.spec[0] == "ep"
@@ -285,7 +284,7 @@ def test_training_in_fp8_reads_weights_that_were_quantized_once(make):
             experts = model.experts
         else:
             module = LinenMoE(WIDE, "ep", **options)
-            params = quick_jit(module.init)(jax.random.key(0), x)
+            params = harness.quickly(module.init)(jax.random.key(0), x)
             apply = lambda params, once: module.apply(params, x, experts=once)[0]
             experts = module.experts(params["params"])
         quantize = functools.partial(ma.quantize_experts, trainable=True)

@@ -29,7 +29,6 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.usefixtures("exact_products")
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
 SCALE, LOW = 0.5, 3
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def adapted(experts, num_lead=1, seed=0):
@@ -83,7 +82,7 @@ def test_moe_with_adapters_equals_the_dense_layer_of_merged_weights(axis_type):
         placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs)
         found = value_and_grads(layer, placed, x)
         merge = lambda params: [params[name].merge_lora() for name in ("experts", "shared")]
-        own = quick_jit(merge)(placed)
+        own = harness.quickly(merge)(placed)
     small_layer.assert_close(found, value_and_grads(of_dense, params, x), tolerance=1e-4)
     for name in ("lora_in", "lora_out"):
         of, placed_lora = (getattr(p["experts"], name) for p in (found[1][0], placed))
@@ -146,13 +145,13 @@ def expected():
         y = of_ranks(ids, x, weights, merged(experts))
         return jnp.sin(y).sum(), y
 
-    return quick_jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x, weights, experts)
+    return harness.quickly(jax.grad(loss, (0, 1, 2), has_aux=True))(x, weights, experts)
 
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_layer_with_adapters_equals_the_layer_of_merged_weights(name):
-    found = quick_jit(functools.partial(gradients, **OPTIONS[name]))(*problem())
+    found = harness.quickly(functools.partial(gradients, **OPTIONS[name]))(*problem())
     small_layer.assert_close(found, expected(), name, tolerance=1e-4)
 
 
@@ -167,7 +166,7 @@ def test_adapters_accumulate_gradients():
     add = ma.accumulate_grads(loss)
     program = jax.make_jaxpr(add)(zeros, experts)
     assert not base_gradients(program)
-    found, _ = quick_jit(add)(zeros, experts)
+    found, _ = harness.quickly(add)(zeros, experts)
     small_layer.assert_close(found, expected()[0][2], tolerance=1e-4)
 
 
@@ -235,7 +234,7 @@ def test_adapters_of_zeros_change_no_bit_of_a_layer_that_quantizes_on_the_way():
     zeros = jax.tree.map(jnp.zeros_like, adapted(experts, num_lead=2))
     lora = dict(lora_in=zeros.lora_in, lora_out=zeros.lora_out)
 
-    @quick_jit
+    @harness.quickly
     def run(x, weights, experts):
         of = lambda x, weights, w_in, w_out: on_one_device(in_fp8=True)(
             x, weights, experts.replace(w_in=w_in, w_out=w_out), ids

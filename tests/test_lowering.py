@@ -26,6 +26,7 @@ from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.plan.plan import NUM_RESULTS, plan_shapes
 
 pytestmark = [
+    pytest.mark.usefixtures("devices_pass_for_gpus"),
     pytest.mark.several_devices("it lowers for the devices of a mesh"),
     pytest.mark.skipif(
         not native.has_kernels(), reason="the extension was built without the CUDA kernels"
@@ -46,11 +47,6 @@ OPERATIONS = {
     "weighted_dispatch",
 }
 APART = {"route": 1, "dispatch": 1}
-
-
-@pytest.fixture(autouse=True)
-def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "_why_portable", "")
 
 
 @pytest.fixture

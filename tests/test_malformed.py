@@ -38,11 +38,6 @@ ROWS, ROW_WEIGHTS = aval(CAPACITY, 128), aval(CAPACITY, dtype="float32")
 ANOTHER_DTYPE = jnp.dtype("complex64")  # no array of a call has this dtype
 
 
-@pytest.fixture(autouse=True)
-def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "_why_portable", "")
-
-
 class Call(NamedTuple):
     """A call that is being lowered, with the types of its arrays."""
 

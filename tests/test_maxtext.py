@@ -21,11 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_moe_a2a as ma
 from jax_moe_a2a.integrations import maxtext
 
-pytestmark = [
-    pytest.mark.one_process("meshes of several axes"),
-    pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.usefixtures("exact_products"),
-]
+pytestmark = harness.OF_SEVERAL_AXES
 EXPERTS, HIDDEN, WIDTH, LENGTH, RATE = 4, 8, 8, 4, 0.01
 CONFIG = dict(
     check_vma=False,

@@ -4,7 +4,6 @@ begin a second job. GPUs are pretended.
 One run starts this file in two processes. Each test looks at one scenario of this run.
 """
 
-import functools
 import itertools
 import json
 import os
@@ -73,12 +72,6 @@ class Worker:
         return dict(error=why, seconds=time.monotonic() - start)
 
 
-def both_come(worker):
-    """Process 1 is late, but within the timeout."""
-    time.sleep(worker.own * PATIENCE / 4)
-    return worker.meet("in time")
-
-
 def one_sided(worker):
     """Process 0 arrives alone. Then both processes meet for another reason."""
     alone = worker.meet("alone") if worker.own == 0 else None
@@ -135,7 +128,7 @@ def new_job(worker):
     return dict(told=bool(told), met=worker.met, found=found)
 
 
-SCENARIOS = (both_come, one_sided, other_order, new_job)
+SCENARIOS = (one_sided, other_order, new_job)
 
 
 def work(arguments):
@@ -152,42 +145,24 @@ def work(arguments):
 # ------------------------------------------------------------------------------------------- tests
 
 
-@functools.cache
-def all_found(folder):
-    """Return the results of the scenarios in both processes by name, the failures, and all
-    output."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return the results of the scenarios in both processes by name."""
     environment = dict(
         JAX_PLATFORMS="cpu",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     )
     environment[SECOND_ADDRESS] = processes.free_address()
     program = [sys.executable, str(pathlib.Path(__file__).resolve())], environment
+    folder = tmp_path_factory.mktemp("meetings")
     problems, printed, complaints = processes.run_together(folder, [program] * 2, DEADLINE)
-    found = {}
-    for text in printed:
-        for line in text.splitlines():
-            if line.startswith("@"):
-                name, result = line[1:].split(" ", 1)
-                found.setdefault(name, []).append(json.loads(result))
-    return found, problems, "\n".join([*problems, *printed, *complaints])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("meetings")
-
-
-@pytest.fixture
-def found(request, folder):
-    """Return the results of the scenario with a test's name in both processes."""
-    results, problems, printed = all_found(folder)
-    of_scenario = results.get(request.param, [])
-    assert len(of_scenario) == 2 and not problems, printed[-8000:]
-    return of_scenario
-
-
-def of(scenario):
-    return pytest.mark.parametrize("found", [scenario.__name__], indirect=True)
+    assert not problems, "\n".join([*problems, *printed, *complaints])[-8000:]
+    lines = [[line[1:] for line in text.splitlines() if line.startswith("@")] for text in printed]
+    of_processes = [dict(line.split(" ", 1) for line in own) for own in lines]
+    return {
+        scenario: [json.loads(own[scenario.__name__]) for own in of_processes]
+        for scenario in SCENARIOS
+    }
 
 
 def assert_well(*outcomes):
@@ -195,34 +170,26 @@ def assert_well(*outcomes):
         assert outcome["error"] == "", outcomes
 
 
-@of(both_come)
-def test_processes_meet(found):
-    assert_well(*found)
-    assert found[0]["seconds"] > PATIENCE / 8, found
-
-
-@of(one_sided)
 def test_a_process_that_does_not_come_is_named_and_the_next_meeting_takes_place(found):
-    (alone, *again), (_, *others) = found
+    (alone, *again), (_, *others) = found[one_sided]
     assert alone["error"].endswith("task names: 1"), alone
     assert PATIENCE - 0.5 < alone["seconds"] < PATIENCE + 3, alone
     assert_well(*again, *others)
 
 
-@of(other_order)
 def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
     """Making a group announces nothing, and each process announces itself before it waits."""
-    assert [outcome["announced"] for outcome in found] == [[], []]
-    for outcome in found:
+    outcomes = found[other_order]
+    assert [outcome["announced"] for outcome in outcomes] == [[], []]
+    for outcome in outcomes:
         assert_well(*outcome["found"])
         assert outcome["lowered"] == ["cuda", "cuda"]
     # Process 0 starts first, and waits until process 1 lowers its first program.
-    assert found[0]["found"][0]["seconds"] > PATIENCE / 4, found
+    assert outcomes[0]["found"][0]["seconds"] > PATIENCE / 4, outcomes
 
 
-@of(new_job)
 def test_when_jax_distributed_begins_again_processes_find_each_other_and_meet(found):
-    for process, outcome in enumerate(found):
+    for process, outcome in enumerate(found[new_job]):
         assert outcome["told"]
         names = [f"socket {1 - process} of job {job}" for job in (0, 1)]
         assert [name for _, name, _ in outcome["met"]] == names

@@ -1,4 +1,5 @@
-"""Pytrees made for a different group, size or form raise an error while a program is traced.
+"""Pytrees made for a different group, size or form raise an error while a program is traced. So do
+routings with damaged arrays.
 
 These tests run no program. Each pytree is made in a program of its group, and then used, with the
 same arrays, in a program of a group of 8 ranks.
@@ -102,6 +103,78 @@ def test_a_routing_of_another_group_is_refused_by_each_call(use):
         trace(lambda recv=recv: use(zeros(recv)), group)
     for recv in OTHERS.values():
         raises(lambda recv=recv: use(zeros(recv)), FLAT, "group|recv|topk_ids", "; got", r"\. ")
+
+
+# Routings
+
+
+DAMAGES = {
+    "float32": lambda a: a.astype(jnp.float32),
+    "uint32": lambda a: a.astype(jnp.uint32),
+    "shorter": lambda a: a[..., :-1] if a.ndim else a[None],
+    "longer": lambda a: jnp.concatenate([a, a]) if a.ndim else jnp.stack([a, a]),
+    "more_axes": lambda a: a[..., None],
+    "scalar": lambda a: a.ravel()[0] if a.ndim else a[None],
+}
+ARRAYS = (
+    *("token_slot", "slot_token", "choice_rank", "slot_rows"),
+    *("row_rank", "row_slot", "row_k", "row_token"),
+    *("group_sizes", "num_rows", "num_dropped", "num_invalid", "topk_ids"),
+)
+LEVEL_ARRAYS = (
+    *(f"{level}.{name}" for level in ("hosts", "ranks") for name in ARRAYS[:7]),
+    *("row_rank", "row_token", "group_sizes", "num_rows", "num_dropped", "num_invalid", "topk_ids"),
+)
+
+
+def replaced(routing, name, damage):
+    """Return the routing with one array damaged; `name` may be `level.array`."""
+    level, _, array = name.rpartition(".")
+    if not level:
+        return dataclasses.replace(routing, **{name: damage(getattr(routing, name))})
+    arrays = getattr(routing, level)
+    arrays = arrays._replace(**{array: damage(getattr(arrays, array))})
+    return dataclasses.replace(routing, **{level: arrays})
+
+
+def assert_all_damages_are_refused(name, group):
+    """Use a routing with a damaged array. The kernels read the arrays with their expected sizes, so
+    an array of a wrong dtype or shape would be read out of bounds."""
+    recv = recv_of(group)
+
+    def layer():
+        rows, routing = zeros(recv.rows), zeros(recv.routing)
+        for damage in DAMAGES.values():
+            damaged = replaced(routing, name, damage)
+            for use, argument in (
+                (lambda: ma.dispatch(X, damaged), "topk_ids"),
+                (lambda: ma.combine(rows, damaged), "recv"),
+            ):
+                with pytest.raises(TypeError) as refusal:
+                    use()
+                message = str(refusal.value)
+                for pattern in (rf"^{argument} must", re.escape(name), "int32", "; got "):
+                    assert re.search(pattern, message), f"no {pattern!r} in: {message}"
+        return X
+
+    trace(layer, group)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_another_dtype_or_shape_is_refused_by_its_name(name):
+    assert_all_damages_are_refused(name, FLAT)
+
+
+@pytest.mark.parametrize("name", LEVEL_ARRAYS)
+def test_an_array_of_a_level_is_refused_by_its_name(name):
+    assert_all_damages_are_refused(name, TWO_LEVEL)
+
+
+def test_a_routing_of_numpy_arrays_is_accepted():
+    """A restored checkpoint has numpy arrays."""
+    recv = recv_of(FLAT)
+    routing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), recv.routing)
+    assert trace(lambda: ma.dispatch(X, routing).rows, FLAT).shape == recv.rows.shape
 
 
 # Placements

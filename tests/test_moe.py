@@ -10,8 +10,8 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+import small_layer
 from dense_layer import dense_experts, experts_of
 from harness import mesh_over as mesh_of
 from jax.sharding import AxisType, NamedSharding
@@ -22,14 +22,9 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
 from jax_moe_a2a._src.group import value as group_value
 
-pytestmark = [
-    pytest.mark.one_process("meshes of several axes"),
-    pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.usefixtures("exact_products"),
-]
+pytestmark = harness.OF_SEVERAL_AXES
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 4, 4, 2
 Auto, Explicit = AxisType.Auto, AxisType.Explicit
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def draw(*lead, bias=True):
@@ -79,7 +74,7 @@ def value_and_grads(layer, params, x):
         y, losses, *more = layer(params, x)
         return loss_of(y, losses), (y, losses, *more)
 
-    (_, results), grads = quick_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+    (_, results), grads = harness.quickly(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
     return results, grads
 
 
@@ -148,8 +143,8 @@ def test_any_number_of_tokens(axis_type, lead, grad):
             (y, losses, stats), grads = value_and_grads(layer, params, x)
             assert_close(((y, losses), grads), value_and_grads(dense_layer, params, x))
         else:
-            y, losses, stats = quick_jit(layer)(params, x)
-            assert_close((y, losses), quick_jit(dense_layer)(params, x))
+            y, losses, stats = harness.quickly(layer)(params, x)
+            assert_close((y, losses), harness.quickly(dense_layer)(params, x))
     assert y.shape == x.shape
     assert int(stats.load.wanted_per_expert.sum()) == math.prod(lead) * TOP_K
     assert int(stats.load.rows_per_rank.sum()) == math.prod(lead) * TOP_K
@@ -196,8 +191,11 @@ def test_load_and_balance_loss_are_those_of_the_oracle(sizes, options):
         return ma.moe(x, choices, experts, axes=axes, exchange=ma.Exchange(**options))[1]
 
     chunks = options.get("num_chunks", 1)
+    capacity, alignment = options.get("capacity"), options.get("alignment", 1)
+    sizes = dict(tokens=6 // chunks, top_k=2, local_experts=num_experts // of_group)
+    of_chunk = cases.Layout("chunk", **sizes, capacity=capacity, alignment=alignment)
     with jax.set_mesh(mesh):
-        program = quick_jit(layer)
+        program = harness.quickly(layer)
         for name in ("uniform", "skewed", "last_expert_only", "idle_rank", "masked", "invalid"):
             ids = cases.Case(layout, name).ids(ranks)
             stats = program(ids.reshape(24, 2), scores)
@@ -205,7 +203,7 @@ def test_load_and_balance_loss_are_those_of_the_oracle(sizes, options):
             right = [0] * 5
             for piece in ids.reshape(-1, of_group, chunks, 6 // chunks, 2).transpose(0, 2, 1, 3, 4):
                 for chunk in piece:
-                    counts = counts_of_oracle(chunk, num_experts, options)
+                    counts = small_layer.expected_load(chunk, of_chunk)
                     right = [a + b for a, b in zip(right, counts, strict=True)]
             for field, expected in zip(dataclasses.fields(load), right, strict=True):
                 found = getattr(load, field.name)
@@ -217,25 +215,12 @@ def test_load_and_balance_loss_are_those_of_the_oracle(sizes, options):
             np.testing.assert_allclose(stats.balance_loss, expected, rtol=2e-6)
 
 
-def counts_of_oracle(ids, num_experts, options):
-    """Return the arrays of an `ExpertLoad` for ids [R, T, K]."""
-    ranks, tokens, top_k = ids.shape
-    alignment = options.get("alignment", 1)
-    worst = oracle.default_capacity(ranks, tokens, top_k, num_experts // ranks, alignment)
-    routing = oracle.route(ids, num_experts, options.get("capacity", worst), alignment)
-    rows = np.zeros(num_experts, np.int32)
-    for source, token, k, _, _ in oracle.choices(routing):
-        rows[ids[source, token, k]] += 1
-    wanted = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
-    return rows, routing.num_rows, routing.num_dropped, wanted, routing.num_invalid
-
-
 def test_statistics_add_what_the_capacity_of_each_chunk_drops():
     x, params = draw(2, 5)
     router, layer = params["router"], layer_of(num_chunks=3, capacity_factor=0.5)
     ids = router.choose(x @ router.kernel + router.bias[None, None]).ids
     with jax.set_mesh(mesh_of(ep=2)):
-        stats = quick_jit(layer)(params, x)[2]
+        stats = harness.quickly(layer)(params, x)[2]
     np.testing.assert_array_equal(
         stats.load.wanted_per_expert, np.bincount(np.ravel(ids), minlength=EXPERTS)
     )
@@ -250,11 +235,11 @@ def test_tokens_that_explicit_axes_divide_stay_where_they_are():
     with jax.set_mesh(mesh):
         x_placed = jax.device_put(x, NamedSharding(mesh, spec))
         program = jax.make_jaxpr(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
-        y, _, _ = quick_jit(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
+        y, _, _ = harness.quickly(layer_of(axes=ma.Axes("ep", data="data")))(params, x_placed)
     (mapped,) = (eqn for eqn in program.eqns if eqn.primitive.name == "shard_map")
     assert mapped.params["in_specs"][0] == spec
     assert jax.typeof(y).sharding.spec == P("ep", "data", None)
-    assert_close(y, quick_jit(dense)(x, params)[0])
+    assert_close(y, harness.quickly(dense)(x, params)[0])
 
 
 def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
@@ -275,8 +260,8 @@ def test_experts_without_a_gate_under_vmap_with_a_group_that_has_the_mesh():
         z = jax.vmap(ma.router_z_loss)(logits)
         return y, (balance.sum(), z.sum())
 
-    y, losses, stats = quick_jit(layer)(params, x)
-    assert_close((y, losses), quick_jit(expected)(params, x))
+    y, losses, stats = harness.quickly(layer)(params, x)
+    assert_close((y, losses), harness.quickly(expected)(params, x))
     assert stats.load.rows_per_rank.shape == (2, 2)
 
 
@@ -285,17 +270,10 @@ def sigmoid_router(tokens, logits, per_token, whole):
     return ma.RouterChoices(ids, jax.nn.sigmoid(scores), jax.nn.softmax(logits))
 
 
-@pytest.mark.parametrize(
-    "lead, more",
-    [
-        ((3, 3), dict(num_chunks=2, alignment=8)),  # padded, and divided over both axes
-        ((1,), {}),  # all ranks hold the token
-    ],
-    ids=["many", "one"],
-)
-def test_a_shared_expert_and_a_router_of_the_users(lead, more):
+def test_a_shared_expert_and_a_router_of_the_users():
     """The shared expert has biases, another width, another activation and a gate. Weights multiply
-    the inputs of routed experts."""
+    the inputs of routed experts. Tokens are padded, and divided over both axes."""
+    lead = (3, 3)
     x, params = draw(*lead, bias=False)
     rng = np.random.default_rng(3)
     shapes = (HIDDEN, 12), (6, HIDDEN), (12,), (HIDDEN,)
@@ -313,7 +291,7 @@ def test_a_shared_expert_and_a_router_of_the_users(lead, more):
             axes=ma.Axes("ep", tensor="tensor"),
             mask=mask,
             outputs=("logits",),
-            **harness.exchanging(more),
+            exchange=ma.Exchange(num_chunks=2, alignment=8),
         )
         return y, (stats.balance_loss, stats.z_loss), jnp.where(mask[..., None], stats.logits, 0)
 
@@ -350,10 +328,10 @@ def test_under_another_axis_that_is_manual():
             out_specs=P("pipe"),
             axis_names={"pipe"},
         )
-        y = quick_jit(pipelined)(both, x)
+        y = harness.quickly(pipelined)(both, x)
     for of_stage, sign in zip(y, (1, -1)):
         stage = jax.tree.map(lambda p: sign * p, params)
-        assert_close(of_stage, quick_jit(dense)(x, stage)[0])
+        assert_close(of_stage, harness.quickly(dense)(x, stage)[0])
 
 
 def traced(change=None, mesh=None, **options):
@@ -594,7 +572,7 @@ def test_an_axis_that_spans_hosts_is_divided_into_two_levels(monkeypatch):
         return jax.checkpoint(loss)
 
     def run():
-        grads, (y, dropped) = quick_jit(jax.grad(program("ep"), has_aux=True))(params, x)
+        grads, (y, dropped) = harness.quickly(jax.grad(program("ep"), has_aux=True))(params, x)
         return jax.tree.map(np.asarray, (grads, y, dropped))
 
     def levels(group):

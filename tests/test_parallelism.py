@@ -16,13 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
-pytestmark = [
-    pytest.mark.one_process("meshes of several axes"),
-    pytest.mark.several_devices("meshes of several axes"),
-    pytest.mark.usefixtures("exact_products"),
-]
+pytestmark = harness.OF_SEVERAL_AXES
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
-quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 
 def arguments(*lead, dtype="float32", seed=0):
@@ -58,7 +53,7 @@ def value_and_grads(layer, *args, argnums=(0, 1, 2, 3)):
         y = layer(*args)
         return jnp.sum(jnp.sin(y)), y
 
-    (_, y), grads = quick_jit(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
+    (_, y), grads = harness.quickly(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
     return y, *grads
 
 
@@ -169,7 +164,7 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
 
         return jnp.sum(jnp.sin(lax.scan(jax.checkpoint(block, policy=policy), x, params)[0]))
 
-    @quick_jit
+    @harness.quickly
     def accumulated(params, batches):
         def add(total, x):
             found = jax.value_and_grad(functools.partial(loss, parallel))(params, x)
@@ -181,7 +176,7 @@ def test_blocks_with_context_parallelism_fsdp_and_remat_accumulate_gradients(pol
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (2, HIDDEN, *shape))
     q, router = 0.3 * draw(3, HIDDEN), draw(4, EXPERTS)
     params = q, router, jnp.stack([w_in, -w_in]), jnp.stack([w_out, w_out])
-    of_all = quick_jit(jax.value_and_grad(functools.partial(loss, expected)))
+    of_all = harness.quickly(jax.value_and_grad(functools.partial(loss, expected)))
     right = of_all(params, batches.reshape(-1, *batches.shape[2:]))
     assert_close(accumulated(params, batches), right, 1e-4)
 
@@ -209,7 +204,7 @@ def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(replicated, a
 
     args = arguments(8)
     with jax.set_mesh(outer):
-        results = quick_jit(program)(*jax.device_put(args, NamedSharding(outer, P())))
+        results = harness.quickly(program)(*jax.device_put(args, NamedSharding(outer, P())))
         group = ma.Group(axis_name="expert", size=2, timeout=7.0)
         with_group = functools.partial(program, group=group)
         assert "timeout=7.0" in str(jax.make_jaxpr(with_group)(*args))

@@ -29,11 +29,6 @@ RANKS = 4
 TOKENS, TOP_K, HIDDEN, EXPERTS = 8, 2, 16, 2 * RANKS
 
 
-@pytest.fixture
-def devices_pass_for_gpus(monkeypatch):
-    monkeypatch.setattr(ma.Group, "_why_portable", "")
-
-
 def mesh_of(devices, axis_types=None):
     return Mesh(np.array(devices), ("ep",), axis_types=axis_types)
 

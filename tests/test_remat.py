@@ -9,6 +9,7 @@ import small_layer
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from small_layer import OF_FLOATS, route_args
+from test_control_flow import dense_value_and_grads, of_all_ranks, problem
 
 import jax_moe_a2a as ma
 
@@ -80,19 +81,13 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     assert counted == expected | ONCE
 
 
-@functools.cache
-def layers_problem():
-    each = [small_layer.arguments(RANKS, seed) for seed in range(3)]
-    return small_layer.stacked(*each)
-
-
 @pytest.mark.exchanges(lambda name: 18 if name == "routing" else 21)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     """This is the usual way to train deep models. The scan stacks the arrays that each step
     saves."""
     policy, expected = CASES[name]
-    (x, topk_weights, w), ids, kept = layers_problem()
+    floats, ids, _ = problem()
 
     # prevent_cse is not needed in a scan, as JAX's documentation says.
     layer = jax.checkpoint(layer_of_one_rank, policy=policy, prevent_cse=False)
@@ -100,26 +95,11 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     def of_one_rank(x, *stacks):
         return lax.scan(lambda x, each: (x + layer(x, *each), None), x, stacks)[0]
 
-    def dense(x, *stacks):
-        for each in zip(*stacks):
-            x = x + small_layer.dense_layer(x, *each)
-        return x
-
-    def program(x, topk_weights, w, ids):
-        """Return the program. In stacked arrays, the batch axis follows the rank axis."""
-        stacks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (topk_weights, w, ids))
-        return small_layer.on_all_ranks(of_one_rank)(x, *stacks)
-
-    gradient = jax.value_and_grad(small_layer.loss_of(program, ids), OF_FLOATS)
-    floats = x[0], topk_weights, w
-    counted = small_layer.counts(gradient, *floats)
-    assert counted == expected | ONCE
-    expected_grads = small_layer.compiled(
-        jax.value_and_grad(small_layer.loss_of(dense, ids, kept), OF_FLOATS)
-    )
-    small_layer.assert_close(
-        small_layer.compiled(gradient)(*floats), expected_grads(*floats), tolerance=1e-4
-    )
+    loss = small_layer.loss_of(of_all_ranks(of_one_rank), ids)
+    gradient = jax.value_and_grad(loss, OF_FLOATS)
+    assert small_layer.counts(gradient, *floats) == expected | ONCE
+    actual = small_layer.compiled(gradient)(*floats)
+    small_layer.assert_close(actual, dense_value_and_grads(), tolerance=1e-4)
 
 
 @pytest.mark.exchanges(0)
@@ -128,7 +108,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 def test_a_batch_moves_rows_at_once_around_and_inside_a_checkpoint(is_inside, name):
     """Few tokens of each element are routed and moved separately."""
     policy, expected = CASES[name]
-    floats, ids, _ = layers_problem()
+    floats, ids, _ = small_layer.stacked(*(small_layer.arguments(RANKS, seed) for seed in (0, 1)))
     if is_inside:
         layer = jax.checkpoint(jax.vmap(layer_of_one_rank), policy=policy)
         *floats, ids = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (*floats, ids))

@@ -2,8 +2,7 @@
 
     python -m tests.faults --seed 1 --runs 200                  # everything
     python -m tests.faults --seed 1 --runs 200 --first 17 --last 17         # run 17 of these again
-    python -m tests.faults --seed 1 --runs 40 --kinds "memory: a delay" --out record.json
-    python -m tests.faults --sum 1.json 2.json                  # the table of several records
+    python -m tests.faults --seed 1 --runs 40 --kinds "memory: a delay"
     python -m tests.faults --list
 
 The outcome of a run is "error" (the error names the cause), "right", or FAILURE. A FAILURE is a
@@ -15,8 +14,6 @@ With MOE_A2A_TEST_LOGS=FOLDER the output of the processes of a FAILURE is kept.
 """
 
 import argparse
-import dataclasses
-import json
 import pathlib
 import sys
 
@@ -36,25 +33,16 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--last", type=int, help="number of the last run")
     parser.add_argument("--kinds", nargs="+", metavar="TEXT", help="kinds whose name has a text")
-    parser.add_argument("--out", type=pathlib.Path, help="write a record to this JSON file")
-    parser.add_argument("--sum", type=pathlib.Path, nargs="+", help="run nothing; add records")
     parser.add_argument("--list", action="store_true", help="print the kinds")
     options = parser.parse_args()
     kinds = [k for k in campaign.KINDS if any(t in k for t in options.kinds or [""])]
     if options.list:
         print(*kinds, sep="\n")
         return 0
-    if options.sum:
-        records = [json.loads(path.read_text()) for path in options.sum]
-        found = [campaign.Done(**done) for record in records for done in record["runs"]]
-    else:
-        last = options.runs - 1 if options.last is None else options.last
-        report = lambda text: print(text, flush=True)
-        found = campaign.run_many(options.seed, range(options.first, last + 1), kinds, report)
+    last = options.runs - 1 if options.last is None else options.last
+    report = lambda text: print(text, flush=True)
+    found = campaign.run_many(options.seed, range(options.first, last + 1), kinds, report)
     print(*campaign.table(found), sep="\n")
-    if options.out:
-        runs = [dataclasses.asdict(done) for done in found]
-        options.out.write_text(json.dumps(dict(seed=options.seed, runs=runs), indent=1) + "\n")
     return int(any(done.outcome == "FAILURE" for done in found))
 
 

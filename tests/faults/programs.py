@@ -15,7 +15,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
@@ -45,37 +44,34 @@ class Rank(Inside):
         self.use(range(count), hosts)
 
     def use(self, ranks, hosts=1):
-        """Make a group over the devices of these processes, and its programs."""
+        """Make a group over the devices of these processes."""
         devices = np.array([d for d in jax.devices() if d.process_index in ranks])
         self.ranks = list(ranks)
         axes = AXIS if hosts == 1 else ("host", AXIS)
         shape = devices.shape if hosts == 1 else (hosts, -1)
         self.mesh = Mesh(devices.reshape(shape), axes)
         self.group = ma.Group(self.mesh, axes, timeout=TIMEOUT, two_level=hosts > 1)
-        self.programs = {}
 
-    def compile(self, names):
-        """Compile programs before any of them runs, because a process that compiles is late."""
-        for name in names:
-            self.program(name)
+    def compile(self):
+        """Compile the program before it runs, because a process that compiles is late."""
+        spec = PartitionSpec(self.group.axis_name)
+        mapped = jax.shard_map(self.exchange, mesh=self.mesh, in_specs=spec, out_specs=spec)
+        self.program = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
 
-    def program(self, name):
-        if name not in self.programs:
-            spec = PartitionSpec(self.group.axis_name)
-            body = globals()[name](self.group)
-            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=spec, out_specs=spec)
-            self.programs[name] = jax.jit(mapped).lower(*self.operands(0)[1]).compile()
-        return self.programs[name]
+    def exchange(self, x, ids, weights):
+        """Exchange tokens with experts that multiply each row by their weight."""
+        recv = ma.dispatch(x, ids, group=self.group, num_experts=2 * self.group.size)
+        row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
+        local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
+        return ma.combine(recv.rows * jnp.take(weights, local, mode="clip")[:, None], recv)
 
-    def operands(self, step, damage=False):
+    def operands(self, step):
         """Return the operands of this rank (with the weights of all experts), and of the program.
         The weights depend on the step, so that rows of another step are wrong."""
         rng = np.random.default_rng([step, self.index])
         experts = 2 * len(self.ranks)
         x = rng.standard_normal((TOKENS, HIDDEN), np.float32)
         ids = rng.integers(0, experts, (TOKENS, TOP_K), np.int32)
-        if damage:  # an id outside the range of experts is not a choice
-            ids[rng.random(ids.shape) < 0.5] = rng.choice([-7, experts, 2**31 - 1, -(2**31)])
         weights = 1 + np.arange(experts, dtype=np.float32) + step % 7
         first = 2 * self.ranks.index(self.index)
         sharding = NamedSharding(self.mesh, PartitionSpec(self.group.axis_name))
@@ -83,34 +79,23 @@ class Rank(Inside):
         arrays = [jax.make_array_from_process_local_data(sharding, each) for each in shards]
         return (x, ids, weights), arrays
 
-    def prepare(self, *names):
-        for name in names:
-            self.call(name, 0)
-
-    def call(self, name, step, damage=False):
-        """Call a program, and compare this rank's result."""
-        (x, ids, weights), arrays = self.operands(step, damage)
-        experts = len(weights)
-        (shard,) = self.program(name)(*arrays).addressable_shards
+    def call(self, step):
+        """Call the program, and compare this rank's result."""
+        (x, ids, weights), arrays = self.operands(step)
+        (shard,) = self.program(*arrays).addressable_shards
         y = np.asarray(shard.data)
-        valid = (ids >= 0) & (ids < experts)
-        scale = np.where(valid, weights[np.where(valid, ids, 0)], 0).sum(1, keepdims=True)
+        scale = weights[ids].sum(1, keepdims=True)
         if np.isnan(y).all():
             self.group.check()
             raise AssertionError("wrong: NaN without an error")
         assert np.allclose(y, x * scale, rtol=1e-5), f"wrong: {y} instead of {x * scale}"
 
-    def churn(self, names, steps, at=None, act=None, given=()):
-        """Call programs in turn, and return the number of steps. In step `at`, first call a method
-        of this object."""
-        step = 0
-        while step < steps:
-            made = getattr(self, act)(*given) if step == at else None
-            if made:
-                step, at = step + made, None
-                continue
-            self.call(names[step % len(names)], step)
-            step += 1
+    def churn(self, steps, at=None, act=None, given=()):
+        """Call the program in each step. In step `at`, first call a method of this object."""
+        for step in range(steps):
+            if step == at:
+                getattr(self, act)(*given)
+            self.call(step)
 
     def close(self):
         self.group.close(timeout=CLOSE)
@@ -119,99 +104,6 @@ class Rank(Inside):
 
     def kill(self):
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def damaged(self, name, step):
-        self.call(name, step, damage=True)
-        return 1
-
-    def fails_in_trace(self):
-        """Trace a program whose Python raises between a start and its done."""
-        try:
-            self.program("raises_between")
-        except ValueError as error:
-            assert "between start and done" in str(error)
-        else:
-            raise AssertionError("wrong: it has not raised")
-
-    def exit_on_host(self, exits, name, step):
-        """Call a program whose host callback may end this process."""
-        global exits_on_host
-        exits_on_host = exits
-        self.call(name, step)
-        return 1
-
-    def second_group(self, steps):
-        other = ma.Group(self.mesh, AXIS, timeout=TIMEOUT)
-        first, self.group, self.programs = self.group, other, {}
-        for step in range(steps):
-            self.call("exchange", step)
-        other.close(timeout=CLOSE)
-        self.group, self.programs = first, {}
-
-
-def experts_of(recv, weights):
-    """Multiply the rows of each expert by its weight."""
-    row = jnp.arange(recv.rows.shape[0], dtype=jnp.int32)
-    local = jnp.sum(row[:, None] >= recv.row_offsets[None, 1:-1], axis=1, dtype=jnp.int32)
-    return recv.rows * jnp.take(weights, local, mode="clip")[:, None]
-
-
-def exchange(group):
-    def on_rank(x, ids, weights):
-        recv = ma.dispatch(x, ids, group=group, num_experts=2 * group.size)
-        return ma.combine(experts_of(recv, weights), recv)
-
-    return on_rank
-
-
-def exchange_around(between, group, x, ids, weights):
-    """Return the sums of an exchange in two halves, and `between(x)`, which is computed between
-    start and done."""
-    inflight = ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
-    inflight, result = ma.overlap(inflight, between, x)
-    recv = ma.dispatch_done(inflight)
-    return ma.combine(experts_of(recv, weights), recv), result
-
-
-def layer(group):
-    """Return a program with a split exchange, a product between start and done, and a psum."""
-
-    def on_rank(x, ids, weights):
-        y, product = exchange_around(lambda x: x @ x.T, group, x, ids, weights)
-        return y + 0 * lax.psum(jnp.sum(product), group.axis_name)
-
-    return on_rank
-
-
-def raises_between(group):
-    def on_rank(x, ids, weights):
-        ma.dispatch_start(x, ids, group=group, num_experts=2 * group.size)
-        raise ValueError("between start and done")
-
-    return on_rank
-
-
-exits_on_host = False  # whether host callbacks end this process
-
-
-def on_host(x):
-    if exits_on_host:
-        os._exit(0)
-    return x
-
-
-def call_host(x):
-    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def callback_between(group):
-    """Return a program with a host callback between the start and the done of an exchange."""
-
-    def on_rank(x, ids, weights):
-        y, told = exchange_around(call_host, group, x, ids, weights)
-        return y + 0 * told
-
-    return on_rank
 
 
 # ---------------------------------------------------------------------------------- the campaign
@@ -227,8 +119,8 @@ def reserved_port(run):
     return keeper.getsockname()[1]
 
 
-def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
-    """Start processes that will churn through programs with these names. Choose the victim."""
+def begin(run, count=None, hosts=1):
+    """Start processes that will call the program. Choose the victim."""
     # Process 0 holds the coordination service. JAX ends all processes if it dies.
     count = count or run.rng.randint(2, 3)
     run.victim = run.rng.randrange(1, count)
@@ -237,19 +129,17 @@ def begin(run, *more_names, names=("exchange", "layer"), count=None, hosts=1):
     run.workers += [run.start_one(Rank, index, **options) for index in range(count)]
     for worker in run.workers:
         run.begin(worker)
-    run.names = (*names, *more_names)
-    run.all("compile", run.names, seconds=120.0)
-    run.all("prepare", *run.names, seconds=60.0)
+    run.all("compile", seconds=120.0)
+    run.all("call", 0, seconds=60.0)
     run.all("mark")
     return run.workers[run.victim]
 
 
-def churn(run, at=None, act=None, given=(), of_others=None, victims=()):
-    """Let all processes call the programs. In step `at`, the victims first call `act`. If
-    `of_others` has arguments, the other processes call it, too."""
+def churn(run, at=None, act=None, given=(), victims=()):
+    """Let all processes call the program. In step `at`, the victims first call `act`."""
     for worker in run.alive():
-        own = given if worker.index in (victims or [run.victim]) else of_others
-        worker.say("churn", run.names, STEPS, *([] if own is None else [at, act, own]))
+        is_victim = worker.index in (victims or [run.victim])
+        worker.say("churn", STEPS, *([at, act, given] if is_victim else []))
 
 
 def settle(run, *patterns, start=None):
@@ -288,9 +178,8 @@ def survivors_go_on(run):
     """Make a group over the remaining devices, and continue in this group."""
     ranks = [worker.index for worker in run.alive()]
     run.all("use", ranks)
-    run.all("compile", ["exchange"], seconds=60.0)
-    run.all("prepare", "exchange", seconds=60.0)
-    run.all("churn", ["exchange"], 5)
+    run.all("compile", seconds=60.0)
+    run.all("churn", 5, seconds=60.0)
 
 
 def die(run, kill, start=None):
@@ -303,33 +192,22 @@ def die(run, kill, start=None):
 
 
 def in_the_middle(run, **options):
-    """Let all processes call the programs for a random time. Return the victim, and the time."""
+    """Let all processes call the program for a random time. Return the victim, and the time."""
     victim = begin(run, **options)
     churn(run)
     time.sleep(run.rng.uniform(0, 0.3))
     return victim, time.monotonic()
 
 
-def acts(act, given, *patterns, of_others=None, undo=None, **options):
-    """Return a kind in which the victim calls a method of `Rank` before a random step.
-
-    Args:
-      given: (the random choices, the step) -> the arguments of the method.
-      patterns: causes that an error may name.
-      of_others: arguments for the other processes, if they also call the method.
-      undo: a method and arguments, called in all processes at the end.
-      options: options of `begin`.
-    """
+def acts(act, *patterns):
+    """Return a kind in which the victim calls a method of `Rank` before a random step. An error may
+    name a cause of `patterns`."""
 
     def kind(run):
-        begin(run, **options)
-        at = run.rng.randrange(STEPS)
+        begin(run)
         start = time.monotonic()
-        churn(run, at, act, given(run.rng, at), of_others)
-        outcome = settle(run, *patterns, start=start)
-        if undo:
-            run.all(*undo)
-        return outcome
+        churn(run, run.rng.randrange(STEPS), act)
+        return settle(run, *patterns, start=start)
 
     return kind
 
@@ -359,15 +237,6 @@ def a_late_host(run):
     return settle(run, *MISSING, start=start)
 
 
-def exits_between_start_and_done(run):
-    """Let the victim end in a host callback between the start and the done of an exchange."""
-    name = "callback_between"
-    begin(run, name)
-    at = run.rng.randrange(1, STEPS)
-    churn(run, at, "exit_on_host", (True, name, at), of_others=(False, name, at))
-    return die(run, lambda victim: victim.process.join(60))
-
-
 def stopped_and_continued(run):
     victim, _ = in_the_middle(run)
     victim.signal(signal.SIGSTOP)
@@ -376,35 +245,12 @@ def stopped_and_continued(run):
     return settle(run)
 
 
-def an_exception_between_start_and_done(run):
-    begin(run)
-    of_others = () if run.rng.random() < 0.5 else None
-    churn(run, run.rng.randrange(STEPS), "fails_in_trace", of_others=of_others)
-    return settle(run)
-
-
-def any_delay(rng, at):
-    return (rng.uniform(0, 2.0),)
-
-
 KINDS = {
     "a killed process": killed,
     "a killed host": a_killed_host,
     "a host later than the bound": a_late_host,
-    "a process that exits between start and done": exits_between_start_and_done,
     "a process that stops and continues": stopped_and_continued,
-    "a delay": acts("sleep", any_delay),
     # The victim makes no more calls, and the other processes wait for it.
-    "a program that raises": acts(
-        "fail", lambda rng, at: (), "an error of the program", *MISSING
-    ),
-    "an exception between start and done": an_exception_between_start_and_done,
-    "a damaged routing": acts(
-        "damaged", lambda rng, at: ("exchange", at), names=("exchange",)
-    ),
-    "a second group": acts("second_group", lambda rng, at: (3,), of_others=(3,)),
-    "close() in one process only": acts("close", lambda rng, at: ()),
-    "interrupting signals": acts(
-        "interrupt", lambda rng, at: (0.002,), undo=("interrupt", 0)
-    ),
-}  # fmt: skip
+    "a program that raises": acts("fail", "an error of the program", *MISSING),
+    "close() in one process only": acts("close"),
+}

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-import json
 import multiprocessing
 import os
 import pathlib
@@ -87,19 +86,6 @@ class Inside:
 
     def fail(self):
         raise ValueError("an error of the program")
-
-    def fork(self, times=1):
-        """Fork children that do nothing, and tell their ids."""
-        children = []
-        for _ in range(times):
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            children.append(child)
-        told = self.folder / "children.new"
-        told.write_text(json.dumps(children))
-        told.rename(self.folder / "children")
 
     def limit_descriptors(self, more):
         """Limit the number of additional descriptors of this process, or remove the limit for
@@ -210,7 +196,6 @@ class Run:
         self.slack = slack  # seconds beyond a bound, for a busy machine
         self.workers = []
         self.started = []
-        self.helpers = []  # ids of processes that a fault started on purpose
         self.kept = contextlib.ExitStack()  # resources of this process in the run
         self.error, self.seconds = "", None  # the clearest error, and how long it took
 
@@ -241,14 +226,6 @@ class Run:
             worker.say(name, *given)
         return [worker.hear(seconds) for worker in self.alive()]
 
-    def wait_for_children(self):
-        """Wait until a worker has forked. Its children may remain."""
-        told = self.folder / "children"
-        end = time.monotonic() + 30
-        while not told.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        self.helpers += json.loads(told.read_text())
-
     def kill(self, but=()):
         """Kill all processes except these, including processes that workers started. Return the ids
         of the processes that workers started."""
@@ -270,5 +247,5 @@ class Run:
                 raise Wrong(f"leak in process {worker.index}: {left}")
         for worker in self.alive():
             worker.end()
-        if leaked := self.kill(but) - set(self.helpers):
+        if leaked := self.kill(but):
             raise Wrong(f"leaked processes: {leaked}")

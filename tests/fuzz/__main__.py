@@ -4,16 +4,13 @@ oracle.
     python -m tests.fuzz --seconds 600 --seed 1
     python -m tests.fuzz --seed 1 --program 17    # only this program
     python -m tests.fuzz --seconds 600 --seed 1 --kinds moe_mlp grouped_dot
-    python -m tests.fuzz --seconds 600 --seed 1 --processes 16 --out 1.json
-    python -m tests.fuzz --sum 1.json 2.json
 
 The exit status is 1 after the first failure, which prints the program, the seed and the second
-command. With `--keep-going` or several processes, failures are counted. A process whose program
-crashes or hangs is replaced. `--out` writes the counts and failures, which `--sum` adds.
+command. With `--keep-going`, failures are counted. To use several cores, start the fuzzer with
+several seeds at the same time.
 """
 
 import argparse
-import json
 import pathlib
 import secrets
 import sys
@@ -22,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, 
 
 import conftest  # noqa: F401  the devices that tests have, before jax is imported
 
-from . import fuzzer, parts
+from . import fuzzer
 
 
 def main():
@@ -38,43 +35,21 @@ def main():
         "--kinds", nargs="+", choices=fuzzer.KINDS, help="only the programs of these kinds"
     )
     parser.add_argument("--keep-going", action="store_true", help="after failures, too")
-    parser.add_argument("--processes", type=int, help="run in so many processes, and keep going")
-    parser.add_argument("--out", type=pathlib.Path, help="write the counts to this JSON file")
-    parser.add_argument(
-        "--sum", type=pathlib.Path, nargs="+", help="add such files, and run nothing"
-    )
     options = parser.parse_args()
-    if options.sum:
-        done = fuzzer.Done()
-        for path in options.sum:
-            done.add(fuzzer.Done.of_json(json.loads(path.read_text())))
-    else:
-        done = run(options)
-    for text in done.failures if options.sum else ():
-        print(text)
-    print(done)
-    if options.out:
-        options.out.write_text(json.dumps(done.as_json(), indent=1))
-    return 1 if done.failures else 0
-
-
-def run(options):
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    seconds = options.seconds or float("inf")
-    report = lambda text: print(text, flush=True)
-    if options.processes:
-        return parts.fuzz(seed, seconds, options.processes, report, options.kinds)
     numbers = fuzzer.numbers_of(seed, options.kinds)
     if options.program is not None:
         numbers = [options.program]
-    return fuzzer.fuzz(
+    done = fuzzer.fuzz(
         seed,
-        seconds=seconds,
+        seconds=options.seconds or float("inf"),
         numbers=numbers,
         keep_going=options.keep_going,
-        report=report,
+        report=lambda text: print(text, flush=True),
     )
+    print(done)
+    return 1 if done.failures else 0
 
 
 if __name__ == "__main__":

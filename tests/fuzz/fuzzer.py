@@ -57,21 +57,6 @@ class Done:
             f"({60 * cases / max(1, self.seconds):.0f} per minute), {len(self.failures)} failed"
         )
 
-    def as_json(self):
-        return {**vars(self), "programs": dict(self.programs), "cases": dict(self.cases)}
-
-    @classmethod
-    def of_json(cls, fields):
-        counters = {n: collections.Counter(fields[n]) for n in ("programs", "cases")}
-        return cls(**{**fields, **counters})
-
-    def add(self, other):
-        """Add the counts and failures of another run."""
-        self.seconds += other.seconds
-        self.programs += other.programs
-        self.cases += other.cases
-        self.failures += other.failures
-
 
 def failure(seed, number, text):
     repeat = f"python -m tests.fuzz --seed {seed} --program {number}"

@@ -4,17 +4,9 @@ or makes a different call.
 Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU both share the first GPU, which runs them
 alternately, except in tests that need NCCL or a full GPU.
 
-Each test starts two workers, which run this file, and tells them when to continue. The file also
-runs without pytest. Arguments then select the tests that have one of these words in their names:
-
-    python tests/gpu/test_processes_failures.py
-    python tests/gpu/test_processes_failures.py killed grows
-
-Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices. This is useful only to
-develop this file, with tests in which no process fails.
+Each test starts two workers, which run this file, and tells them when to continue.
 """
 
-import concurrent.futures
 import ctypes
 import faulthandler
 import json
@@ -38,12 +30,11 @@ import cases
 import processes
 import pytest
 
-ON_GPU = processes.ON_GPU
 TIMEOUT = 5.0  # of the group, in seconds
 SLACK = 4.0  # between the timeout and the error that the user sees
-START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs (after about 15)
+START = 60.0  # until a worker has its devices and programs (after about 15)
 COMPILE = 15.0  # the part that makes a group and compiles a program
-LIMIT = 85.0 if ON_GPU else 300.0  # the longest life of a worker
+LIMIT = 85.0  # the longest life of a worker
 SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CLOSE = 2.0  # seconds that a process waits when it closes a group
 CYCLES = 20  # of opening and closing
@@ -151,8 +142,6 @@ def meet():
 
 def num_contexts():
     """Return the number of GPUs on which this process has a context."""
-    if not ON_GPU:
-        return 0
     cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
     flags, active = ctypes.c_uint(), [ctypes.c_int() for _ in range(count.value)]
@@ -308,7 +297,7 @@ def no_room(process):
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
-    if process == VICTIM and ON_GPU:
+    if process == VICTIM:
         fill_gpu(but=2)
     meet()
     if process == SURVIVOR:
@@ -384,9 +373,6 @@ class Worker:
         environment["PYTHONPATH"] = os.pathsep.join(path)
         # Otherwise XLA's compilers wait for each other, even if they compile different programs.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
-        if not ON_GPU:
-            environment["JAX_PLATFORMS"] = "cpu"
-            environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
         environment.pop("MOE_A2A_TEST_RANKS_ON_ONE_GPU", None)  # each worker has one rank
         if own_gpu_only or SHARES_GPU:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
@@ -394,7 +380,7 @@ class Worker:
             environment[OWN_GPU_ONLY] = "1"
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / pathlib.Path(__file__).name), "--work", scenario.__name__],
+            [sys.executable, str(HERE / pathlib.Path(__file__).name), scenario.__name__],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -499,13 +485,9 @@ def leavings(folder):
 def folder(tmp_path):
     """Return a folder for files of the workers; check at the end that the workers left nothing, in
     this folder or elsewhere."""
-    shared, _, sockets = leavings(tmp_path)
+    shared_before, _, sockets_before = leavings(tmp_path)
     yield tmp_path
-    assert_nothing_is_left(tmp_path, shared, sockets)
-
-
-def assert_nothing_is_left(folder, shared_before, sockets_before):
-    shared, files, sockets = leavings(folder)
+    shared, files, sockets = leavings(tmp_path)
     assert shared <= shared_before, shared - shared_before
     assert not files and sockets <= sockets_before, (files, sockets)
 
@@ -620,9 +602,8 @@ def test_programs_that_run_in_another_order_in_each_process_are_told_so(folder):
 def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder):
     with Pair(growth, folder) as pair:
         for right in pair.hear_right():
-            if ON_GPU:
-                small, grown = right["memory"]
-                assert len(small) == len(grown) == 1 and grown[0] > small[0] > 0
+            small, grown = right["memory"]
+            assert len(small) == len(grown) == 1 and grown[0] > small[0] > 0
         pair.finish()
 
 
@@ -630,9 +611,8 @@ def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder)
 def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
     with Pair(no_room, folder) as pair:
         found = pair.hear_right()
-        if ON_GPU:
-            error = found[SURVIVOR]["error"]
-            assert f"process {VICTIM}" in error and "out of memory" in error, error
+        error = found[SURVIVOR]["error"]
+        assert f"process {VICTIM}" in error and "out of memory" in error, error
         pair.finish()
 
 
@@ -654,48 +634,5 @@ def test_processes_that_see_only_their_own_gpu_exchange(folder):
         pair.finish()
 
 
-# ---------------------------------------------------------------------------------- without pytest
-
-ALONE = test_less_can_be_reserved_when_another_process_had_no_room_for_more  # it fills a GPU
-
-
-def is_wanted(name, test, parts):
-    """Return True if a test has one of these parts in its name. Without parts, all tests for this
-    number of GPUs are wanted."""
-    if parts:
-        return any(part in name for part in parts)
-    needs_two = any(mark.name == "several_devices" for mark in getattr(test, "pytestmark", ()))
-    return not (SHARES_GPU and needs_two)
-
-
-def main(parts):
-    """Run tests at the same time, except `ALONE`; print the outcome of each as a line."""
-    tests = {name: test for name, test in globals().items() if name.startswith("test_")}
-    wanted = [name for name, test in tests.items() if is_wanted(name, test, parts)]
-    failed = []
-
-    def run(name):
-        start = time.monotonic()
-        try:
-            tests[name](pathlib.Path(folder))
-            result = "ok"
-        except BaseException as error:
-            failed.append(name)
-            result = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{time.monotonic() - start:5.1f} s  {name}  {result}", flush=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        shared, _, sockets = leavings(folder)
-        with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
-            list(pool.map(run, [name for name in wanted if tests[name] is not ALONE]))
-        for name in wanted:
-            if tests[name] is ALONE:
-                run(name)
-        assert_nothing_is_left(folder, shared, sockets)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--work"]:
-        work(globals()[sys.argv[2]])
-    sys.exit(main(sys.argv[1:]))
+    work(globals()[sys.argv[1]])
