@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <type_traits>
@@ -32,11 +33,13 @@ struct nanobind::detail::type_caster<moe_a2a::Problem> {
 
 namespace {
 
+using namespace moe_a2a;
+
 // Reads the attributes of a call that is being lowered. Returns false if an attribute is missing or
 // has the wrong type.
-class AttributeReader {
+class PythonAttributes {
  public:
-  explicit AttributeReader(nb::dict attributes) : attributes_(std::move(attributes)) {}
+  explicit PythonAttributes(nb::dict attributes) : attributes_(std::move(attributes)) {}
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
@@ -57,141 +60,163 @@ class AttributeReader {
 };
 
 // An array of a call in Python: the type's name in XLA, and the axes.
-using Type = std::pair<std::string, std::vector<int64_t>>;
+using ArrayType = std::pair<std::string, std::vector<int64_t>>;
 
 // Returns arrays whose dimensions belong to `types`.
-moe_a2a::Arrays ToArrays(const std::vector<Type>& types, bool is_colocated = false) {
-  moe_a2a::Arrays arrays;
+Arrays ToArrays(const std::vector<ArrayType>& types, bool is_colocated = false) {
+  Arrays arrays;
   for (const auto& [name, axes] : types) {
-    moe_a2a::Array& array = arrays.emplace_back();
-    array.type = moe_a2a::TypeNamed(name);
+    Array& array = arrays.emplace_back();
+    array.type = TypeNamed(name);
     array.dimensions = {axes.data(), axes.size()};
-    array.bytes = moe_a2a::NumElements(array, 0) * array.type.bytes;
+    array.bytes = NumElements(array, 0) * array.type.bytes;
     if (is_colocated) array.address_bits = array.bytes;  // the next rank's array follows
   }
   return arrays;
 }
 
+using Devices = std::vector<int64_t>;
+
+Workspace& WorkspaceOf(Devices devices, int num_ranks, int64_t kind) {
+  return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
+}
+
+// Defines functions of a workspace. Their first arguments are the topology and the kind. They
+// release the GIL, because they may wait for devices or for other threads.
+template <typename Result, typename... Args>
+void Define(nb::module_& m, const char* name, Result (Workspace::*method)(Args...)) {
+  m.def(
+      name,
+      [method](Devices devices, int num_ranks, int64_t kind, Args... args) {
+        return (WorkspaceOf(std::move(devices), num_ranks, kind).*method)(args...);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}
+
+// Defines a function that returns the problem and the value.
+template <typename Value>
+void Define(nb::module_& m, const char* name, Problem (Workspace::*method)(Value*)) {
+  m.def(
+      name,
+      [method](Devices devices, int num_ranks, int64_t kind) {
+        std::pair<Problem, Value> found;
+        found.first = (WorkspaceOf(std::move(devices), num_ranks, kind).*method)(&found.second);
+        return found;
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}
+
+template <typename Names>
+nb::list ListOf(const Names& names) {
+  nb::list list;
+  for (const char* name : names) list.append(name);
+  return list;
+}
+
+template <typename Enum>
+nb::dict NumbersOf(std::initializer_list<std::pair<const char*, Enum>> values) {
+  nb::dict numbers;
+  for (const auto& [name, value] : values) numbers[name] = static_cast<int64_t>(value);
+  return numbers;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
-  m.attr("RING_DEPTH") = moe_a2a::kRingDepth;
-  m.attr("MAX_RANKS") = moe_a2a::kMaxRanks;
-  m.attr("MAX_CHUNKS") = moe_a2a::kMaxChunks;
-  m.attr("MAX_ARRAYS") = moe_a2a::kMaxArrays;
-  m.attr("MAX_FUSED_TOKENS") = moe_a2a::kMaxFusedTokens;
-  m.attr("MAX_FUSED_CHOICES") = moe_a2a::kMaxFusedChoices;
-  m.attr("MAX_FUSED_EXPERTS") = moe_a2a::kMaxFusedExperts;
-  m.attr("MAX_TOP_K") = moe_a2a::kMaxTopK;
-  m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
-  m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
-  m.attr("TAIL_ROW") = moe_a2a::kTailRow;
-  using Kind = moe_a2a::WorkspaceKind;
-  m.attr("WORKSPACE_KINDS") =
-      nb::make_tuple(static_cast<int64_t>(Kind::kWhole), static_cast<int64_t>(Kind::kSplit));
-  const auto names = [](const auto& list) {
-    nb::list all;
-    for (const char* name : list) all.append(name);
-    return all;
-  };
-  m.attr("ROUTING_ARRAYS") = names(moe_a2a::kRoutingArrayNames);
-  m.attr("PLAN_ARRAYS") = names(moe_a2a::kPlanArrayNames);
+  m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
+  m.attr("sources") = MOE_A2A_SOURCES;
+  m.attr("PROTOCOL_VERSION") = kProtocolVersion;
+  m.attr("RING_DEPTH") = kRingDepth;
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_CHUNKS") = kMaxChunks;
+  m.attr("MAX_ARRAYS") = kMaxArrays;
+  m.attr("MAX_FUSED_TOKENS") = kMaxFusedTokens;
+  m.attr("MAX_FUSED_CHOICES") = kMaxFusedChoices;
+  m.attr("MAX_FUSED_EXPERTS") = kMaxFusedExperts;
+  m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_PAIRS") = kMaxPairs;
+  m.attr("MAX_LOCAL_EXPERTS") = kMaxLocalExperts;
+  m.attr("MAX_ROUTE_COUNTS") = kMaxRouteCounts;
+  m.attr("MAX_PLANNED_EXPERTS") = kMaxPlannedExperts;
+  m.attr("HEADER_BYTES") = kHeaderBytes;
+  m.attr("TAIL_ROW") = kTailRow;
+  m.attr("ELSEWHERE") = kElsewhere;
+  m.attr("WORKSPACE_KINDS") = nb::make_tuple(static_cast<int64_t>(WorkspaceKind::kWhole),
+                                             static_cast<int64_t>(WorkspaceKind::kSplit));
+  m.attr("ROUTING_ARRAYS") = ListOf(kRoutingArrayNames);
+  m.attr("PLAN_ARRAYS") = ListOf(kPlanArrayNames);
   // A tuple per format: (name, numbers in a group, bits of a value, bytes of a scale).
   nb::list formats;
-  moe_a2a::for_each(moe_a2a::TokenFormats{}, [&](auto format) {
-    using Format = moe_a2a::Format<format>;
-    formats.append(nb::make_tuple(Format::kName, Format::kGroup, Format::kValueBits,
-                                  sizeof(typename Format::Scale)));
+  for_each(TokenFormats{}, [&](auto format) {
+    using F = Format<format>;
+    formats.append(nb::make_tuple(F::kName, F::kGroup, F::kValueBits, sizeof(typename F::Scale)));
   });
   m.attr("TOKEN_FORMATS") = formats;
   nb::dict tuning;
-  for (const auto& [name, value] : moe_a2a::kLoweringTuning) tuning[name] = value;
+  for (const auto& [name, value] : kLoweringTuning) tuning[name] = value;
   m.attr("tuning") = tuning;
+  m.def("array_bytes", &array_bytes);
+  m.def("slots_per_chunk", &slots_per_chunk);
+  m.def("colocated_blocks", &colocated_blocks);
+  m.def("launch_blocks", &launch_blocks);
+
   m.def("why_not", [](const std::string& target, nb::dict attributes,
-                      const std::vector<Type>& operands, const std::vector<Type>& results,
+                      const std::vector<ArrayType>& operands, const std::vector<ArrayType>& results,
                       int num_ranks, bool is_colocated) {
-    const moe_a2a::Verdict verdict = moe_a2a::WhyNot(
-        target, AttributeReader(std::move(attributes)), ToArrays(operands, is_colocated),
-        ToArrays(results, is_colocated), num_ranks, is_colocated);
+    const Verdict verdict =
+        WhyNot(target, PythonAttributes(std::move(attributes)), ToArrays(operands, is_colocated),
+               ToArrays(results, is_colocated), num_ranks, is_colocated);
     return nb::make_tuple(std::string(verdict.why), verdict.why.is_unsupported, verdict.half_bytes);
   });
-  m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
-  m.def("slots_per_chunk", &moe_a2a::slots_per_chunk, nb::arg("num_slots"));
-
-  m.def("why_not_product", [](const std::string& target, nb::dict attributes,
-                              const std::vector<Type>& operands, const std::vector<Type>& results) {
-    const AttributeReader read(std::move(attributes));
-    const auto args = ToArrays(operands), outs = ToArrays(results);
-    std::string why = "no kernel has the target '" + target + "'";
-    moe_a2a::for_each(moe_a2a::ProductCalls{}, [&](auto of) {
-      using Call = typename decltype(of)::type;
-      if (target != Call::kTarget) return;
-      typename Call::Params params = {};
-      int64_t num_sms = 0;
-      why = moe_a2a::DescribeProduct<Call>(read, {args.data(), args.size()},
-                                           {outs.data(), outs.size()}, &params, &num_sms);
-    });
-    return why;
-  });
-#ifdef MOE_A2A_TEST_HOOKS
-  m.attr("has_test_hooks") = true;
-#else
-  m.attr("has_test_hooks") = false;
-#endif
+  m.def("why_not_product",
+        [](const std::string& target, nb::dict attributes, const std::vector<ArrayType>& operands,
+           const std::vector<ArrayType>& results) {
+          const PythonAttributes read(std::move(attributes));
+          const auto args = ToArrays(operands), outs = ToArrays(results);
+          std::string why = "no kernel has the target '" + target + "'";
+          for_each(ProductCalls{}, [&](auto of) {
+            using Call = typename decltype(of)::type;
+            if (target != Call::kTarget) return;
+            typename Call::Params params = {};
+            int64_t num_sms = 0;
+            why = DescribeProduct<Call>(read, {args.data(), args.size()},
+                                        {outs.data(), outs.size()}, &params, &num_sms);
+          });
+          return why;
+        });
 
 #ifdef MOE_A2A_GROUPED_GEMM
   m.attr("has_grouped_gemm") = true;
-  m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
-  m.def("why_not_fp8_gemm", &moe_a2a::WhyNotFp8Gemm);
-  m.def("library_version", &moe_a2a::CublasLtVersion);
-  m.def("library_scratch", &moe_a2a::LibraryScratch);
-  m.attr("GEMM_CAPABILITY") = moe_a2a::kGemmCapability;
-  m.attr("DOT_COLUMNS") = moe_a2a::kDotColumns;
-  m.attr("FP8_BLOCK") = moe_a2a::kFp8Block;
-  using Product = moe_a2a::GroupedProduct;
-  nb::dict products;
-  for (const auto& [name, product] : {std::pair{"FORWARD", Product::kForward},
-                                      {"FORWARD_FEW", Product::kForwardFew},
-                                      {"TRANSPOSED", Product::kTransposed},
-                                      {"WEIGHT_GRADIENT", Product::kWeightGradient}}) {
-    products[name] = static_cast<int>(product);
-  }
-  m.attr("PRODUCTS") = products;
-  using moe_a2a::Activation;
-  nb::dict activations;
-  for (const auto& [name, activation] : {std::pair{"silu", Activation::kSilu},
-                                         {"gelu", Activation::kGelu},
-                                         {"gelu_tanh", Activation::kGeluTanh},
-                                         {"relu", Activation::kRelu},
-                                         {"squared_relu", Activation::kSquaredRelu},
-                                         {"clamped_swiglu", Activation::kClampedSwiglu},
-                                         {"scaled_bias", Activation::kScaledBias}}) {
-    activations[name] = static_cast<int>(activation);
-  }
-  m.attr("ACTIVATIONS") = activations;
+  m.def("why_not_grouped_gemm", &WhyNotGroupedGemm);
+  m.def("why_not_fp8_gemm", &WhyNotFp8Gemm);
+  m.def("library_version", &CublasLtVersion);
+  m.def("library_scratch", &LibraryScratch);
+  m.attr("GEMM_CAPABILITY") = kGemmCapability;
+  m.attr("DOT_COLUMNS") = kDotColumns;
+  m.attr("FP8_BLOCK") = kFp8Block;
+  m.attr("PRODUCTS") =
+      NumbersOf<GroupedProduct>({{"FORWARD", GroupedProduct::kForward},
+                                 {"FORWARD_FEW", GroupedProduct::kForwardFew},
+                                 {"TRANSPOSED", GroupedProduct::kTransposed},
+                                 {"WEIGHT_GRADIENT", GroupedProduct::kWeightGradient}});
+  m.attr("ACTIVATIONS") = NumbersOf<Activation>({{"silu", Activation::kSilu},
+                                                 {"gelu", Activation::kGelu},
+                                                 {"gelu_tanh", Activation::kGeluTanh},
+                                                 {"relu", Activation::kRelu},
+                                                 {"squared_relu", Activation::kSquaredRelu},
+                                                 {"clamped_swiglu", Activation::kClampedSwiglu},
+                                                 {"scaled_bias", Activation::kScaledBias}});
 #else
   m.attr("has_grouped_gemm") = false;
 #endif
-
-  using moe_a2a::Problem;
-  using moe_a2a::Topology;
-  using moe_a2a::Workspace;
-  using moe_a2a::WorkspaceKind;
-  using Devices = std::vector<int64_t>;
-  m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
-  m.attr("sources") = MOE_A2A_SOURCES;
-  m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
-  m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
-  m.attr("MAX_PLANNED_EXPERTS") = moe_a2a::kMaxPlannedExperts;
 
   // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by
   // name.
   m.def("targets", [] {
     nb::dict targets;
-    for (const moe_a2a::Target& target : moe_a2a::Targets()) {
+    for (const Target& target : Targets()) {
       nb::dict stages;
-      const auto add = [&](const char* stage, moe_a2a::Handler* handler) {
+      const auto add = [&](const char* stage, Handler* handler) {
         if (handler != nullptr) stages[stage] = nb::capsule(reinterpret_cast<void*>(handler));
       };
       add("instantiate", target.instantiate);
@@ -202,112 +227,52 @@ NB_MODULE(_native, m) {
     return targets;
   });
   m.def("state_types", [] {
-    const moe_a2a::StateType state = moe_a2a::StateOfTargets();
+    const StateType state = StateOfTargets();
     nb::dict type, types;
     type["type_id"] = nb::capsule(state.id);
     type["type_info"] = nb::capsule(state.info);
     types[state.name] = type;
     return types;
   });
-  m.def("colocated_blocks", &moe_a2a::colocated_blocks);
-  m.def("launch_blocks", &moe_a2a::launch_blocks);
+
   m.def("add_device",
-        [](int64_t id, int process, int ordinal) { moe_a2a::AddDevice(id, {process, ordinal}); });
-  m.attr("ELSEWHERE") = moe_a2a::kElsewhere;
+        [](int64_t id, int process, int ordinal) { AddDevice(id, {process, ordinal}); });
   m.def("add_process", [](int process, std::string socket, std::string secret, int pid) {
-    moe_a2a::AddProcess(process, {std::move(socket), std::move(secret), pid});
+    AddProcess(process, {std::move(socket), std::move(secret), pid});
   });
-  m.def("has_ended", &moe_a2a::HasEnded);
+  m.def("has_ended", &HasEnded);
   m.def("listen", [] {
-    moe_a2a::Endpoint endpoint;
-    const Problem problem = moe_a2a::Listen(&Workspace::Serve, &endpoint);
+    Endpoint endpoint;
+    const Problem problem = Listen(&Workspace::Serve, &endpoint);
     return nb::make_tuple(problem, endpoint.socket, endpoint.secret);
   });
-  auto workspace = [](Devices devices, int num_ranks, int64_t kind) -> Workspace& {
-    return Workspace::Get({std::move(devices), num_ranks}, static_cast<WorkspaceKind>(kind));
-  };
-  m.def("failure", [=](Devices devices, int num_ranks, int64_t kind) {
-    std::string failure;
-    Problem problem;
-    {
-      nb::gil_scoped_release release;
-      problem = workspace(std::move(devices), num_ranks, kind).ReadFailure(&failure);
-    }
-    return nb::make_tuple(problem, failure);
+  m.def("check_access", [](Devices devices, int num_ranks) {
+    return WorkspaceOf(std::move(devices), num_ranks, 0).CheckAccess();
   });
-  m.def("check_access", [=](Devices devices, int num_ranks) -> Problem {
-    return workspace(std::move(devices), num_ranks, 0).CheckAccess();
+  m.def("reserved_bytes", [](Devices devices, int num_ranks, int64_t kind) {
+    return WorkspaceOf(std::move(devices), num_ranks, kind).half_bytes();
   });
-  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int64_t kind) {
-    return workspace(std::move(devices), num_ranks, kind).half_bytes();
-  });
-  m.def("counters", [=](Devices devices, int num_ranks, int64_t kind) {
-    std::vector<moe_a2a::CounterValues> values;
-    Problem problem;
-    {
-      nb::gil_scoped_release release;
-      problem = workspace(std::move(devices), num_ranks, kind).ReadCounters(&values);
-    }
-    nb::list counters;
-    for (const auto& v : values) {
-      counters.append(nb::make_tuple(v.next_epoch, v.poison, v.credits, v.heads));
-    }
-    return nb::make_tuple(problem, counters);
-  });
-  // The next functions wait for devices or for other threads, so they release the GIL.
-  m.def(
-      "mapped_bytes",
-      [=](Devices devices, int num_ranks, int64_t kind) {
-        return workspace(std::move(devices), num_ranks, kind).MappedBytes();
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "reserve",
-      [=](Devices devices, int num_ranks, int64_t kind, int64_t half_bytes,
-          int64_t timeout_ns) -> Problem {
-        return workspace(std::move(devices), num_ranks, kind).Reserve(half_bytes, timeout_ns);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "wait",
-      [=](Devices devices, int num_ranks, int64_t kind, int64_t timeout_ns) {
-        return workspace(std::move(devices), num_ranks, kind).Wait(timeout_ns);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
+  Define(m, "failure", &Workspace::ReadFailure);
+  Define(m, "counters", &Workspace::ReadCounters);
+  Define(m, "mapped_bytes", &Workspace::MappedBytes);
+  Define(m, "reserve", &Workspace::Reserve);
+  Define(m, "wait", &Workspace::Wait);
   m.def(
       "close",
-      [=](const Devices& devices, int num_ranks, const std::vector<int64_t>& kinds,
-          int64_t timeout_ns) {
+      [](const Devices& devices, int num_ranks, const std::vector<int64_t>& kinds,
+         int64_t timeout_ns) {
         std::vector<Workspace*> all;
-        for (int64_t kind : kinds) {
-          all.push_back(&workspace(devices, num_ranks, kind));
-        }
+        for (int64_t kind : kinds) all.push_back(&WorkspaceOf(devices, num_ranks, kind));
         return Workspace::Close(all, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
-  m.def(
-      "set_hooks",
-      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint32_t mutation,
-          uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return workspace(std::move(devices), num_ranks, kind)
-            .SetHooks(index, mutation, delay_phase, delay_ns, depth);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "set_epoch",
-      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, kind).SetEpoch(index, epoch);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def(
-      "set_credits",
-      [=](Devices devices, int num_ranks, int64_t kind, int64_t index, uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, kind).SetCredits(index, epoch);
-      },
-      nb::call_guard<nb::gil_scoped_release>());
-  m.def("set_uncapped", [=](Devices devices, int num_ranks, int64_t kind, bool is_uncapped) {
-    workspace(std::move(devices), num_ranks, kind).SetUncapped(is_uncapped);
-  });
+  m.attr("has_test_hooks") = true;
+  Define(m, "set_hooks", &Workspace::SetHooks);
+  Define(m, "set_epoch", &Workspace::SetEpoch);
+  Define(m, "set_credits", &Workspace::SetCredits);
+  Define(m, "set_uncapped", &Workspace::SetUncapped);
+#else
+  m.attr("has_test_hooks") = false;
 #endif
 }

@@ -36,11 +36,6 @@ constexpr void for_each(Constants<kValues...>, Body&& body) {
   (body(Constant<kValues>{}), ...);
 }
 
-template <auto... kValues, typename Value>
-constexpr bool contains(Constants<kValues...>, Value value) {
-  return ((value == kValues) || ...);
-}
-
 // Ends the program because a value is not in its list. This cannot happen in a kernel, because the
 // host has chosen the kernel, or the value, from the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {

@@ -45,7 +45,6 @@ struct Format<TokenFormat::kNvFp4> {
 // A kernel compares a value with all elements except the last.
 using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
-constexpr int kNumFormats = TokenFormats::kCount;
 
 // Returns the format of a Python class, or kNoFormat if no format has that name.
 inline TokenFormat format_named(std::string_view name) {

@@ -71,6 +71,7 @@ struct Array {
   // The bitwise or of the addresses of the array on all ranks of the device. The lowest bit that is
   // set is the alignment. 0: at least 16 bytes.
   uintptr_t address_bits = 0;
+  size_t index = 0;  // among the operands and then the results of the call
 };
 using Arrays = std::vector<Array>;
 
@@ -81,9 +82,6 @@ inline int64_t NumElements(const Array& array, size_t first_axis) {
   for (size_t i = first_axis; i < array.dimensions.size(); ++i) elements *= array.dimensions[i];
   return elements;
 }
-
-// Returns how a failure fills a result, without the address.
-inline FailureFill FillOf(const Array& result) { return {nullptr, result.bytes, result.type.nan}; }
 
 // Returns the bytes of the widest access that is aligned in every row of `row_bytes` of these
 // arrays.

@@ -1,31 +1,32 @@
 // The context of a call, and helpers. The context, the arrays and the attributes determine the
 // parameters of a kernel.
 //
-// Each call is a struct in a separate file. Its members are the attributes, in the order in which
-// Read() names them. It has
+// Each call is a struct that is derived from ExchangeCall. Its members are the attributes, in the
+// order in which Read() names them. It has
 //
 //   kTarget                        the target of its custom calls
-//   kHasHalves                     whether the call also has a start and a done
-//   Params                         the kernel's parameters
-//   kOperation                     the kernel's name in error messages
 //   Read(read)                     calls read(name, &member) for each attribute; returns false if
 //                                  one is missing
 //   Describe(context, args, results, &params)
-//                                  returns a problem, or sets all parameters except addresses;
-//                                  `params` are zeros before. The problem is Unsupported() if it
-//                                  is a limit of the kernels. Otherwise the call is malformed: its
-//                                  arrays do not fit each other or its attributes.
-//   Point(args, results, &params)  sets only the addresses, of one rank for one launch
+//                                  returns a problem, or sets all parameters; `params` are zeros
+//                                  before. The problem is Unsupported() if it is a limit of the
+//                                  kernels. Otherwise the call is malformed: its arrays do not fit
+//                                  each other or its attributes.
 //   ZoneBytes(params)              returns the bytes of one source's landing zone
 //
 // Describe() runs when a program is lowered (calls/why_not.h), and once for each call when the
-// program runs. Point() runs at each execution. One Describe() serves all ranks that share a GPU,
-// because they differ only in addresses and in the number of the rank.
+// program runs. It lists the addresses among the parameters (CallContext::Bind), which a handler
+// replaces at each execution. One Describe() serves all ranks that share a GPU, because they differ
+// only in addresses and in the number of the rank.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <type_traits>
+#include <vector>
 
+#include "calls/array.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "params.h"
@@ -33,11 +34,69 @@
 
 namespace moe_a2a {
 
+// A member of the parameters that holds the address of an array.
+struct Binding {
+  const void* member;
+  size_t array;  // Array::index
+};
+
 // The call as its first rank on the device sees it.
 struct CallContext {
   RankView view;      // its signature covers all that does not depend on the call's arrays
   bool is_colocated;  // true: all ranks share the device and the launch
   int64_t num_sms;    // blocks that a launch may have for each rank
+  std::vector<Binding>* bindings = nullptr;  // the list of Bind(), or null
+
+  // Sets a member of the parameters to the address of an array, and lists the member.
+  template <typename T>
+  void Bind(T** member, const Array& array) const {
+    *member = static_cast<T*>(array.data);
+    if (bindings != nullptr) bindings->push_back({member, array.index});
+  }
+
+  // Sets how a failure fills a result.
+  void BindFill(FailureFill* fill, const Array& result) const {
+    fill->bytes = result.bytes;
+    fill->byte = result.type.nan;
+    Bind(&fill->data, result);
+  }
+};
+
+// Copies the parameters that Describe() has set, with other addresses. address_of(i) returns the
+// address of the array with index i.
+template <typename Params, typename AddressOf>
+void CopyParams(const Params& from, const std::vector<Binding>& bindings,
+                const AddressOf& address_of, Params* to) {
+  std::memcpy(static_cast<void*>(to), &from, sizeof(Params));
+  for (const Binding& binding : bindings) {
+    const auto offset =
+        static_cast<const char*>(binding.member) - reinterpret_cast<const char*>(&from);
+    const void* const address = address_of(binding.array);
+    std::memcpy(reinterpret_cast<char*>(to) + offset, &address, sizeof(address));
+  }
+}
+
+// Returns the part of a kernel's parameters that describes its exchange.
+template <typename Params>
+auto& exchange_of(Params& p) {
+  using P = std::remove_const_t<Params>;
+  if constexpr (std::is_same_v<P, FormatDispatchParams> ||
+                std::is_same_v<P, RoutedDispatchParams>) {
+    return p.exchange;
+  } else {
+    return p;
+  }
+}
+
+// The base of a call. `kOperation` is the kernel's name in error messages. If `kHasHalves`, the
+// call also has a start and a done.
+template <typename KernelParams, Operation kName, bool kIsSplittable = false>
+struct ExchangeCall {
+  using Params = KernelParams;
+  static constexpr Operation kOperation = kName;
+  static constexpr bool kHasHalves = kIsSplittable;
+
+  static int64_t ZoneBytes(const Params& p) { return exchange_of(p).zone_bytes; }
 };
 
 // Reads the attributes of a call. Returns a problem that names a missing attribute.

@@ -15,15 +15,12 @@
 
 namespace moe_a2a {
 
-struct CombineCall {
+struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplittable=*/true> {
   int64_t num_choice_arrays, num_pairs, num_addends;
   std::string wire;  // how partial sums travel: a type, or the name of a format's class in Python
   float global_scale;
 
   static constexpr const char* kTarget = "moe_a2a_combine";
-  static constexpr bool kHasHalves = true;
-  using Params = CombineParams;
-  static constexpr Operation kOperation = Operation::kCombine;
 
   template <typename Reader>
   bool Read(Reader&& read) {
@@ -36,7 +33,7 @@ struct CombineCall {
                    CombineParams* params) const {
     CombineParams& p = *params;
     p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
       return "combine needs one result for each operand, or one result of all pairs of rows and "
              "weights, then an addend for each sum or none; got " +
@@ -49,7 +46,6 @@ struct CombineCall {
                          std::to_string(kMaxPairs) + " pairs of rows and weights; got " +
                          std::to_string(results.size()) + " and " + std::to_string(num_pairs));
     }
-    SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
     p.num_moved = static_cast<int32_t>(num_choice_arrays);
     p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
@@ -59,8 +55,9 @@ struct CombineCall {
     Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
     p.listed = p.wire == WireType::kOfRows && num_pairs <= 1 &&
                p.routing.top_k + p.view.num_ranks <= kWarpThreads;
-    MOE_A2A_TRY(FirstOf({DescribeSums(args, results, p), DescribeScalars(args, results, p),
-                         DescribePairs(args, p)}));
+    MOE_A2A_TRY(
+        FirstOf({DescribeSums(context, args, results, p),
+                 DescribeScalars(context, args, results, p), DescribePairs(context, args, p)}));
     if (is_encoded(p) && !p.listed) {
       return Unsupported(
           "combine with a token format needs rows of whole groups, at most one pair of rows and "
@@ -70,26 +67,6 @@ struct CombineCall {
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
   }
-
-  void Point(Addresses args, Addresses results, CombineParams* p) const {
-    PointRouting(args, &p->routing);
-    for (int i = 0; i < p->num_summed; ++i) {
-      p->summed[i].rows = args[i];
-      p->summed[i].out = results[i];
-      if (num_addends > 0) p->summed[i].addend = args[first_addend(*p) + i];
-    }
-    for (int i = 0; i < p->num_moved; ++i) {
-      p->moved[i].in = args[p->num_summed + i];
-      p->moved[i].out = results[p->num_summed + i];
-    }
-    for (int i = 0; i < p->num_pairs; ++i) {
-      p->pair_rows[i] = args[i];
-      p->pair_weights[i] = reinterpret_cast<const float*>(args[p->num_pairs + i]);
-    }
-    for (size_t i = 0; i < results.size(); ++i) p->fills[i].data = results[i];
-  }
-
-  static int64_t ZoneBytes(const CombineParams& p) { return p.zone_bytes; }
 
  private:
   static bool is_encoded(const CombineParams& p) { return p.wire_format != kNoFormat; }
@@ -119,7 +96,8 @@ struct CombineCall {
                        " or in a token format; got '" + wire + "' for rows " + ToString(args[0]));
   }
 
-  Problem DescribeSums(ArraySlice args, ArraySlice results, CombineParams& p) const {
+  Problem DescribeSums(const CallContext& context, ArraySlice args, ArraySlice results,
+                       CombineParams& p) const {
     const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
     for (int i = 0; i < p.num_summed; ++i) {
       const Array &rows = args[i], &out = results[i];
@@ -148,12 +126,16 @@ struct CombineCall {
           is_encoded(p) ? encoded_stride(p.wire_format, array.elements)
                         : array.elements * (p.wire == WireType::kFloat32 ? kFloat32.bytes : item);
       array.zone_offset = TakeZone(p.zone_bytes, num_tokens, row_bytes, p.view);
-      p.fills[i] = FillOf(out);
+      context.Bind(&array.rows, rows);
+      context.Bind(&array.out, out);
+      if (num_addends > 0) context.Bind(&array.addend, addend);
+      context.BindFill(&p.fills[i], out);
     }
     return {};
   }
 
-  Problem DescribeScalars(ArraySlice args, ArraySlice results, CombineParams& p) const {
+  Problem DescribeScalars(const CallContext& context, ArraySlice args, ArraySlice results,
+                          CombineParams& p) const {
     const int64_t num_tokens = p.routing.num_tokens, top_k = p.routing.top_k;
     for (int i = 0; i < p.num_moved; ++i) {
       const Array &in = args[p.num_summed + i], &out = results[p.num_summed + i];
@@ -165,13 +147,15 @@ struct CombineCall {
       array.row_bytes = top_k * array.choice_bytes;
       array.width = Width(array.choice_bytes, {&in, &out});
       array.zone_offset = TakeZone(p.zone_bytes, num_tokens, array.row_bytes, p.view);
-      p.fills[p.num_summed + i] = FillOf(out);
+      context.Bind(&array.in, in);
+      context.Bind(&array.out, out);
+      context.BindFill(&p.fills[p.num_summed + i], out);
     }
     return {};
   }
 
   // Runs after DescribeSums(), because all pairs belong to the first sum.
-  Problem DescribePairs(ArraySlice args, CombineParams& p) const {
+  Problem DescribePairs(const CallContext& context, ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
     for (int i = 0; i < p.num_pairs; ++i) {
@@ -184,6 +168,8 @@ struct CombineCall {
       MOE_A2A_TRY(FirstOf({CheckItems(rows, "rows", {capacity}, sum.elements * item),
                            CheckItems(weights, "weights", {capacity},
                                       NumElements(args[p.num_pairs], 1) * kFloat32.bytes)}));
+      context.Bind(&p.pair_rows[i], rows);
+      context.Bind(&p.pair_weights[i], weights);
       const int64_t weights_per_row = std::max<int64_t>(1, NumElements(weights, 1));
       p.elements_per_weight = std::max<int64_t>(1, sum.elements / weights_per_row);
       // A vector must not straddle two weights.

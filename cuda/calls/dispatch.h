@@ -1,48 +1,43 @@
-// The call `dispatch`. Operands: payload arrays and the routing. Results: rows of each payload
-// array.
+// The calls `dispatch` and `format_dispatch`. Operands: the payload (calls/payload.h or
+// calls/encoded_payload.h) and the routing. Results: rows of the payload.
 #pragma once
-
-#include <cstdint>
 
 #include "calls/array.h"
 #include "calls/call.h"
+#include "calls/encoded_payload.h"
 #include "calls/payload.h"
 #include "calls/routing.h"
 
 namespace moe_a2a {
 
-struct DispatchCall {
-  DispatchOptions options;
-
-  static constexpr const char* kTarget = "moe_a2a_dispatch";
-  static constexpr bool kHasHalves = true;
-  using Params = DispatchParams;
-  static constexpr Operation kOperation = Operation::kDispatch;
+template <typename PayloadOfCall, typename KernelParams, bool kIsSplittable>
+struct DispatchOf : ExchangeCall<KernelParams, Operation::kDispatch, kIsSplittable> {
+  PayloadOfCall payload;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return options.Read(read);
+    return payload.Read(read);
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
-                   DispatchParams* params) const {
-    DispatchParams& p = *params;
+                   KernelParams* params) const {
+    DispatchParams& p = exchange_of(*params);
     p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
-    options.Describe(p);
-    SignShapes(p.view, p.routing);
+    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
     const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
-    MOE_A2A_TRY(DescribePayload(moved, results, options.num_choice_arrays, p));
-    p.roles = grid_of(p, context.num_sms).roles;
+    MOE_A2A_TRY(payload.Describe(context, moved, results, *params));
+    p.roles = grid_of(*params, context.num_sms).roles;
     return {};
   }
+};
 
-  void Point(Addresses args, Addresses results, DispatchParams* p) const {
-    PointRouting(args, &p->routing);
-    PointPayload(args, results, *p);
-  }
+struct DispatchCall : DispatchOf<MovedPayload, DispatchParams, /*kIsSplittable=*/true> {
+  static constexpr const char* kTarget = "moe_a2a_dispatch";
+};
 
-  static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
+struct FormatDispatchCall
+    : DispatchOf<EncodedPayload, FormatDispatchParams, /*kIsSplittable=*/false> {
+  static constexpr const char* kTarget = "moe_a2a_format_dispatch";
 };
 
 }  // namespace moe_a2a

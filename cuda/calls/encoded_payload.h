@@ -8,12 +8,13 @@
 
 #include "calls/array.h"
 #include "calls/call.h"
+#include "calls/payload.h"
 
 namespace moe_a2a {
 
 // How leaves are quantized. `format` is the name of a class in Python. The global scale of NvFp4 is
 // an attribute, or an operand with one scale for each token.
-struct EncodedPayload {
+struct EncodedPayload : MovedPayload {
   std::string format;
   int64_t num_leaves;
   bool decode, has_token_scales;
@@ -21,13 +22,17 @@ struct EncodedPayload {
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("format", &format) && read("decode", &decode) && read("num_leaves", &num_leaves) &&
-           read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
+    return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
+           read("num_leaves", &num_leaves) && read("global_scale", &global_scale) &&
+           read("has_token_scales", &has_token_scales);
   }
 
-  // Describes the arrays of `exchange`, whose routing and view are set, and their encoding.
-  Problem Describe(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
-                   Encoding& encoding, DispatchParams& exchange) const {
+  // Describes the arrays and their encoding. The routing and the view are set.
+  template <typename Params>
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   Params& params) const {
+    DispatchParams& exchange = params.exchange;
+    Encoding& encoding = params.encoding;
     RankView& view = exchange.view;
     encoding.format = format_named(format);
     if (encoding.format == kNoFormat) return "no kernel knows a format '" + format + "'";
@@ -50,6 +55,8 @@ struct EncodedPayload {
       return Unsupported("a dispatch with a format moves at most " + std::to_string(kMaxArrays) +
                          " arrays: values and scales of a leaf are two");
     }
+    exchange.leaves_tail = leaves_tail;
+    params.num_results = static_cast<int32_t>(results.size());
     encoding.decode = decode;
     encoding.num_leaves = static_cast<int32_t>(num_leaves);
     encoding.global_scale = global_scale;
@@ -57,15 +64,7 @@ struct EncodedPayload {
                       int64_t{has_token_scales}}) {
       Mix(view.signature, v);
     }
-    const int64_t num_tokens = exchange.routing.num_tokens;
-    const int64_t top_k = exchange.routing.top_k, capacity = exchange.routing.capacity;
-    const auto add = [&](int64_t row_bytes, int64_t choice_bytes, int32_t width) {
-      MovedArray& array = exchange.arrays[exchange.num_arrays++];
-      array.row_bytes = row_bytes;
-      array.choice_bytes = choice_bytes;
-      array.zone_offset = TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view);
-      array.width = width;
-    };
+    const int64_t num_tokens = exchange.routing.num_tokens, capacity = exchange.routing.capacity;
     for (size_t i = 0; i < leaves; ++i) {
       const Array& in = args[i];
       const ArraySlice out = results.from(i * results_per_leaf());
@@ -88,48 +87,31 @@ struct EncodedPayload {
       MOE_A2A_TRY(decode ? CheckItems(out[0], "decoded rows", {capacity}, elements * in.type.bytes)
                          : FirstOf({CheckItems(out[0], "values of rows", {capacity}, of_values),
                                     CheckItems(out[1], "scales of rows", {capacity}, of_scales)}));
-      add(of_values, 0, decode ? kVectorBytes : Width(of_values, {&out[0]}));
-      add(of_scales, 0, decode ? kVectorBytes : Width(of_scales, {&out[1]}));
-    }
-    for (size_t i = 0; i < choice_arrays; ++i) {
-      const Array& in = args[leaves + i];
-      const Array& out = results[results_per_leaf() * leaves + i];
-      const int64_t choice_bytes = NumElements(in, 2) * in.type.bytes;
-      MOE_A2A_TRY(FirstOf({CheckLead(in, "a choice array", {num_tokens, top_k}),
-                           CheckItems(out, "rows", {capacity}, choice_bytes)}));
-      add(NumElements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
-    }
-    if (has_token_scales) {
-      MOE_A2A_TRY(CheckShape(args[leaves + choice_arrays], "token scales", kFloat32, {num_tokens}));
-      if (scales_travel()) add(sizeof(float), 0, sizeof(float));
-    }
-    for (size_t i = 0; i < results.size(); ++i) exchange.fills[i] = FillOf(results[i]);
-    return {};
-  }
-
-  void Point(Addresses args, Addresses results, Encoding& encoding,
-             DispatchParams& exchange) const {
-    const size_t leaves = num_leaves;
-    for (size_t i = 0; i < leaves; ++i) {
-      MovedArray &values = exchange.arrays[2 * i], &scales = exchange.arrays[2 * i + 1];
-      values.in = args[i];
-      values.out = results[i * results_per_leaf()];
+      const int32_t vector = kVectorBytes;
+      MovedArray& values =
+          AddArray(of_values, 0, decode ? vector : Width(of_values, {&out[0]}), exchange);
+      MovedArray& scales =
+          AddArray(of_scales, 0, decode ? vector : Width(of_scales, {&out[1]}), exchange);
+      context.Bind(&values.in, in);
+      context.Bind(&values.out, out[0]);
       if (decode) continue;
-      scales.in = args[i];
-      scales.out = results[2 * i + 1];
+      context.Bind(&scales.in, in);
+      context.Bind(&scales.out, out[1]);
     }
-    const size_t choice_arrays = results.size() - results_per_leaf() * leaves;
     for (size_t i = 0; i < choice_arrays; ++i) {
-      MovedArray& array = exchange.arrays[2 * leaves + i];
-      array.in = args[leaves + i];
-      array.out = results[results_per_leaf() * leaves + i];
+      const Array& out = results[results_per_leaf() * leaves + i];
+      MOE_A2A_TRY(AddPlain(context, args[leaves + i], out, /*per_choice=*/true, exchange));
     }
     if (has_token_scales) {
-      const char* token_scales = args[leaves + choice_arrays];
-      encoding.token_scales = reinterpret_cast<const float*>(token_scales);
-      if (scales_travel()) exchange.arrays[2 * leaves + choice_arrays].in = token_scales;
+      const Array& token_scales = args[leaves + choice_arrays];
+      MOE_A2A_TRY(CheckShape(token_scales, "token scales", kFloat32, {num_tokens}));
+      context.Bind(&encoding.token_scales, token_scales);
+      if (scales_travel()) {
+        context.Bind(&AddArray(sizeof(float), 0, sizeof(float), exchange).in, token_scales);
+      }
     }
-    for (size_t i = 0; i < results.size(); ++i) exchange.fills[i].data = results[i];
+    for (size_t i = 0; i < results.size(); ++i) context.BindFill(&exchange.fills[i], results[i]);
+    return {};
   }
 
  private:

@@ -1,4 +1,4 @@
-// The options of every dispatch, and payload arrays that a dispatch moves as bytes.
+// Payload arrays that a dispatch moves as bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,35 @@
 
 namespace moe_a2a {
 
-struct DispatchOptions {
+// Adds an array that a dispatch moves. `choice_bytes` is 0 if whole rows move.
+inline MovedArray& AddArray(int64_t row_bytes, int64_t choice_bytes, int32_t width,
+                            DispatchParams& p) {
+  MovedArray& array = p.arrays[p.num_arrays++];
+  array.row_bytes = row_bytes;
+  array.choice_bytes = choice_bytes;
+  array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, row_bytes, p.view);
+  array.width = width;
+  return array;
+}
+
+// Adds an array with one entry per choice, or an array with one entry per token.
+inline Problem AddPlain(const CallContext& context, const Array& in, const Array& out,
+                        bool per_choice, DispatchParams& p) {
+  const RoutingView& routing = p.routing;
+  MOE_A2A_TRY(per_choice ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
+                         : CheckLead(in, "a payload array", {routing.num_tokens}));
+  const int64_t moved_bytes = NumElements(in, per_choice ? 2 : 1) * in.type.bytes;
+  MOE_A2A_TRY(CheckItems(out, "rows", {routing.capacity}, moved_bytes));
+  MovedArray& array = AddArray(NumElements(in, 1) * in.type.bytes, per_choice ? moved_bytes : 0,
+                               Width(moved_bytes, {&in, &out}), p);
+  context.Bind(&array.in, in);
+  context.Bind(&array.out, out);
+  return {};
+}
+
+// A payload. Operands and results: arrays with one entry per token, and then `num_choice_arrays`
+// arrays with one entry per choice.
+struct MovedPayload {
   int64_t num_choice_arrays;
   bool leaves_tail;
 
@@ -17,48 +45,27 @@ struct DispatchOptions {
     return read("num_choice_arrays", &num_choice_arrays) && read("leaves_tail", &leaves_tail);
   }
 
-  void Describe(DispatchParams& p) const { p.leaves_tail = leaves_tail; }
+  // Describes the arrays. The routing and the view are set.
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   DispatchParams& p) const {
+    if (args.size() != results.size() || num_choice_arrays < 0 ||
+        num_choice_arrays > static_cast<int64_t>(results.size())) {
+      return "a dispatch needs one result for each payload array, choice arrays included; got " +
+             std::to_string(args.size()) + " payload arrays, " + std::to_string(results.size()) +
+             " results and " + std::to_string(num_choice_arrays) + " choice arrays";
+    }
+    if (results.size() > kMaxArrays) {
+      return Unsupported("a dispatch moves at most " + std::to_string(kMaxArrays) +
+                         " arrays; got " + std::to_string(results.size()));
+    }
+    p.leaves_tail = leaves_tail;
+    const size_t first_choice_array = results.size() - num_choice_arrays;
+    for (size_t i = 0; i < results.size(); ++i) {
+      MOE_A2A_TRY(AddPlain(context, args[i], results[i], i >= first_choice_array, p));
+      context.BindFill(&p.fills[i], results[i]);
+    }
+    return {};
+  }
 };
-
-// Describes one payload array for each result. The last `num_choice_arrays` arrays have one entry
-// per choice.
-inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_choice_arrays,
-                               DispatchParams& p) {
-  if (args.size() != results.size() || num_choice_arrays < 0 ||
-      num_choice_arrays > static_cast<int64_t>(results.size())) {
-    return "a dispatch needs one result for each payload array, choice arrays included; got " +
-           std::to_string(args.size()) + " payload arrays, " + std::to_string(results.size()) +
-           " results and " + std::to_string(num_choice_arrays) + " choice arrays";
-  }
-  if (results.size() > kMaxArrays) {
-    return Unsupported("a dispatch moves at most " + std::to_string(kMaxArrays) + " arrays; got " +
-                       std::to_string(results.size()));
-  }
-  const RoutingView& routing = p.routing;
-  p.num_arrays = static_cast<int32_t>(results.size());
-  for (int i = 0; i < p.num_arrays; ++i) {
-    const Array &in = args[i], &out = results[i];
-    const bool per_choice = i >= p.num_arrays - num_choice_arrays;
-    MOE_A2A_TRY(per_choice ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
-                           : CheckLead(in, "a payload array", {routing.num_tokens}));
-    MovedArray& array = p.arrays[i];
-    array.row_bytes = NumElements(in, 1) * in.type.bytes;
-    array.choice_bytes = per_choice ? NumElements(in, 2) * in.type.bytes : 0;
-    const int64_t moved_bytes = per_choice ? array.choice_bytes : array.row_bytes;
-    MOE_A2A_TRY(CheckItems(out, "rows", {routing.capacity}, moved_bytes));
-    array.width = Width(moved_bytes, {&in, &out});
-    array.zone_offset = TakeZone(p.zone_bytes, routing.num_tokens, array.row_bytes, p.view);
-    p.fills[i] = FillOf(out);
-  }
-  return {};
-}
-
-inline void PointPayload(Addresses args, Addresses results, DispatchParams& p) {
-  for (int i = 0; i < p.num_arrays; ++i) {
-    p.arrays[i].in = args[i];
-    p.arrays[i].out = results[i];
-    p.fills[i].data = results[i];
-  }
-}
 
 }  // namespace moe_a2a

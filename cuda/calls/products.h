@@ -1,37 +1,12 @@
 // The calls that run without other ranks: products, and the plan of a placement. A call is a struct
 // as in calls/call.h, but has no state: its handler describes it at each execution.
 //
-// moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
-// int32 [1]. kWeightGradient may have a fourth operand, the float32 total to which the products are
-// added; d is then the same memory.
-// moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows,
-// weights, table, biases [L, P] or [0], router weights, float32 [C]; results activations [C, I],
-// pre-activations [C, P] or [0], counter.
-// moe_a2a_act_dot_grad, the gradient of activations [C, I] times weights [L, I, N]: operands
-// gradient [C, N], weights, table, pre-activations [C, P], router weights; results gradient of the
-// pre-activations [C, P], weighted activations [C, I], partial dots, float32 [ceil(I /
-// kDotColumns), C], counter.
-// moe_a2a_fp8_gemm: operands rows [C, K] and weights [L, N, K], float8_e4m3fn; the table; scales of
-// rows [C, K / 128] and of weights [L, ceil(N / 128), K / 128], float32; results d [C, N], bfloat16
-// or float32, and the counter. Each lane loads the scales of its rows directly from the operand, so
-// the order of the scales costs nothing.
-// moe_a2a_act_encode, the pass between two products in FP8: operands product [B, C, P], bfloat16 or
-// float32; the table of B times L groups; router weights, float32 [B, C], or [0] to encode the
-// product itself; results values [B, C, I], float8_e4m3fn, and scales [B, C, I / 128], float32.
-// moe_a2a_act_grad, the gradients of act_encode: operands as of act_encode, and the gradient of the
-// activations [B, C, I]; results values [B, C, P] and scales [B, C, P / 128] of the gradient of the
-// product, this gradient [B, C, P], the weighted activations [B, C, I], and the dots of rows,
-// float32 [B, C].
-// moe_a2a_encode_squares, the quantization of weights: operand weights [L, K, N], bfloat16 or
-// float32; results values [L, N, K] or [0], the same values [L, K, N] or [0], float8_e4m3fn, and
-// scales [L, N / 128, K / 128], float32.
-// moe_a2a_fill_slots, which fills spare slots of ranks with experts (placement/fill_slots.h):
-// operands experts and rows, int32 [B, R, L]; results the expert and the rows of each slot, int32
-// [B, R, L + S].
+// The arrays of a call are the arguments of Take(), with their names, types and axes. Operands are
+// args[i] and results are results[i]. C are rows, L are matrices of weights, B is a batch.
 //
-// All products except kWeightGradient accept one more operand after these: spare weights, [S, K, N]
-// or [S, N, K], whose indices follow those of the weights. Biases are then [L + S, P], and scales
-// of weights [L + S, N / 128, K / 128].
+// All products except kWeightGradient accept one more operand: spare weights, whose indices follow
+// those of the weights. Biases and scales of weights are then of both arrays of weights, one after
+// the other.
 //
 // The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights.
 // Its values are not checked. Groups must lie within the rows, and indices within the weights; the
@@ -40,7 +15,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -58,12 +32,41 @@
 
 namespace moe_a2a {
 
+// The base of a call: the parameters of its kernels, and the functions that load and launch them.
+template <typename KernelParams, auto kLoadKernels, auto kLaunchKernel>
+struct ProductCall {
+  using Params = KernelParams;
+  static constexpr auto kLoad = kLoadKernels;
+  static constexpr auto kLaunch = kLaunchKernel;
+  // The kernels of most calls have code for compute capability 9.0 alone.
+  static constexpr bool kRunsOnAllGpus = false;
+
+  int64_t num_sms = 0;  // the most blocks to launch; 0: one for each multiprocessor
+};
+
 inline Problem CheckCounts(ArraySlice args, size_t least, size_t most, ArraySlice results,
                            size_t num_results) {
   if (args.size() >= least && args.size() <= most && results.size() == num_results) return {};
   return "the call needs " + std::to_string(least) + " to " + std::to_string(most) +
          " operands and " + std::to_string(num_results) + " results; got " +
          std::to_string(args.size()) + " and " + std::to_string(results.size());
+}
+
+// Checks the type and the axes of an array, and stores its address.
+template <typename T>
+Problem Take(const Array& array, const char* name, const DataType& type, Axes axes, T** data) {
+  *data = static_cast<T*>(array.data);
+  return CheckShape(array, name, type, axes);
+}
+
+// Takes an array of two axes or more that a call may leave out. It is then [0], and its address
+// null.
+template <typename T>
+Problem TakeOptional(const Array& array, const char* name, const DataType& type, Axes axes,
+                     T** data) {
+  if (array.dimensions.size() != 1) return Take(array, name, type, axes, data);
+  *data = nullptr;
+  return CheckShape(array, name, type, {0});
 }
 
 inline Problem CheckAxes(const Array& rows, const Array& weights, const Array& table) {
@@ -73,33 +76,32 @@ inline Problem CheckAxes(const Array& rows, const Array& weights, const Array& t
          ToString(rows) + ", " + ToString(weights) + " and " + ToString(table);
 }
 
-// Checks and sets the groups and the counter. The table has two axes.
+// Takes the groups and the counter. The table has two axes.
 template <typename Gemm>
-Problem DescribeGroups(const Array& table, const Array& counter, Gemm* gemm) {
+Problem TakeGroups(const Array& table, const Array& counter, Gemm* gemm) {
   const int64_t num_groups = table.dimensions[1];
-  gemm->starts = static_cast<const int32_t*>(table.data);
+  const Problem problem =
+      FirstOf({Take(table, "the table of groups", kInt32, {3, num_groups}, &gemm->starts),
+               Take(counter, "the counter", kInt32, {1}, &gemm->counter)});
   gemm->sizes = gemm->starts + num_groups;
   gemm->weights = gemm->sizes + num_groups;
   gemm->num_groups = static_cast<int32_t>(num_groups);
-  gemm->counter = static_cast<int32_t*>(counter.data);
-  return FirstOf({CheckShape(table, "the table of groups", kInt32, {3, num_groups}),
-                  CheckShape(counter, "the counter", kInt32, {1})});
+  return problem;
 }
 
-// Sets the second array of weights, if there is one. `like` is the first.
+// Takes the second array of weights, if there is one. `like` is the first.
 template <typename Gemm>
-Problem DescribeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
+Problem TakeSpare(ArraySlice spare, const Array& like, Gemm* gemm) {
   if (spare.size() == 0) return {};
   if (spare[0].dimensions.size() != 3) {
     return "spare weights must have three axes; got " + ToString(spare[0]);
   }
-  gemm->spare = spare[0].data;
   gemm->num_spare = spare[0].dimensions[0];
-  return CheckShape(spare[0], "spare weights", like.type,
-                    {gemm->num_spare, like.dimensions[1], like.dimensions[2]});
+  return Take(spare[0], "spare weights", like.type,
+              {gemm->num_spare, like.dimensions[1], like.dimensions[2]}, &gemm->spare);
 }
 
-// Checks and sets the members that all products of 16-bit numbers have in common.
+// Takes the arrays that all products of 16-bit numbers have in common.
 inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array& table,
                             const Array& counter, GroupedGemm* gemm) {
   MOE_A2A_TRY(CheckAxes(rows, weights, table));
@@ -115,26 +117,96 @@ inline Problem DescribeGemm(const Array& rows, const Array& weights, const Array
   MOE_A2A_TRY(WhyNotGroupedGemm(name, gemm->num_rows, table.dimensions[1], gemm->k, gemm->n));
   const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
   return FirstOf(
-      {CheckShape(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
-       CheckShape(weights, "weights", gemm->adds ? kFloat32 : rows.type,
-                  {gemm->num_weights, gemm->k, gemm->n}),
-       DescribeGroups(table, counter, gemm)});
+      {Take(rows, "rows", rows.type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}, &gemm->a),
+       Take(weights, "weights", gemm->adds ? kFloat32 : rows.type,
+            {gemm->num_weights, gemm->k, gemm->n}, &gemm->b),
+       TakeGroups(table, counter, gemm)});
 }
 
-// An activation as attributes of a call.
-struct ActivationAttributes {
+// A product of 16-bit numbers. Operands: a, b, the table of groups, and in a kWeightGradient
+// optionally the total to which the products are added; d is then the same memory. Results: d and
+// the counter of the kernel.
+struct GroupedGemmCall : ProductCall<GroupedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
+  int64_t product;
+
+  static constexpr const char* kTarget = "moe_a2a_grouped_gemm";
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("product", &product) && read("num_sms", &num_sms);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, GroupedGemm* gemm) const {
+    if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
+      return "grouped_dot has no product " + std::to_string(product);
+    }
+    gemm->product = static_cast<GroupedProduct>(product);
+    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient,
+               is_transposed = gemm->product == GroupedProduct::kTransposed;
+    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
+    const Array &a = args[0], &b = args[1], &d = results[0];
+    gemm->adds = is_gradient && args.size() == 4;
+    MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
+    gemm->d = d.data;
+    if (!is_gradient) {
+      return FirstOf({TakeSpare(args.from(3), b, gemm),
+                      CheckShape(d, "the result", a.type,
+                                 {gemm->num_rows, is_transposed ? gemm->k : gemm->n})});
+    }
+    void* total = d.data;
+    if (gemm->adds) {
+      MOE_A2A_TRY(
+          Take(args[3], "the total", kFloat32, {gemm->num_weights, gemm->k, gemm->n}, &total));
+    }
+    if (total != d.data) return "the total and the result must be the same memory";
+    return Take(b, "b", a.type, {gemm->num_rows, gemm->n}, &gemm->b);
+  }
+};
+
+// The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
+// [LibraryScratch(groups)]. `mean_rows` of a group is what the library expects.
+struct LibraryGemmCall : GroupedGemmCall {
+  int64_t mean_rows;
+
+  using Params = LibraryGemm;
+  static constexpr auto kLoad = LoadGroupArrays;
+  static constexpr auto kLaunch = LaunchLibraryGemm;
+  static constexpr const char* kTarget = "moe_a2a_library_gemm";
+  static constexpr bool kRunsOnAllGpus = true;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return GroupedGemmCall::Read(read) && read("mean_rows", &mean_rows);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, LibraryGemm* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
+    const int64_t one = 1;
+    Array d_and_counter[] = {results[0], results[1]};
+    d_and_counter[1].dimensions = {&one, 1};
+    params->mean_rows = mean_rows;
+    MOE_A2A_TRY(GroupedGemmCall::Describe(args, {d_and_counter, 2}, params));
+    if (params->adds) return "cuBLASLt's product must have no total";
+    return CheckShape(results[1], "the scratch memory", kInt32,
+                      {LibraryScratch(params->num_groups)});
+  }
+};
+
+// The base of a call whose attributes are an activation.
+template <typename KernelParams, auto kLoad, auto kLaunch>
+struct ActivationCall : ProductCall<KernelParams, kLoad, kLaunch> {
   int64_t activation, gated;
   float alpha, limit;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("activation", &activation) && read("gated", &gated) && read("alpha", &alpha) &&
-           read("limit", &limit);
+    return read("num_sms", &this->num_sms) && read("activation", &activation) &&
+           read("gated", &gated) && read("alpha", &alpha) && read("limit", &limit);
   }
 
   // Sets the activation of an ActivatedProduct or an ActEncode.
   template <typename Activated>
-  Problem Describe(Activated* activated) const {
+  Problem DescribeActivation(Activated* activated) const {
     const auto last = Activation::kScaledBias;
     activated->function = static_cast<Activation>(activation);
     activated->is_gated = gated != 0;
@@ -151,200 +223,99 @@ struct ActivationAttributes {
   }
 };
 
-inline Problem CheckGated(const ActivatedProduct& activated, int64_t pre) {
-  if (!activated.is_gated || pre % 16 == 0) return {};
-  return Unsupported("a gated activation needs pre-activations in multiples of 16 columns; got " +
-                     std::to_string(pre));
-}
+// The parameters of a product with an activation in its epilogue. `activated` points to `epilogue`.
+struct ActivatedGemm : GroupedGemm {
+  ActivatedProduct epilogue;
+};
 
-struct GroupedGemmCall {
-  int64_t product, num_sms;
-
-  static constexpr const char* kTarget = "moe_a2a_grouped_gemm";
-  using Params = GroupedGemm;
-
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return read("product", &product) && read("num_sms", &num_sms);
-  }
-
-  Problem Describe(ArraySlice args, ArraySlice results, GroupedGemm* gemm) const {
-    if (product < 0 || product > static_cast<int64_t>(GroupedProduct::kWeightGradient)) {
-      return "grouped_dot has no product " + std::to_string(product);
+struct ActivatedGemmCall : ActivationCall<ActivatedGemm, LoadGroupedGemm, LaunchGroupedGemm> {
+  // Takes what DotActCall and ActDotGradCall have in common. `gemm->product` is set. The
+  // pre-activations have `width` columns.
+  Problem DescribeActivated(ArraySlice args, const Array& counter, ActivatedGemm* gemm,
+                            int64_t* width) const {
+    gemm->activated = &gemm->epilogue;
+    MOE_A2A_TRY(FirstOf({DescribeActivation(&gemm->epilogue),
+                         DescribeGemm(args[0], args[1], args[2], counter, gemm)}));
+    const bool is_gradient = gemm->product == GroupedProduct::kTransposed;
+    *width = !is_gradient ? gemm->n : gemm->epilogue.is_gated ? 2 * gemm->k : gemm->k;
+    if (gemm->epilogue.is_gated && *width % 16 != 0) {
+      return "a gated activation needs pre-activations in multiples of 16 columns; got " +
+             std::to_string(*width);
     }
-    gemm->product = static_cast<GroupedProduct>(product);
-    const bool is_gradient = gemm->product == GroupedProduct::kWeightGradient;
-    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
-    const Array &a = args[0], &b = args[1], &d = results[0];
-    gemm->adds = is_gradient && args.size() == 4;
-    MOE_A2A_TRY(DescribeGemm(a, is_gradient ? d : b, args[2], results[1], gemm));
-    gemm->a = a.data;
-    gemm->b = b.data;
-    gemm->d = d.data;
-    if (gemm->adds) {
-      MOE_A2A_TRY(
-          CheckShape(args[3], "the total", kFloat32, {gemm->num_weights, gemm->k, gemm->n}));
-      if (args[3].data != d.data) return "the total and the result must be the same memory";
-    }
-    if (is_gradient) return CheckShape(b, "b", a.type, {gemm->num_rows, gemm->n});
-    const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
     return FirstOf(
-        {DescribeSpare(args.from(3), b, gemm),
-         CheckShape(d, "the result", a.type, {gemm->num_rows, is_transposed ? gemm->k : gemm->n})});
-  }
-
-  static Problem Launch(GroupedGemm& gemm, int sms, cudaStream_t stream) {
-    gemm.num_sms = sms;
-    return LaunchGroupedGemm(gemm, stream);
+        {TakeSpare(args.from(5), args[1], gemm),
+         Take(args[4], "router weights", kFloat32, {gemm->num_rows}, &gemm->epilogue.row_weights)});
   }
 };
 
-// The product of a GroupedGemmCall by cuBLASLt. The counter is the scratch memory, int32
-// [LibraryScratch(groups)]. `mean_rows` of a group is what the library expects.
-struct LibraryGemmCall : GroupedGemmCall {
-  int64_t mean_rows;
-
-  static constexpr const char* kTarget = "moe_a2a_library_gemm";
-  using Params = LibraryGemm;
-
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return GroupedGemmCall::Read(read) && read("mean_rows", &mean_rows);
-  }
-
-  Problem Describe(ArraySlice args, ArraySlice results, LibraryGemm* params) const {
-    MOE_A2A_TRY(CheckCounts(args, 3, 4, results, 2));
-    const int64_t one = 1;
-    Array d_and_counter[] = {results[0], results[1]};
-    d_and_counter[1].dimensions = {&one, 1};
-    params->mean_rows = mean_rows;
-    MOE_A2A_TRY(GroupedGemmCall::Describe(args, {d_and_counter, 2}, &params->gemm));
-    if (params->gemm.adds) return "cuBLASLt's product must have no total";
-    return CheckShape(results[1], "the scratch memory", kInt32,
-                      {LibraryScratch(params->gemm.num_groups)});
-  }
-
-  static Problem Launch(const LibraryGemm& params, int sms, cudaStream_t stream) {
-    return LaunchLibraryGemm(params, sms, stream);
-  }
-};
-
-// The parameters of a product with an activation in its epilogue.
-struct ActivatedGemm {
-  GroupedGemm gemm;
-  ActivatedProduct activated;
-
-  Problem Launch(int sms, cudaStream_t stream) {
-    gemm.activated = &activated;
-    gemm.num_sms = sms;
-    return LaunchGroupedGemm(gemm, stream);
-  }
-};
-
-struct DotActCall {
-  int64_t product, num_sms;
-  ActivationAttributes activation;
+// The activated product of rows [C, K] and weights [L, K, P]. Operands: rows, weights, table,
+// biases, router weights. Results: activations [C, I], pre-activations, counter.
+struct DotActCall : ActivatedGemmCall {
+  int64_t product;
 
   static constexpr const char* kTarget = "moe_a2a_dot_act";
-  using Params = ActivatedGemm;
 
   template <typename Reader>
   bool Read(Reader&& read) {
-    return read("product", &product) && read("num_sms", &num_sms) && activation.Read(read);
+    return read("product", &product) && ActivatedGemmCall::Read(read);
   }
 
-  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* params) const {
-    auto& [gemm, activated] = *params;
-    gemm.product = static_cast<GroupedProduct>(product);
-    if (gemm.product != GroupedProduct::kForward && gemm.product != GroupedProduct::kForwardFew) {
+  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* gemm) const {
+    gemm->product = static_cast<GroupedProduct>(product);
+    if (gemm->product != GroupedProduct::kForward && gemm->product != GroupedProduct::kForwardFew) {
       return "an activation has no product " + std::to_string(product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 3));
-    const Array &rows = args[0], &weights = args[1], &bias = args[3], &row_weights = args[4],
-                &act = results[0], &pre = results[1];
-    MOE_A2A_TRY(FirstOf({activation.Describe(&activated),
-                         DescribeGemm(rows, weights, args[2], results[2], &gemm)}));
-    MOE_A2A_TRY(
-        FirstOf({DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, gemm.n)}));
-    const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
-    const bool has_bias = bias.dimensions.size() != 1, keeps = pre.dimensions.size() != 1;
-    gemm.a = rows.data;
-    gemm.b = weights.data;
-    gemm.d = act.data;
-    activated.row_weights = static_cast<const float*>(row_weights.data);
-    activated.bias = has_bias ? bias.data : nullptr;
-    activated.pre = keeps ? pre.data : nullptr;
-    return FirstOf({has_bias ? CheckShape(bias, "biases", rows.type,
-                                          {gemm.num_weights + gemm.num_spare, gemm.n})
-                             : CheckShape(bias, "biases", rows.type, {0}),
-                    CheckShape(row_weights, "router weights", kFloat32, {gemm.num_rows}),
-                    CheckShape(act, "activations", rows.type, {gemm.num_rows, columns}),
-                    keeps ? CheckShape(pre, "pre-activations", rows.type, {gemm.num_rows, gemm.n})
-                          : CheckShape(pre, "pre-activations", rows.type, {0})});
-  }
-
-  static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
-    return params.Launch(sms, stream);
-  }
-};
-
-struct ActDotGradCall {
-  int64_t num_sms;
-  ActivationAttributes activation;
-
-  static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
-  using Params = ActivatedGemm;
-
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return read("num_sms", &num_sms) && activation.Read(read);
-  }
-
-  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* params) const {
-    auto& [gemm, activated] = *params;
-    gemm.product = GroupedProduct::kTransposed;
-    MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 4));
-    const Array &gradient = args[0], &weights = args[1], &pre = args[3], &row_weights = args[4],
-                &d_pre = results[0], &act = results[1], &partial_dots = results[2];
-    MOE_A2A_TRY(FirstOf({activation.Describe(&activated),
-                         DescribeGemm(gradient, weights, args[2], results[3], &gemm)}));
-    if (activated.function == Activation::kScaledBias) return "no activation has no gradient";
-    const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
-    const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
-    gemm.a = gradient.data;
-    gemm.b = weights.data;
-    gemm.d = act.data;
-    activated.row_weights = static_cast<const float*>(row_weights.data);
-    activated.pre = pre.data;
-    activated.d_pre = d_pre.data;
-    activated.partial_dots = static_cast<float*>(partial_dots.data);
-    const DataType type = gradient.type;
+    int64_t width;
+    MOE_A2A_TRY(DescribeActivated(args, results[2], gemm, &width));
+    ActivatedProduct& epilogue = gemm->epilogue;
+    const DataType& type = args[0].type;
+    const int64_t rows = gemm->num_rows, columns = epilogue.is_gated ? width / 2 : width;
     return FirstOf(
-        {DescribeSpare(args.from(5), weights, &gemm), CheckGated(activated, width),
-         CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
-         CheckShape(row_weights, "router weights", kFloat32, {gemm.num_rows}),
-         CheckShape(d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
-         CheckShape(act, "activations", type, {gemm.num_rows, columns}),
-         CheckShape(partial_dots, "partial dots", kFloat32, {num_dots, gemm.num_rows})});
-  }
-
-  static Problem Launch(ActivatedGemm& params, int sms, cudaStream_t stream) {
-    return params.Launch(sms, stream);
+        {TakeOptional(args[3], "biases", type, {gemm->num_weights + gemm->num_spare, width},
+                      &epilogue.bias),
+         Take(results[0], "activations", type, {rows, columns}, &gemm->d),
+         TakeOptional(results[1], "pre-activations", type, {rows, width}, &epilogue.pre)});
   }
 };
 
-// Returns the type of results that may be bfloat16 or float32. CheckShape() refuses other types.
-inline ElementType WideType(const DataType& type, DataType* expected) {
-  const bool is_float = type == kFloat32;
-  *expected = is_float ? kFloat32 : kBFloat16;
-  return is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+// The gradient of activations times weights [L, I, N]. Operands: gradient [C, N], weights, table,
+// pre-activations, router weights. Results: gradient of the pre-activations, weighted activations,
+// partial dots, counter.
+struct ActDotGradCall : ActivatedGemmCall {
+  static constexpr const char* kTarget = "moe_a2a_act_dot_grad";
+
+  Problem Describe(ArraySlice args, ArraySlice results, ActivatedGemm* gemm) const {
+    gemm->product = GroupedProduct::kTransposed;
+    MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 4));
+    int64_t width;
+    MOE_A2A_TRY(DescribeActivated(args, results[3], gemm, &width));
+    ActivatedProduct& epilogue = gemm->epilogue;
+    if (epilogue.function == Activation::kScaledBias) return "no activation has no gradient";
+    const DataType& type = args[0].type;
+    const int64_t rows = gemm->num_rows, columns = gemm->k;
+    return FirstOf(
+        {Take(args[3], "pre-activations", type, {rows, width}, &epilogue.pre),
+         Take(results[0], "the gradient of pre-activations", type, {rows, width}, &epilogue.d_pre),
+         Take(results[1], "activations", type, {rows, columns}, &gemm->d),
+         Take(results[2], "partial dots", kFloat32, {ceil_div(columns, kDotColumns), rows},
+              &epilogue.partial_dots)});
+  }
+};
+
+// Returns the type of an array that may be bfloat16 or float32. CheckShape() refuses other types.
+inline const DataType& WideType(const Array& array, ElementType* type) {
+  const bool is_float = array.type == kFloat32;
+  *type = is_float ? ElementType::kFloat32 : ElementType::kBFloat16;
+  return is_float ? kFloat32 : kBFloat16;
 }
 
-struct Fp8GemmCall {
-  int64_t product, num_sms;
+// Operands: rows, weights [L, N, K], table, scales of both. Results: d and the counter. Each lane
+// loads the scales of its rows directly from the operand, so the order of the scales costs nothing.
+struct Fp8GemmCall : ProductCall<Fp8Gemm, LoadFp8Gemm, LaunchFp8Gemm> {
+  int64_t product;
 
   static constexpr const char* kTarget = "moe_a2a_fp8_gemm";
-  using Params = Fp8Gemm;
 
   template <typename Reader>
   bool Read(Reader&& read) {
@@ -358,73 +329,42 @@ struct Fp8GemmCall {
       return "grouped_dot in FP8 has no product " + std::to_string(product);
     }
     MOE_A2A_TRY(CheckCounts(args, 5, 6, results, 2));
-    const Array &rows = args[0], &weights = args[1], &table = args[2], &row_scales = args[3],
-                &weight_scales = args[4], &d = results[0];
+    const Array &rows = args[0], &weights = args[1], &table = args[2], &d = results[0];
     MOE_A2A_TRY(CheckAxes(rows, weights, table));
     gemm.num_rows = rows.dimensions[0];
     gemm.num_weights = weights.dimensions[0];
     gemm.n = weights.dimensions[1];
     gemm.k = weights.dimensions[2];
     MOE_A2A_TRY(WhyNotFp8Gemm(gemm.num_rows, table.dimensions[1], gemm.k, gemm.n));
-    DataType type_of_d;
-    gemm.type = WideType(d.type, &type_of_d);
-    const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = (gemm.n + kFp8Block - 1) / kFp8Block;
-    gemm.rows = rows.data;
-    gemm.matrices = weights.data;
-    gemm.row_scales = static_cast<const float*>(row_scales.data);
+    MOE_A2A_TRY(TakeSpare(args.from(5), weights, &gemm));
+    const int64_t blocks_k = gemm.k / kFp8Block, blocks_n = ceil_div(gemm.n, kFp8Block);
     gemm.row_stride = blocks_k;
     gemm.block_stride = 1;
-    gemm.matrix_scales = static_cast<const float*>(weight_scales.data);
-    gemm.d = d.data;
-    MOE_A2A_TRY(DescribeSpare(args.from(5), weights, &gemm));
+    const DataType& type = WideType(d, &gemm.type);
     return FirstOf(
-        {CheckShape(rows, "rows", kFp8, {gemm.num_rows, gemm.k}),
-         CheckShape(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}),
-         CheckShape(row_scales, "the scales of rows", kFloat32, {gemm.num_rows, blocks_k}),
-         CheckShape(weight_scales, "the scales of weights", kFloat32,
-                    {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}),
-         CheckShape(d, "the result", type_of_d, {gemm.num_rows, gemm.n}),
-         DescribeGroups(table, results[1], &gemm)});
-  }
-
-  static Problem Launch(Fp8Gemm& gemm, int sms, cudaStream_t stream) {
-    gemm.num_sms = sms;
-    return LaunchFp8Gemm(gemm, stream);
+        {Take(rows, "rows", kFp8, {gemm.num_rows, gemm.k}, &gemm.rows),
+         Take(weights, "weights", kFp8, {gemm.num_weights, gemm.n, gemm.k}, &gemm.matrices),
+         Take(args[3], "the scales of rows", kFloat32, {gemm.num_rows, blocks_k}, &gemm.row_scales),
+         Take(args[4], "the scales of weights", kFloat32,
+              {gemm.num_weights + gemm.num_spare, blocks_n, blocks_k}, &gemm.matrix_scales),
+         Take(d, "the result", type, {gemm.num_rows, gemm.n}, &gemm.d),
+         TakeGroups(table, results[1], &gemm)});
   }
 };
 
-struct ActEncodeCall {
-  int64_t num_sms;
-  ActivationAttributes activation;
-
-  static constexpr const char* kTarget = "moe_a2a_act_encode";
-  using Params = ActEncode;
-
-  template <typename Reader>
-  bool Read(Reader&& read) {
-    return read("num_sms", &num_sms) && activation.Read(read);
-  }
-
-  Problem Describe(ArraySlice args, ArraySlice results, ActEncode* params) const {
-    MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 2));
-    return DescribeEncode(args, results, /*encodes_product=*/false, params);
-  }
-
+template <typename KernelParams, auto kLaunch>
+struct EncodeCall : ActivationCall<KernelParams, LoadActEncode, kLaunch> {
   // Describes an ActEncode, or the arrays that an ActGrad has in common with an ActEncode.
   Problem DescribeEncode(ArraySlice args, ArraySlice results, bool encodes_product,
                          ActEncode* params) const {
     ActEncode& call = *params;
-    const Array &product = args[0], &table = args[1], &row_weights = args[2], &values = results[0],
-                &scales = results[1];
+    const Array &product = args[0], &table = args[1], &row_weights = args[2];
     if (product.dimensions.size() != 3 || table.dimensions.size() != 2) {
       return "act_encode needs a product of three axes and a table of two; got " +
              ToString(product) + " and " + ToString(table);
     }
-    MOE_A2A_TRY(activation.Describe(&call));
+    MOE_A2A_TRY(this->DescribeActivation(&call));
     if (call.function == Activation::kScaledBias) return "act_encode needs an activation";
-    DataType type;
-    call.type = WideType(product.type, &type);
-    const bool is_weighted = encodes_product || call.is_gated || row_weights.dimensions.size() != 1;
     const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
                   width = product.dimensions[2];
     const int64_t halves = call.is_gated ? 2 : 1, columns = width / halves;
@@ -435,63 +375,59 @@ struct ActEncodeCall {
              "element of the batch; got a product " +
              ToString(product) + " and a table " + ToString(table);
     }
-    call.product = product.data;
-    call.row_weights = is_weighted ? static_cast<const float*>(row_weights.data) : nullptr;
-    call.starts = static_cast<const int32_t*>(table.data);
-    call.sizes = call.starts + num_groups;
-    call.values = static_cast<uint8_t*>(values.data);
-    call.scales = static_cast<uint32_t*>(scales.data);
     call.num_rows = batch * rows;
     call.batch = static_cast<int32_t>(batch);
     call.num_groups = static_cast<int32_t>(num_groups / batch);
     call.columns = static_cast<int32_t>(columns);
-    return FirstOf(
-        {CheckShape(product, "the product", type, {batch, rows, width}),
-         CheckShape(table, "the table of groups", kInt32, {3, num_groups}),
-         is_weighted ? CheckShape(row_weights, "router weights", kFloat32, {batch, rows})
-                     : CheckShape(row_weights, "router weights", kFloat32, {0}),
-         CheckShape(values, "the values", kFp8, {batch, rows, encoded}),
-         CheckShape(scales, "the scales", kFloat32, {batch, rows, encoded / kFp8Block})});
-  }
-
-  static Problem Launch(ActEncode& call, int sms, cudaStream_t stream) {
-    return LaunchActEncode(call, sms, stream);
+    const DataType& type = WideType(product, &call.type);
+    const auto take_weights =
+        encodes_product || call.is_gated ? Take<const float> : TakeOptional<const float>;
+    const Problem problem = FirstOf(
+        {Take(product, "the product", type, {batch, rows, width}, &call.product),
+         Take(table, "the table of groups", kInt32, {3, num_groups}, &call.starts),
+         take_weights(row_weights, "router weights", kFloat32, {batch, rows}, &call.row_weights),
+         Take(results[0], "the values", kFp8, {batch, rows, encoded}, &call.values),
+         Take(results[1], "the scales", kFloat32, {batch, rows, encoded / kFp8Block},
+              &call.scales)});
+    call.sizes = call.starts + num_groups;
+    return problem;
   }
 };
 
-struct ActGradCall : ActEncodeCall {
+// The pass between two products in FP8. Operands: product [B, C, P], the table of B times L groups,
+// router weights. Without router weights, the product itself is encoded.
+struct ActEncodeCall : EncodeCall<ActEncode, LaunchActEncode> {
+  static constexpr const char* kTarget = "moe_a2a_act_encode";
+
+  Problem Describe(ArraySlice args, ArraySlice results, ActEncode* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 2));
+    return DescribeEncode(args, results, /*encodes_product=*/false, params);
+  }
+};
+
+// The gradients of ActEncodeCall. The values and scales encode the gradient of the product.
+struct ActGradCall : EncodeCall<ActGrad, LaunchActGrad> {
   static constexpr const char* kTarget = "moe_a2a_act_grad";
-  using Params = ActGrad;
 
   Problem Describe(ArraySlice args, ArraySlice results, ActGrad* params) const {
     MOE_A2A_TRY(CheckCounts(args, 4, 4, results, 5));
     MOE_A2A_TRY(DescribeEncode(args, results, /*encodes_product=*/true, params));
-    const Array &product = args[0], &ct = args[3], &d_pre = results[2], &h = results[3],
-                &dots = results[4];
+    const auto& product = args[0];
     const int64_t batch = product.dimensions[0], rows = product.dimensions[1],
-                  columns = params->columns;
-    params->ct = ct.data;
-    params->d_pre = d_pre.data;
-    params->h = h.data;
-    params->d_weights = static_cast<float*>(dots.data);
+                  width = product.dimensions[2], columns = params->columns;
+    const DataType& type = product.type;
     return FirstOf(
-        {CheckShape(ct, "the gradient of activations", product.type, {batch, rows, columns}),
-         CheckShape(d_pre, "the gradient of the product", product.type,
-                    {batch, rows, product.dimensions[2]}),
-         CheckShape(h, "activations", product.type, {batch, rows, columns}),
-         CheckShape(dots, "the dots", kFloat32, {batch, rows})});
-  }
-
-  static Problem Launch(ActGrad& call, int sms, cudaStream_t stream) {
-    return LaunchActGrad(call, sms, stream);
+        {Take(args[3], "the gradient of activations", type, {batch, rows, columns}, &params->ct),
+         Take(results[2], "the gradient of the product", type, {batch, rows, width},
+              &params->d_pre),
+         Take(results[3], "activations", type, {batch, rows, columns}, &params->h),
+         Take(results[4], "the dots", kFloat32, {batch, rows}, &params->d_weights)});
   }
 };
 
-struct EncodeSquaresCall {
-  static constexpr int64_t num_sms = 0;  // it launches a block for each square
-
+// The quantization of weights [L, K, N] to values [L, N, K], values [L, K, N] or both.
+struct EncodeSquaresCall : ProductCall<EncodeSquares, LoadEncodeSquares, LaunchEncodeSquares> {
   static constexpr const char* kTarget = "moe_a2a_encode_squares";
-  using Params = EncodeSquares;
 
   template <typename Reader>
   bool Read(Reader&&) {
@@ -501,49 +437,32 @@ struct EncodeSquaresCall {
   Problem Describe(ArraySlice args, ArraySlice results, EncodeSquares* params) const {
     EncodeSquares& call = *params;
     MOE_A2A_TRY(CheckCounts(args, 1, 1, results, 3));
-    const Array &weights = args[0], &turned = results[0], &plain = results[1], &scales = results[2];
+    const Array& weights = args[0];
     if (weights.dimensions.size() != 3 || weights.dimensions[1] % kFp8Block != 0 ||
         weights.dimensions[2] % kFp8Block != 0) {
       return "encode_squares needs weights [L, K, N], with multiples of 128; got " +
              ToString(weights);
     }
     const int64_t num = weights.dimensions[0], k = weights.dimensions[1], n = weights.dimensions[2];
-    const auto check_values = [&](const Array& values, const char* name, int64_t rows,
-                                  int64_t columns) {
-      const bool is_there = values.dimensions.size() == 3;
-      return is_there ? CheckShape(values, name, kFp8, {num, rows, columns})
-                      : CheckShape(values, name, kFp8, {0});
-    };
-    const auto values_of = [](const Array& values) {
-      return NumElements(values, 0) == 0 ? nullptr : static_cast<uint8_t*>(values.data);
-    };
-    DataType type;
-    call = {WideType(weights.type, &type),
-            weights.data,
-            values_of(turned),
-            values_of(plain),
-            static_cast<uint32_t*>(scales.data),
-            num,
-            k,
-            n};
+    call.num_matrices = num;
+    call.k = k;
+    call.n = n;
+    const DataType& type = WideType(weights, &call.type);
     return FirstOf(
-        {CheckShape(weights, "weights", type, {num, k, n}),
-         check_values(turned, "the values", n, k),
-         check_values(plain, "the transposed values", k, n),
-         CheckShape(scales, "the scales", kFloat32, {num, n / kFp8Block, k / kFp8Block})});
-  }
-
-  static Problem Launch(EncodeSquares& call, int, cudaStream_t stream) {
-    return LaunchEncodeSquares(call, stream);
+        {Take(weights, "weights", type, {num, k, n}, &call.weights),
+         TakeOptional(results[0], "the values", kFp8, {num, n, k}, &call.turned),
+         TakeOptional(results[1], "the transposed values", kFp8, {num, k, n}, &call.plain),
+         Take(results[2], "the scales", kFloat32, {num, n / kFp8Block, k / kFp8Block},
+              &call.scales)});
   }
 };
 
-struct FillSlotsCall {
+// Fills spare slots of ranks with experts (placement/fill_slots.h).
+struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   int64_t most, min_rows;
-  static constexpr int64_t num_sms = 0;  // it launches a block for each plan
 
   static constexpr const char* kTarget = "moe_a2a_fill_slots";
-  using Params = FillSlots;
+  static constexpr bool kRunsOnAllGpus = true;
 
   template <typename Reader>
   bool Read(Reader&& read) {
@@ -552,7 +471,7 @@ struct FillSlotsCall {
 
   Problem Describe(ArraySlice args, ArraySlice results, FillSlots* params) const {
     MOE_A2A_TRY(CheckCounts(args, 2, 2, results, 2));
-    const Array &experts = args[0], &rows = args[1], &slots = results[0], &slot_rows = results[1];
+    const Array &experts = args[0], &slots = results[0];
     if (experts.dimensions.size() != 3 || slots.dimensions.size() != 3) {
       return "fill_slots needs arrays of three axes; got " + ToString(experts) + " and " +
              ToString(slots);
@@ -565,25 +484,17 @@ struct FillSlotsCall {
              std::to_string(most) + " slots of an expert and " + std::to_string(min_rows) +
              " rows of a replica";
     }
-    *params = {static_cast<const int32_t*>(experts.data),
-               static_cast<const int32_t*>(rows.data),
-               static_cast<int32_t*>(slots.data),
-               static_cast<int32_t*>(slot_rows.data),
-               static_cast<int32_t>(batch),
-               static_cast<int32_t>(ranks),
-               static_cast<int32_t>(local),
-               static_cast<int32_t>(width - local),
-               static_cast<int32_t>(most),
-               min_rows};
-    return FirstOf({CheckShape(experts, "experts", kInt32, {batch, ranks, local}),
-                    CheckShape(rows, "rows", kInt32, {batch, ranks, local}),
-                    CheckShape(slots, "slots", kInt32, {batch, ranks, width}),
-                    CheckShape(slot_rows, "rows of slots", kInt32, {batch, ranks, width})});
-  }
-
-  static Problem Launch(const FillSlots& call, int, cudaStream_t stream) {
-    const cudaError_t error = call.batch == 0 ? cudaSuccess : LaunchFillSlots(call, stream);
-    return error == cudaSuccess ? "" : cudaGetErrorString(error);
+    params->batch = static_cast<int32_t>(batch);
+    params->num_ranks = static_cast<int32_t>(ranks);
+    params->num_local = static_cast<int32_t>(local);
+    params->spare = static_cast<int32_t>(width - local);
+    params->most = static_cast<int32_t>(most);
+    params->min_rows = min_rows;
+    const Axes given = {batch, ranks, local}, filled = {batch, ranks, width};
+    return FirstOf({Take(experts, "experts", kInt32, given, &params->experts),
+                    Take(args[1], "rows", kInt32, given, &params->rows),
+                    Take(slots, "slots", kInt32, filled, &params->slot_experts),
+                    Take(results[1], "rows of slots", kInt32, filled, &params->slot_rows)});
   }
 };
 

@@ -11,15 +11,12 @@
 
 namespace moe_a2a {
 
-struct RouteCall {
+struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
   int64_t num_experts, alignment, tokens_per_chunk;
   bool may_drop;
   int64_t parts;
 
   static constexpr const char* kTarget = "moe_a2a_route";
-  static constexpr bool kHasHalves = false;
-  using Params = RouteParams;
-  static constexpr Operation kOperation = Operation::kRoute;
 
   template <typename Reader>
   bool Read(Reader&& read) {
@@ -73,17 +70,14 @@ struct RouteCall {
       Mix(p.view.signature, v);
     }
     Mix(p.view.signature, BytesOfIds(p));
+    context.Bind(&p.ids, ids);
+    context.Bind(&p.rank, args[1]);
+    BindPlan(context, results, &p.plan);
+    const ArraySlice scratch = results.from(kNumPlanArrays);
+    context.Bind(&p.all_ids, scratch[0]);
+    context.Bind(&p.expert_counts, scratch[1]);
+    context.Bind(&p.rank_counts, scratch[2]);
     return {};
-  }
-
-  void Point(Addresses args, Addresses results, RouteParams* p) const {
-    p->ids = reinterpret_cast<const int32_t*>(args[0]);
-    p->rank = reinterpret_cast<const int32_t*>(args[1]);
-    PointPlan(results, &p->plan);
-    const Addresses scratch = results.from(kNumPlanArrays);
-    p->all_ids = reinterpret_cast<int32_t*>(scratch[0]);
-    p->expert_counts = reinterpret_cast<int32_t*>(scratch[1]);
-    p->rank_counts = reinterpret_cast<int32_t*>(scratch[2]);
   }
 
   static int64_t ZoneBytes(const RouteParams& p) { return array_bytes(1, BytesOfIds(p)); }

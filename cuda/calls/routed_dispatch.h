@@ -13,22 +13,18 @@
 
 namespace moe_a2a {
 
-struct RoutedDispatchCall {
+struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoutedDispatch> {
   int64_t num_experts, alignment;
   bool may_drop;
-  DispatchOptions options;
-  EncodedPayload encoded;  // if `format` is empty, no other member is set
+  EncodedPayload payload;  // if `format` is empty, the payload moves as bytes
 
   static constexpr const char* kTarget = "moe_a2a_routed_dispatch";
-  static constexpr bool kHasHalves = false;
-  using Params = RoutedDispatchParams;
-  static constexpr Operation kOperation = Operation::kRoutedDispatch;
 
   template <typename Reader>
   bool Read(Reader&& read) {
     return read("num_experts", &num_experts) && read("alignment", &alignment) &&
-           read("may_drop", &may_drop) && options.Read(read) && read("format", &encoded.format) &&
-           (!has_format() || encoded.Read(read));
+           read("may_drop", &may_drop) && payload.MovedPayload::Read(read) &&
+           read("format", &payload.format) && (!has_format() || payload.Read(read));
   }
 
   Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
@@ -44,7 +40,6 @@ struct RoutedDispatchCall {
     }
     MOE_A2A_TRY(CheckShape(args[1], "rank", kInt32, {}));
     DispatchParams& exchange = p.exchange;
-    options.Describe(exchange);
     exchange.view = context.view;
     exchange.routing.num_tokens = static_cast<int32_t>(ids.dimensions[0]);
     exchange.routing.top_k = static_cast<int32_t>(ids.dimensions[1]);
@@ -73,40 +68,24 @@ struct RoutedDispatchCall {
     }
     constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
-      p.plan_fills[i].bytes = results[i].bytes;
+      context.BindFill(&p.plan_fills[i], results[i]);
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;
     }
-    const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
-    p.num_results = static_cast<int32_t>(moved.size());
-    if (has_format()) {
-      MOE_A2A_TRY(
-          encoded.Describe(payload, moved, options.num_choice_arrays, p.encoding, exchange));
-    } else {
-      MOE_A2A_TRY(DescribePayload(payload, moved, options.num_choice_arrays, exchange));
-    }
+    const ArraySlice moved = args.from(kNumFirst), rows = results.from(kNumPlanArrays);
+    p.num_results = static_cast<int32_t>(rows.size());
+    MOE_A2A_TRY(has_format() ? payload.Describe(context, moved, rows, p)
+                             : payload.MovedPayload::Describe(context, moved, rows, exchange));
+    context.Bind(&p.ids, ids);
+    context.Bind(&p.rank, args[1]);
+    BindPlan(context, results, &p.plan);
     exchange.roles = grid_of(p, context.num_sms).roles;
     return {};
   }
 
-  void Point(Addresses args, Addresses results, RoutedDispatchParams* p) const {
-    p->ids = reinterpret_cast<const int32_t*>(args[0]);
-    p->rank = reinterpret_cast<const int32_t*>(args[1]);
-    PointPlan(results, &p->plan);
-    for (int i = 0; i < kNumPlanArrays; ++i) p->plan_fills[i].data = results[i];
-    const Addresses payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
-    if (has_format()) {
-      encoded.Point(payload, moved, p->encoding, p->exchange);
-    } else {
-      PointPayload(payload, moved, p->exchange);
-    }
-  }
-
-  static int64_t ZoneBytes(const RoutedDispatchParams& p) { return p.exchange.zone_bytes; }
-
  private:
   static constexpr size_t kNumFirst = 2;  // operands before the payload
 
-  bool has_format() const { return !encoded.format.empty(); }
+  bool has_format() const { return !payload.format.empty(); }
 };
 
 }  // namespace moe_a2a

@@ -19,8 +19,15 @@ constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
 #undef MOE_A2A_POINTER
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
-// Checks the routing arrays at the end of `args`, and sets the sizes in `routing`.
-inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* routing) {
+inline void SignShapes(RankView& view, const RoutingView& routing) {
+  Mix(view.signature, routing.num_tokens);
+  Mix(view.signature, routing.top_k);
+  Mix(view.signature, routing.capacity);
+}
+
+// Describes the routing arrays at the end of `args`, and signs their sizes.
+inline Problem DescribeRouting(const CallContext& context, ArraySlice args, RankView& view,
+                               RoutingView* routing) {
   if (args.size() < kNumRoutingArrays) {
     return "the last operands must be the " + std::to_string(kNumRoutingArrays) +
            " routing arrays; got " + std::to_string(args.size()) + " operands";
@@ -31,6 +38,7 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
     return "choice_rank must have two axes and row_slot one; got " + ToString(choice_rank) +
            " and " + ToString(row_slot);
   }
+  const int64_t num_ranks = view.num_ranks;
   const int64_t num_tokens = choice_rank.dimensions[0], top_k = choice_rank.dimensions[1];
   const int64_t capacity = row_slot.dimensions[0];
   MOE_A2A_TRY(FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
@@ -49,27 +57,16 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
   routing->num_tokens = static_cast<int32_t>(num_tokens);
   routing->top_k = static_cast<int32_t>(top_k);
   routing->capacity = static_cast<int32_t>(capacity);
+  SignShapes(view, *routing);
+  for (size_t i = 0; i < kNumRoutingArrays; ++i) {
+    context.Bind(&(routing->*kRoutingArrays[i]), arrays[i]);
+  }
   return {};
 }
 
-inline void PointRouting(Addresses args, RoutingView* routing) {
-  const Addresses arrays = args.from(args.size() - kNumRoutingArrays);
-  for (size_t i = 0; i < kNumRoutingArrays; ++i) {
-    routing->*kRoutingArrays[i] = reinterpret_cast<const int32_t*>(arrays[i]);
-  }
-}
-
-inline void SignShapes(RankView& view, const RoutingView& routing) {
-  Mix(view.signature, routing.num_tokens);
-  Mix(view.signature, routing.top_k);
-  Mix(view.signature, routing.capacity);
-}
-
-// Points the plan to the first kNumPlanArrays results.
-inline void PointPlan(Addresses results, RoutePlan* plan) {
-  for (int i = 0; i < kNumPlanArrays; ++i) {
-    plan->*kPlanArrays[i] = reinterpret_cast<int32_t*>(results[i]);
-  }
+// Binds the plan to the first kNumPlanArrays results.
+inline void BindPlan(const CallContext& context, ArraySlice results, RoutePlan* plan) {
+  for (int i = 0; i < kNumPlanArrays; ++i) context.Bind(&(plan->*kPlanArrays[i]), results[i]);
 }
 
 }  // namespace moe_a2a

@@ -13,13 +13,10 @@
 
 namespace moe_a2a {
 
-struct WeightedDispatchCall {
+struct WeightedDispatchCall : ExchangeCall<DispatchParams, Operation::kDispatch> {
   int64_t num_rows, num_weights;
 
   static constexpr const char* kTarget = "moe_a2a_weighted_dispatch";
-  static constexpr bool kHasHalves = false;
-  using Params = DispatchParams;
-  static constexpr Operation kOperation = Operation::kDispatch;
 
   template <typename Reader>
   bool Read(Reader&& read) {
@@ -30,7 +27,7 @@ struct WeightedDispatchCall {
                    DispatchParams* params) const {
     DispatchParams& p = *params;
     p.view = context.view;
-    MOE_A2A_TRY(DescribeRouting(args, p.view.num_ranks, &p.routing));
+    MOE_A2A_TRY(DescribeRouting(context, args, p.view, &p.routing));
     const auto num_results = static_cast<size_t>(num_rows + num_weights);
     if (num_rows < 0 || num_weights < 0 || num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
@@ -45,10 +42,9 @@ struct WeightedDispatchCall {
           "weighted dispatch has at most one array of rows and one of weights; got " +
           std::to_string(num_rows) + " and " + std::to_string(num_weights));
     }
-    SignShapes(p.view, p.routing);
     Mix(p.view.signature, 1 + num_weights + 2 * num_rows);
     p.num_arrays = 1;
-    const bool scaled = is_scaled(), dotted = is_dotted();
+    const bool scaled = num_weights > 0, dotted = num_rows > 0;
     const Array& in = args[0];
     MovedArray& array = p.arrays[0];
     if (!ToElementType(in.type, &p.weighting.type)) {
@@ -65,6 +61,7 @@ struct WeightedDispatchCall {
     MOE_A2A_TRY(CheckLead(in, "a payload array", {num_tokens}));
     array.row_bytes = NumElements(in, 1) * in.type.bytes;
     array.width = Width(array.row_bytes, {&in});
+    context.Bind(&array.in, in);
     if (dotted) {
       const Array& rows = args[1];
       if (rows.type != in.type) {
@@ -73,17 +70,21 @@ struct WeightedDispatchCall {
       }
       MOE_A2A_TRY(CheckItems(rows, "rows", {capacity}, array.row_bytes));
       array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
+      context.Bind(&p.weighting.rows, rows);
     }
     if (scaled) {
       MOE_A2A_TRY(FirstOf({CheckShape(args[1 + dotted], "weights", kFloat32, {capacity}),
                            CheckItems(results[0], "scaled rows", {capacity}, array.row_bytes)}));
       array.width = std::min(array.width, Width(array.row_bytes, {&results[0]}));
-      p.fills[0] = FillOf(results[0]);
+      context.Bind(&p.weighting.weights, args[1 + dotted]);
+      context.Bind(&array.out, results[0]);
+      context.BindFill(&p.fills[0], results[0]);
     }
     if (dotted) {
       const Array& products = results[scaled];
       MOE_A2A_TRY(CheckShape(products, "inner products", kFloat32, {capacity}));
-      p.fills[scaled] = FillOf(products);
+      context.Bind(&p.weighting.dotted, products);
+      context.BindFill(&p.fills[scaled], products);
     }
     if (array.width != kVectorBytes) {
       return Unsupported("weighted dispatch needs rows of 16-byte words");
@@ -92,27 +93,6 @@ struct WeightedDispatchCall {
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
   }
-
-  void Point(Addresses args, Addresses results, DispatchParams* p) const {
-    PointRouting(args, &p->routing);
-    const bool scaled = is_scaled(), dotted = is_dotted();
-    p->arrays[0].in = args[0];
-    if (dotted) {
-      p->weighting.rows = args[1];
-      p->weighting.dotted = reinterpret_cast<float*>(results[scaled]);
-    }
-    if (scaled) {
-      p->weighting.weights = reinterpret_cast<const float*>(args[1 + dotted]);
-      p->arrays[0].out = results[0];
-    }
-    for (size_t i = 0; i < results.size(); ++i) p->fills[i].data = results[i];
-  }
-
-  static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
-
- private:
-  bool is_scaled() const { return num_weights > 0; }
-  bool is_dotted() const { return num_rows > 0; }
 };
 
 }  // namespace moe_a2a

@@ -11,7 +11,6 @@
 #include "calls/call.h"
 #include "calls/combine.h"
 #include "calls/dispatch.h"
-#include "calls/format_dispatch.h"
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
 #include "calls/weighted_dispatch.h"

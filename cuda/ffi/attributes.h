@@ -6,6 +6,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "ffi/errors.h"
 #include "layout.h"
 #include "runtime/workspace.h"
 #include "xla/ffi/api/ffi.h"
@@ -29,7 +30,7 @@ struct CallAttributes {
 // Reads attributes into variables. Returns false if an attribute is missing or has another type.
 class AttributeReader {
  public:
-  explicit AttributeReader(const xla::ffi::Dictionary& attributes) : attributes_(attributes) {}
+  explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {}
 
   template <typename T>
   bool operator()(const char* name, T* value) const {
@@ -40,15 +41,35 @@ class AttributeReader {
   }
 
  private:
-  const xla::ffi::Dictionary& attributes_;
+  const ffi::Dictionary& attributes_;
 };
 
-// Returns the error of a call that lacks an attribute.
-xla::ffi::Error LacksAttribute();
+// Returns the problem of a call that lacks an attribute.
+inline Problem LacksAttribute() {
+  return Invalid(
+      "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again");
+}
 
-xla::ffi::ErrorOr<CallAttributes> DecodeAttributes(const xla::ffi::Dictionary& attributes);
-
-// Sets the device of every rank to `ordinal` if the call names no device.
-xla::ffi::Error SetDevice(int32_t ordinal, Topology* topology);
+inline Problem DecodeAttributes(const ffi::Dictionary& attributes, CallAttributes* call) {
+  ffi::Span<const int64_t> devices;
+  int64_t num_ranks, workspace_kind;
+  const AttributeReader read(attributes);
+  if (!read("devices", &devices) || !read("num_ranks", &num_ranks) ||
+      !read("workspace_kind", &workspace_kind) || !read("num_sms", &call->num_sms) ||
+      !read("timeout_ns", &call->timeout_ns) ||
+      !read("first_timeout_ns", &call->first_timeout_ns) ||
+      !read("half_bytes", &call->half_bytes) || !read("scopes", &call->scopes) ||
+      !read("raise_failures", &call->raise_failures)) {
+    return LacksAttribute();
+  }
+  if (num_ranks < 1 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) {
+    return Invalid("num_ranks must divide the devices and be at most " + std::to_string(kMaxRanks) +
+                   "; got " + std::to_string(num_ranks));
+  }
+  call->topology.devices.assign(devices.begin(), devices.end());
+  call->topology.num_ranks = static_cast<int>(num_ranks);
+  call->workspace_kind = static_cast<WorkspaceKind>(workspace_kind);
+  return {};
+}
 
 }  // namespace moe_a2a

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "calls/array.h"
@@ -21,39 +23,77 @@ enum class Alignment { kVector, kOfThisExecution };
 inline ffi::AnyBuffer BufferOf(ffi::AnyBuffer buffer) { return buffer; }
 inline ffi::AnyBuffer BufferOf(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
-// Returns the operands or results of the first rank of a call. Their dimensions belong to XLA and
-// last as long as the execution. Ranks that share a device have common buffers, with a leading axis
-// of ranks.
-ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingArgs& buffers, int64_t ranks_of_device,
-                                  Alignment alignment);
-ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingRets& buffers, int64_t ranks_of_device,
-                                  Alignment alignment);
+inline DataType TypeOf(ffi::DataType type) {
+  switch (type) {  // the types of products, which are described at each execution
+    case ffi::DataType::BF16: return kBFloat16;
+    case ffi::DataType::F16: return kFloat16;
+    case ffi::DataType::F32: return kFloat32;
+    case ffi::DataType::S32: return kInt32;
+    case ffi::DataType::F8E4M3FN: return kFp8;
+    default: break;
+  }
+  std::ostringstream name;
+  name << static_cast<XLA_FFI_DataType>(type);
+  return TypeNamed(name.str());
+}
 
-// The addresses of the operands or results of one execution.
+// Decodes the operands or results of the first rank of a call. Their dimensions belong to XLA and
+// last as long as the execution. Ranks that share a device have common buffers, with a leading axis
+// of ranks. `first_index`: the index of the first of these arrays.
+template <typename Buffers>
+Problem DecodeArrays(const Buffers& buffers, size_t first_index, int64_t ranks_of_device,
+                     Alignment alignment, Arrays* decoded) {
+  decoded->reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    auto any = buffers.template get<ffi::AnyBuffer>(i);
+    if (!any) return Invalid(any.error().message());
+    const ffi::AnyBuffer buffer = BufferOf(*any);
+    auto dimensions = buffer.dimensions();
+    if (ranks_of_device > 1) {
+      if (dimensions.size() == 0 || dimensions[0] != ranks_of_device) {
+        return Invalid("every array of a call with " + std::to_string(ranks_of_device) +
+                       " ranks on one GPU must have a leading axis of that size; array " +
+                       std::to_string(i) + " has none");
+      }
+      dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
+    }
+    Array& array = decoded->emplace_back();
+    array.type = TypeOf(buffer.element_type());
+    array.dimensions = {dimensions.begin(), dimensions.size()};
+    array.bytes = static_cast<int64_t>(buffer.size_bytes()) / ranks_of_device;
+    array.data = buffer.untyped_data();
+    if (alignment == Alignment::kOfThisExecution) {
+      array.address_bits = reinterpret_cast<uintptr_t>(array.data);
+    }
+    if (ranks_of_device > 1) array.address_bits |= array.bytes;
+    array.index = first_index + i;
+  }
+  return {};
+}
+
+// The addresses of the operands and then the results of one execution.
 class AddressList {
  public:
-  AddressList() = default;
-  // Makes the addresses of the next rank of the device. `bytes`: the size of each array.
-  AddressList(const AddressList& first, const std::vector<int64_t>& bytes) : count_(first.count_) {
-    for (size_t i = 0; i < count_; ++i) list_[i] = first.list_[i] + bytes[i];
+  // Adds buffers. Returns false if an argument is not a buffer, or if a call cannot have so many.
+  template <typename Buffers>
+  bool Read(const Buffers& buffers) {
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      const auto any = buffers.template get<ffi::AnyBuffer>(i);
+      if (!any || count_ == kMost) return false;
+      list_[count_] = static_cast<char*>(BufferOf(*any).untyped_data());
+      bits_ |= reinterpret_cast<uintptr_t>(list_[count_++]);
+    }
+    return true;
   }
-
-  // Returns false if an argument is not a buffer, or if a call cannot have this number of buffers.
-  bool Read(const ffi::RemainingArgs& buffers);
-  bool Read(const ffi::RemainingRets& buffers);
 
   Addresses addresses() const { return {list_, count_}; }
   // Returns the bitwise or of all addresses.
   uintptr_t bits() const { return bits_; }
 
  private:
-  template <typename Buffers>
-  bool ReadBuffers(const Buffers& buffers);
-
-  static constexpr size_t kMost = 64;
-  // A done has the most operands of all calls: the operands and the results of its start.
-  static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + kMaxArrays);
-  static_assert(kMost >= kNumPlanArrays + kMaxArrays);
+  static constexpr size_t kMost = 96;
+  // A done has the most arrays of all calls: the operands of its start, and the results twice.
+  static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + 2 * kMaxArrays);
 
   char* list_[kMost];
   size_t count_ = 0;

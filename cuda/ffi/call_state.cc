@@ -8,131 +8,122 @@
 
 #include "calls/call.h"
 #include "kernels/grid.h"
+#include "runtime/cuda_error.h"
+#include "runtime/devices.h"
 
 namespace moe_a2a {
 
 ffi::TypeId CallState::id = XLA_FFI_UNKNOWN_TYPE_ID;
 const ffi::TypeInfo CallState::info = ffi::MakeTypeInfo<CallState>();
 
-ffi::Error CallState::Load() {
-  if (attributes_.is_on_one_device()) return ffi::Error::Success();
+Problem CallState::Load() {
+  if (attributes_.is_on_one_device()) return {};
   Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.workspace_kind);
-  return ToError(workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns));
+  return workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns);
 }
 
-ffi::Error CallState::Initialize(int32_t ordinal) {
-  if (const DeviceState* state = states_.Find(ordinal)) return Prepare(*state->workspace);
-  Topology topology = attributes_.topology;
-  if (ffi::Error error = SetDevice(ordinal, &topology); error.failure()) return error;
-  return Prepare(Workspace::Get(topology, attributes_.workspace_kind));
-}
-
-ffi::Error CallState::Prepare(Workspace& workspace) const {
-  if (Problem p = workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns); !p.empty()) {
-    return ToError(p);
+Problem CallState::FindWorkspace(int32_t ordinal, Workspace** workspace) const {
+  if (const DeviceState* state = states_.Find(ordinal)) {
+    *workspace = &state->workspace;
+    return {};
   }
-  if (!attributes_.raise_failures) return ffi::Error::Success();
-  const std::string failure = workspace.Failure();
-  if (failure.empty()) return ffi::Error::Success();
-  return Internal(failure + ". The group stays stopped until group.close() is called.");
+  Topology topology = attributes_.topology;
+  if (attributes_.is_on_one_device()) {
+    int64_t id;
+    if (!FindOwnDevice(ordinal, &id)) {
+      return Invalid("the program runs on GPU " + std::to_string(ordinal) +
+                     ", which jax_moe_a2a does not know in this process; read the path of a "
+                     "jax_moe_a2a.Group over this GPU before the program");
+    }
+    topology.devices.assign(topology.num_ranks, id);
+  }
+  *workspace = &Workspace::Get(topology, attributes_.workspace_kind);
+  return {};
 }
 
-ffi::Error CallState::Execute(const Execution& execution) {
-  const DeviceState* state = states_.Find(execution.ordinal);
-  SideStream* side = state != nullptr ? state->side : nullptr;
-  ffi::Error error = ExecuteAt(execution, state, &side);
+Problem CallState::Initialize(int32_t ordinal) {
+  Workspace* workspace;
+  MOE_A2A_TRY(FindWorkspace(ordinal, &workspace));
+  return Prepare(*workspace);
+}
+
+Problem CallState::Prepare(Workspace& workspace) const {
+  MOE_A2A_TRY(workspace.Reserve(attributes_.half_bytes, attributes_.timeout_ns));
+  if (!attributes_.raise_failures) return {};
+  const std::string failure = workspace.Failure();
+  if (failure.empty()) return {};
+  return failure + ". The group stays stopped until group.close() is called.";
+}
+
+Problem CallState::Execute(const Execution& execution) {
+  Workspace* workspace;
+  MOE_A2A_TRY(FindWorkspace(execution.ordinal, &workspace));
+  Problem problem = Prepare(*workspace);
+  if (problem.empty()) problem = ExecuteIn(*workspace, execution);
+  if (problem.empty()) return {};
   // After an error, the execution ends, and XLA reuses the memory of the execution in the order of
   // XLA's stream. XLA's stream must therefore wait for all work of the side stream.
-  if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
-  return error;
+  if (SideStream* side = workspace->Side(execution.ordinal)) side->JoinAll(execution.stream);
+  return problem;
 }
 
-ffi::Error CallState::ExecuteAt(const Execution& execution, const DeviceState* state,
-                                SideStream** side) {
+Problem CallState::ExecuteIn(Workspace& workspace, const Execution& execution) {
+  const DeviceState* state = states_.Find(execution.ordinal);
 #ifdef MOE_A2A_TEST_HOOKS
   // If a test has switched the limit on the number of blocks, the state is made again, because it
   // depends on this limit.
-  if (state != nullptr && state->is_uncapped != state->workspace->is_uncapped()) state = nullptr;
+  if (state != nullptr && state->is_uncapped != workspace.is_uncapped()) state = nullptr;
 #endif
-  if (state != nullptr) {
-    ffi::Error error = Prepare(*state->workspace);
-    return error.failure() ? error : Run(execution, *state);
+  if (state == nullptr) {
+    std::unique_ptr<const DeviceState> made;
+    MOE_A2A_TRY(MakeDeviceState(execution, workspace, &made));
+    state = states_.Publish(execution.ordinal, std::move(made));
   }
-  DeviceState first;
-  first.topology = attributes_.topology;
-  if (ffi::Error error = SetDevice(execution.ordinal, &first.topology); error.failure()) {
-    return error;
-  }
-  Workspace& workspace = Workspace::Get(first.topology, attributes_.workspace_kind);
-  ffi::Error error = Prepare(workspace);
-  *side = workspace.Side(execution.ordinal);
-  if (error.failure()) return error;
-  first.workspace = &workspace;
-  first.kernels = &workspace.kernels();
-  first.side = *side;
-  first.ranks_of_device = first.topology.is_colocated() ? first.topology.num_ranks : 1;
-#ifdef MOE_A2A_TEST_HOOKS
-  first.is_uncapped = workspace.is_uncapped();
-#endif
-  auto made = MakeDeviceState(execution, first);
-  if (!made) return made.error();
-  return Run(execution, *states_.Publish(execution.ordinal, std::move(*made)));
+  return Run(execution, *state);
 }
 
-ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
-                              Operation operation, int32_t ordinal) {
-  RankView view = {};
-  if (Problem p = state.workspace->View(ordinal, &view); !p.empty()) {
-    return ffi::Unexpected(Invalid(p));
-  }
-  view.timeout_ns = attributes.timeout_ns;
-  view.first_timeout_ns = attributes.first_timeout_ns;
-  view.operation = operation;
-  uint64_t& signature = view.signature;
+Problem CallState::SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
+                           RankView* view) const {
+  if (Problem p = workspace.View(ordinal, view); !p.empty()) return Invalid(p);
+  view->timeout_ns = attributes_.timeout_ns;
+  view->first_timeout_ns = attributes_.first_timeout_ns;
+  view->operation = operation;
+  uint64_t& signature = view->signature;
   Mix(signature, kProtocolVersion);
-  for (int64_t device : state.topology.devices) Mix(signature, device);
-  Mix(signature, static_cast<uint64_t>(attributes.workspace_kind));
+  for (int64_t device : workspace.topology().devices) Mix(signature, device);
+  Mix(signature, static_cast<uint64_t>(attributes_.workspace_kind));
   Mix(signature, static_cast<uint64_t>(operation));
-  Mix(signature, attributes.half_bytes);
-  Mix(signature, attributes.scopes);
-  return view;
+  Mix(signature, attributes_.half_bytes);
+  Mix(signature, attributes_.scopes);
+  return {};
 }
 
-ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
-                                   int32_t ordinal) {
-  const int64_t num_ranks = state.topology.num_ranks, num_sms = attributes.num_sms;
-  const bool is_split = moe_a2a::is_split(attributes.workspace_kind);
+Problem CallState::SetBlocksOfRank(const Workspace& workspace, int32_t ordinal,
+                                   int64_t* num_blocks) const {
+  const int64_t num_ranks = attributes_.topology.num_ranks, num_sms = attributes_.num_sms;
+  const bool is_split = moe_a2a::is_split(attributes_.workspace_kind);
+  const bool is_shared = workspace.topology().is_colocated();
   int sms = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
-      error != cudaSuccess) {
-    return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
-                                    cudaGetErrorString(error)));
-  }
-  if (num_sms < 1) {
-    return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
-  }
+  MOE_A2A_TRY(ProblemOf(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal),
+                        "asking for the device's multiprocessors"));
+  if (num_sms < 1) return Invalid("num_sms must be at least 1; got " + std::to_string(num_sms));
+  int64_t most =
+      is_shared ? colocated_blocks(num_ranks, sms, is_split) : launch_blocks(num_ranks, sms);
 #ifdef MOE_A2A_TEST_HOOKS
   // is_uncapped: a test launches more blocks than fit.
-  if (state.ranks_of_device == 1 || state.is_uncapped) return num_sms;
+  if (!is_shared || workspace.is_uncapped()) most = num_sms;
 #endif
-  if (state.ranks_of_device == 1) {
-    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) {
-      return std::min(most, num_sms);
-    }
-    return ffi::Unexpected(
-        Invalid("an exchange of several ranks needs two multiprocessors or more; GPU " +
-                std::to_string(ordinal) + " has " + std::to_string(sms) +
-                ". Use implementation='portable'"));
+  *num_blocks = std::min(most, num_sms);
+  if (most > 0) return {};
+  const std::string gpu = "GPU " + std::to_string(ordinal) + " has " + std::to_string(sms);
+  if (!is_shared) {
+    return Invalid("an exchange of several ranks needs two multiprocessors or more; " + gpu +
+                   ". Use implementation='portable'");
   }
-  const int64_t most = colocated_blocks(num_ranks, sms, is_split);
-  if (most > 0) return std::min(most, num_sms);
-  return ffi::Unexpected(
-      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
-              (is_split ? " multiprocessors for whole and as many for split exchanges"
-                        : " multiprocessors") +
-              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms) +
-              ". Use fewer ranks per GPU"));
+  return Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+                 (is_split ? " multiprocessors for whole and as many for split exchanges; "
+                           : " multiprocessors; ") +
+                 gpu + ". Use fewer ranks per GPU");
 }
 
 }  // namespace moe_a2a

@@ -19,7 +19,6 @@
 
 #include "ffi/attributes.h"
 #include "ffi/errors.h"
-#include "kernels/launch.h"
 #include "runtime/per_device.h"
 #include "runtime/workspace.h"
 #include "xla/ffi/api/ffi.h"
@@ -38,15 +37,14 @@ struct Execution {
 
 // The part of a call's state that belongs to one device.
 struct DeviceState {
+  DeviceState(Workspace& workspace, int32_t ordinal)
+      : workspace(workspace), side(workspace.Side(ordinal)) {}
   virtual ~DeviceState() = default;
 
-  Topology topology;
-  Workspace* workspace = nullptr;
-  const Kernels* kernels = nullptr;
-  SideStream* side = nullptr;   // null for a whole exchange
-  int64_t ranks_of_device = 1;  // if more than one, all ranks share the device and the launch
+  Workspace& workspace;
+  SideStream* const side;  // null for a whole exchange
 #ifdef MOE_A2A_TEST_HOOKS
-  bool is_uncapped = false;
+  const bool is_uncapped = workspace.is_uncapped();
 #endif
 };
 
@@ -61,45 +59,45 @@ class CallState {
   // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If
   // all ranks share a device, Initialize() reserves the workspace, because the device is known only
   // when the program runs.
-  ffi::Error Load();
+  Problem Load();
 
   // Opens a closed workspace again, and reports a failure. XLA calls this before every execution,
   // including executions that replay a CUDA graph and never call Execute().
-  ffi::Error Initialize(int32_t ordinal);
+  Problem Initialize(int32_t ordinal);
 
   // Launches the exchange, or joins a split exchange. After the first execution on a device,
   // Execute() does not allocate and takes no process-wide lock.
-  ffi::Error Execute(const Execution& execution);
+  Problem Execute(const Execution& execution);
 
  protected:
   explicit CallState(CallAttributes attributes) : attributes_(std::move(attributes)) {}
 
   const CallAttributes& attributes() const { return attributes_; }
 
+  // Sets the view of the first rank of device `ordinal`. Its signature covers the attributes that
+  // all calls have.
+  Problem SetView(const Workspace& workspace, Operation operation, int32_t ordinal,
+                  RankView* view) const;
+
+  // Sets how many blocks a launch may have for each rank of a device: the number that the call
+  // requests, limited by the device's multiprocessors.
+  Problem SetBlocksOfRank(const Workspace& workspace, int32_t ordinal, int64_t* num_blocks) const;
+
  private:
-  // Returns a copy of `state` with the members of the subclass.
-  virtual ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(
-      const Execution& execution, const DeviceState& state) const = 0;
+  virtual Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
+                                  std::unique_ptr<const DeviceState>* made) const = 0;
 
-  virtual ffi::Error Run(const Execution& execution, const DeviceState& state) const = 0;
+  virtual Problem Run(const Execution& execution, const DeviceState& state) const = 0;
 
-  ffi::Error ExecuteAt(const Execution& execution, const DeviceState* state, SideStream** side);
+  Problem ExecuteIn(Workspace& workspace, const Execution& execution);
+  // Finds the workspace of the ranks that `ordinal` runs.
+  Problem FindWorkspace(int32_t ordinal, Workspace** workspace) const;
   // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`;
   // otherwise the kernels run, and return NaN at once.
-  ffi::Error Prepare(Workspace& workspace) const;
+  Problem Prepare(Workspace& workspace) const;
 
   const CallAttributes attributes_;
   PerDevice<DeviceState> states_;
 };
-
-// Returns the view of the first rank of device `ordinal`. Its signature covers the attributes that
-// all calls have.
-ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const DeviceState& state,
-                              Operation operation, int32_t ordinal);
-
-// Returns how many blocks a launch may have for each rank of a device: the number that the call
-// requests, limited by the device's multiprocessors.
-ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const DeviceState& state,
-                                   int32_t ordinal);
 
 }  // namespace moe_a2a

@@ -16,24 +16,12 @@
 #include "ffi/attributes.h"
 #include "ffi/buffers.h"
 #include "ffi/call_state.h"
-#include "ffi/errors.h"
 #include "kernels/grid.h"
+#include "kernels/launch.h"
+#include "runtime/cuda_error.h"
 #include "runtime/slice.h"
 
 namespace moe_a2a {
-
-// Launches a whole exchange on XLA's stream, or a split exchange on the side stream.
-template <typename Launcher>
-ffi::Error Start(const Execution& execution, const DeviceState& state, Addresses args,
-                 Addresses results, const Launcher& launch) {
-  if (state.side == nullptr) return ToError(launch(execution.stream));
-  cudaStream_t side;
-  if (Problem p = state.side->Fork(execution.stream, execution.run, &side); !p.empty()) {
-    return ToError(p);
-  }
-  if (const cudaError_t error = launch(side); error != cudaSuccess) return ToError(error);
-  return ToError(state.side->Started(execution.run, args, results));
-}
 
 template <typename Call>
 class CallStateOf final : public CallState {
@@ -45,103 +33,94 @@ class CallStateOf final : public CallState {
 
  private:
   struct LaunchState final : DeviceState {
-    explicit LaunchState(const DeviceState& state) : DeviceState(state) {
+    LaunchState(Workspace& workspace, int32_t ordinal) : DeviceState(workspace, ordinal) {
       // Even padding bytes must be equal on all ranks that share a device (device/ranks.cuh).
       std::memset(static_cast<void*>(&params), 0, sizeof(params));
     }
 
-    Params params;  // of the first rank, without addresses
+    Params params;  // of the first rank
     int blocks;
-    bool has_run;  // whether the view has the id of the execution
-    std::vector<int64_t> arg_bytes, result_bytes;
-    size_t
-        name;  // index of the result that identifies a launch; without one, the number of results
+    bool has_run;                   // whether the view has the id of the execution
+    std::vector<int64_t> bytes;     // of each array of a rank
+    std::vector<Binding> bindings;  // members of `params`
+    size_t name;  // index of the result that identifies a launch; without one, the number of arrays
   };
 
-  ffi::ErrorOr<std::unique_ptr<const DeviceState>> MakeDeviceState(
-      const Execution& execution, const DeviceState& state) const override {
-    auto made = MakeLaunchState(execution, state, Alignment::kVector);
-    if (!made) return ffi::Unexpected(made.error());
-    return std::unique_ptr<const DeviceState>(std::move(*made));
+  Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
+                          std::unique_ptr<const DeviceState>* made) const override {
+    auto state = std::make_unique<LaunchState>(workspace, execution.ordinal);
+    MOE_A2A_TRY(Describe(execution, Alignment::kVector, state.get()));
+    *made = std::move(state);
+    return {};
   }
 
-  ffi::ErrorOr<std::unique_ptr<LaunchState>> MakeLaunchState(const Execution& execution,
-                                                             const DeviceState& state,
-                                                             Alignment alignment) const {
-    auto view = ViewOf(attributes(), state, Call::kOperation, execution.ordinal);
-    if (!view) return ffi::Unexpected(view.error());
-    auto num_sms = BlocksOfRank(attributes(), state, execution.ordinal);
-    if (!num_sms) return ffi::Unexpected(num_sms.error());
-    auto args = DecodeArrays(execution.operands, state.ranks_of_device, alignment);
-    if (!args) return ffi::Unexpected(args.error());
-    auto results = DecodeArrays(execution.outputs, state.ranks_of_device, alignment);
-    if (!results) return ffi::Unexpected(results.error());
-    auto made = std::make_unique<LaunchState>(state);
-    for (const Array& array : *args) made->arg_bytes.push_back(array.bytes);
-    for (const Array& array : *results) made->result_bytes.push_back(array.bytes);
-    made->name = std::find_if(results->begin(), results->end(),
-                              [](const Array& array) { return array.bytes > 0; }) -
-                 results->begin();
-    Params& params = made->params;
-    const bool is_colocated = state.ranks_of_device > 1;
+  Problem Describe(const Execution& execution, Alignment alignment, LaunchState* state) const {
+    RankView view = {};
+    int64_t num_sms;
+    Arrays args, results;
+    const Workspace& workspace = state->workspace;
+    const int64_t num_ranks = workspace.topology().ranks_of_device();
+    MOE_A2A_TRY(SetView(workspace, Call::kOperation, execution.ordinal, &view));
+    MOE_A2A_TRY(SetBlocksOfRank(workspace, execution.ordinal, &num_sms));
+    MOE_A2A_TRY(DecodeArrays(execution.operands, 0, num_ranks, alignment, &args));
+    MOE_A2A_TRY(DecodeArrays(execution.outputs, args.size(), num_ranks, alignment, &results));
+    for (const Array& array : args) state->bytes.push_back(array.bytes);
+    for (const Array& array : results) state->bytes.push_back(array.bytes);
+    state->name = std::find_if(state->bytes.begin() + args.size(), state->bytes.end(),
+                               [](int64_t bytes) { return bytes > 0; }) -
+                  state->bytes.begin();
+    Params& params = state->params;
     if (const Problem p =
-            call_.Describe({*view, is_colocated, *num_sms}, {args->data(), args->size()},
-                           {results->data(), results->size()}, &params);
+            call_.Describe({view, num_ranks > 1, num_sms, &state->bindings},
+                           {args.data(), args.size()}, {results.data(), results.size()}, &params);
         !p.empty()) {
-      return ffi::Unexpected(Invalid(p));
+      return Invalid(p);
     }
     if (const int64_t bytes = HalfBytes<Call>(params); bytes > attributes().half_bytes) {
-      return ffi::Unexpected(Internal("the landing zone needs " + std::to_string(bytes) +
-                                      " bytes; the lowering reserved " +
-                                      std::to_string(attributes().half_bytes)));
+      return "the landing zone needs " + std::to_string(bytes) + " bytes; the lowering reserved " +
+             std::to_string(attributes().half_bytes);
     }
-    made->blocks = grid_of(params, *num_sms).blocks;
+    state->blocks = grid_of(params, num_sms).blocks;
     // Each process numbers its executions independently.
-    made->has_run = !state.workspace->spans_processes();
-    return made;
+    state->has_run = !workspace.spans_processes();
+    return {};
   }
 
-  ffi::Error Run(const Execution& execution, const DeviceState& any_state) const override {
+  Problem Run(const Execution& execution, const DeviceState& any_state) const override {
     const auto& state = static_cast<const LaunchState&>(any_state);
-    AddressList args, results;
-    if (!args.Read(execution.operands) || !results.Read(execution.outputs)) {
-      return Internal(
-          "an operand or a result of the call is not an array, or the call has too many");
+    AddressList arrays;
+    if (!arrays.Read(execution.operands) || !arrays.Read(execution.outputs)) {
+      return "an operand or a result of the call is not an array, or the call has too many";
     }
-    if ((args.bits() | results.bits()) % kVectorBytes == 0) {
-      return Launch(execution, state, args, results);
-    }
+    if (arrays.bits() % kVectorBytes == 0) return Launch(execution, state, arrays.addresses());
     // XLA aligns what it allocates, but a slice of an array may begin at any address.
-    auto unaligned = MakeLaunchState(execution, state, Alignment::kOfThisExecution);
-    return unaligned ? Launch(execution, **unaligned, args, results) : unaligned.error();
+    LaunchState unaligned(state.workspace, execution.ordinal);
+    MOE_A2A_TRY(Describe(execution, Alignment::kOfThisExecution, &unaligned));
+    return Launch(execution, unaligned, arrays.addresses());
   }
 
-  ffi::Error Launch(const Execution& execution, const LaunchState& state, const AddressList& args,
-                    const AddressList& results) const {
+  Problem Launch(const Execution& execution, const LaunchState& state, Addresses arrays) const {
     Params ranks[2];
-    std::memcpy(static_cast<void*>(ranks), &state.params, sizeof(Params));
-    view_in(ranks[0]).run = state.has_run && !IsCaptured(execution) ? execution.run : 0;
-    Point(state, args.addresses(), results.addresses(), ranks[0]);
-    if (state.ranks_of_device > 1) {
-      std::memcpy(static_cast<void*>(&ranks[1]), ranks, sizeof(Params));
-      ++view_in(ranks[1]).rank;
-      ++view_in(ranks[1]).error;
-      Point(state, AddressList(args, state.arg_bytes).addresses(),
-            AddressList(results, state.result_bytes).addresses(), ranks[1]);
+    const int64_t run = state.has_run && !IsCaptured(execution) ? execution.run : 0;
+    const int num_ranks = std::min(state.workspace.topology().ranks_of_device(), 2);
+    for (int i = 0; i < num_ranks; ++i) {
+      const auto address_of = [&](size_t array) { return arrays[array] + i * state.bytes[array]; };
+      CopyParams(state.params, state.bindings, address_of, &ranks[i]);
+      RankView& view = exchange_of(ranks[i]).view;
+      view.rank += i;
+      view.error += i;
+      view.run = run;
+      // Launches that overlap have different results, so the address of a result identifies a
+      // launch.
+      view.launch =
+          state.name < arrays.size() ? reinterpret_cast<uint64_t>(address_of(state.name)) : 1;
     }
-    return Start(execution, state, args.addresses(), results.addresses(), [&](cudaStream_t stream) {
-      return state.kernels->launch(ranks, state.blocks, stream);
-    });
+    cudaStream_t stream = execution.stream;
+    if (state.side != nullptr) MOE_A2A_TRY(state.side->Fork(stream, execution.run, &stream));
+    MOE_A2A_TRY(ProblemOf(state.workspace.kernels().launch(ranks, state.blocks, stream),
+                          "launching a kernel"));
+    return state.side == nullptr ? Problem() : state.side->Started(execution.run, arrays);
   }
-
-  void Point(const LaunchState& state, Addresses args, Addresses results, Params& params) const {
-    call_.Point(args, results, &params);
-    // Launches that overlap have different results, so the address of a result identifies a launch.
-    const bool has_name = state.name < results.size();
-    view_in(params).launch = has_name ? reinterpret_cast<uint64_t>(results[state.name]) : 1;
-  }
-
-  static RankView& view_in(Params& params) { return const_cast<RankView&>(view_of(params)); }
 
   // An execution has the same id on all devices, so kernels detect two threads that interleave
   // their programs. A captured call has no id, because a replay has the arguments of the capture.
@@ -155,6 +134,36 @@ class CallStateOf final : public CallState {
   }
 
   const Call call_;
+};
+
+// The state of the done of a split exchange. Operands: the operands of its start, then the results
+// of its start. The results of the done are the results of the start (aliased).
+class Done final : public CallState {
+ public:
+  explicit Done(CallAttributes attributes) : CallState(std::move(attributes)) {}
+
+ private:
+  Problem MakeDeviceState(const Execution& execution, Workspace& workspace,
+                          std::unique_ptr<const DeviceState>* made) const override {
+    *made = std::make_unique<const DeviceState>(workspace, execution.ordinal);
+    return {};
+  }
+
+  Problem Run(const Execution& execution, const DeviceState& state) const override {
+    AddressList list;
+    const bool is_read = list.Read(execution.operands) && list.Read(execution.outputs);
+    const size_t num_results = execution.outputs.size();
+    if (!is_read || state.side == nullptr || execution.operands.size() < num_results) {
+      return Invalid("done needs the operands and the results of the start of a split exchange");
+    }
+    const Addresses args = {list.addresses().begin(), execution.operands.size()};
+    if (!std::equal(args.end() - num_results, args.end(), args.end())) {
+      return "XLA has moved the results of a start before its done. Call start and done in the "
+             "same "
+             "function";
+    }
+    return state.side->Join(execution.stream, execution.run, args);
+  }
 };
 
 }  // namespace moe_a2a

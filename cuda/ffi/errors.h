@@ -1,9 +1,5 @@
-// Converts problems to errors of XLA.
+// Converts problems to errors of XLA, and makes handlers.
 #pragma once
-
-#include <cuda_runtime_api.h>
-
-#include <string>
 
 #include "runtime/problem.h"
 #include "xla/ffi/api/ffi.h"
@@ -12,25 +8,21 @@ namespace moe_a2a {
 
 namespace ffi = xla::ffi;
 
-inline ffi::Error Invalid(const std::string& message) {
-  return ffi::Error::InvalidArgument("jax_moe_a2a: " + message);
-}
-
-inline ffi::Error Internal(const std::string& message) {
-  return ffi::Error::Internal("jax_moe_a2a: " + message);
-}
-
 // A lack of memory has the same error code as in XLA.
 inline ffi::Error ToError(const Problem& problem) {
   if (problem.empty()) return ffi::Error::Success();
-  if (!problem.lacks_memory) return Internal(problem);
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_moe_a2a: " + problem);
+  const ffi::ErrorCode code = problem.lacks_memory ? ffi::ErrorCode::kResourceExhausted
+                              : problem.is_invalid ? ffi::ErrorCode::kInvalidArgument
+                                                   : ffi::ErrorCode::kInternal;
+  return ffi::Error(code, "jax_moe_a2a: " + problem);
 }
 
-inline ffi::Error ToError(cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ToError(Problem(std::string("launching a kernel: ") + cudaGetErrorString(error),
-                         error == cudaErrorMemoryAllocation));
+// Makes the handler of an execution. If `kMayBeCaptured`, XLA may capture its calls in a CUDA
+// graph.
+template <bool kMayBeCaptured, typename Binding, typename Function>
+auto* MakeHandler(Binding binding, Function function) {
+  return kMayBeCaptured ? binding.To(function, {ffi::Traits::kCmdBufferCompatible}).release()
+                        : binding.To(function).release();
 }
 
 }  // namespace moe_a2a

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -14,48 +13,66 @@
 #include "ffi/buffers.h"
 #include "ffi/errors.h"
 #include "ffi/targets.h"
+#include "runtime/cuda_error.h"
 #include "runtime/driver.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {
 namespace {
 
+// Launches at most `num_sms` blocks. Kernels with one block for each work item have no such limit.
+template <typename Call, typename Params>
+Problem Launch(Params& params, int num_sms, cudaStream_t stream) {
+  if constexpr (std::is_invocable_v<decltype(Call::kLaunch), Params&, int, cudaStream_t>) {
+    return Call::kLaunch(params, num_sms, stream);
+  } else {
+    if constexpr (std::is_base_of_v<GroupedGemm, Params> || std::is_same_v<Params, Fp8Gemm>) {
+      params.num_sms = num_sms;
+    }
+    return Call::kLaunch(params, stream);
+  }
+}
+
 template <typename Call>
-ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
-                   ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
-  const auto args = DecodeArrays(operands, /*ranks_of_device=*/1, Alignment::kVector);
-  if (!args) return args.error();
-  const auto results = DecodeArrays(outputs, /*ranks_of_device=*/1, Alignment::kVector);
-  if (!results) return results.error();
+Problem Run(cudaStream_t stream, int32_t ordinal, const ffi::Dictionary& attributes,
+            const ffi::RemainingArgs& operands, const ffi::RemainingRets& outputs) {
+  Arrays args, results;
+  MOE_A2A_TRY(
+      DecodeArrays(operands, /*first_index=*/0, /*ranks_of_device=*/1, Alignment::kVector, &args));
+  MOE_A2A_TRY(
+      DecodeArrays(outputs, args.size(), /*ranks_of_device=*/1, Alignment::kVector, &results));
   typename Call::Params params = {};
   int64_t limit = 0;
   if (const Problem problem =
-          DescribeProduct<Call>(AttributeReader(attributes), {args->data(), args->size()},
-                                {results->data(), results->size()}, &params, &limit);
+          DescribeProduct<Call>(AttributeReader(attributes), {args.data(), args.size()},
+                                {results.data(), results.size()}, &params, &limit);
       !problem.empty()) {
-    return Invalid(std::string(Call::kTarget) + ": " + problem);
+    return Invalid(problem);
   }
   int num_sms = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, ordinal);
-      error != cudaSuccess) {
-    return ToError(error);
-  }
+  MOE_A2A_TRY(ProblemOf(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, ordinal),
+                        "asking for the device's multiprocessors"));
   if (limit > 0) num_sms = static_cast<int>(std::min<int64_t>(limit, num_sms));
-  const Problem problem = Call::Launch(params, num_sms, stream);
-  return problem.empty() ? ffi::Error::Success()
-                         : Internal(std::string(Call::kTarget) + ": " + problem);
+  return Launch<Call>(params, num_sms, stream);
 }
 
-ffi::Error CheckCapability(int32_t ordinal) {
+template <typename Call>
+ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
+                   ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
+  Problem problem = Run<Call>(stream, ordinal, attributes, operands, outputs);
+  if (!problem.empty()) problem.insert(0, std::string(Call::kTarget) + ": ");
+  return ToError(problem);
+}
+
+Problem CheckCapability(int32_t ordinal) {
   int major = 0, minor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
   }
-  if (error != cudaSuccess) return ToError(error);
+  MOE_A2A_TRY(ProblemOf(error, "asking for the compute capability"));
   const std::string capability = std::to_string(major) + "." + std::to_string(minor);
-  if (capability == kGemmCapability) return ffi::Error::Success();
+  if (capability == kGemmCapability) return {};
   return Invalid("the kernel of grouped_dot needs compute capability " +
                  std::string(kGemmCapability) + "; got " + capability +
                  ". The program was lowered for another GPU; lower it again");
@@ -68,42 +85,26 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;
   if ((loaded & device) != 0) return ffi::Error::Success();
   const DeviceScope scope;
-  cudaError_t error = cudaSuccess;
-  if constexpr (std::is_same_v<typename Call::Params, LibraryGemm>) {
-    error = cudaSetDevice(ordinal);
-    if (error == cudaSuccess) error = LoadGroupArrays();
-  } else if constexpr (std::is_same_v<Call, FillSlotsCall>) {
-    error = cudaSetDevice(ordinal);
-    if (error == cudaSuccess) error = LoadFillSlots();
-  } else {
-    if (ffi::Error refused = CheckCapability(ordinal); refused.failure()) return refused;
-    error = cudaSetDevice(ordinal);
-    if (error == cudaSuccess) error = LoadGroupedGemm();
-    if (error == cudaSuccess) error = LoadFp8Gemm();
-    if (error == cudaSuccess) error = LoadActEncode();
-    if (error == cudaSuccess) error = LoadEncodeSquares();
-  }
-  if (error == cudaSuccess) loaded |= device;
-  return ToError(error);
+  Problem problem = Call::kRunsOnAllGpus ? Problem() : CheckCapability(ordinal);
+  if (problem.empty()) problem = ProblemOf(cudaSetDevice(ordinal), "choosing a device");
+  if (problem.empty()) problem = ProblemOf(Call::kLoad(), "loading the kernels");
+  if (problem.empty()) loaded |= device;
+  return ToError(problem);
 }
 
 template <typename Call>
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  const auto bind = [](std::initializer_list<ffi::Traits> traits) {
-    return ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Ctx<ffi::DeviceOrdinal>()
-        .Attrs()
-        .RemainingArgs()
-        .RemainingRets()
-        .To(Execute<Call>, traits)
-        .release();
-  };
   // A graph must not capture a call of cuBLASLt, because the library loads a kernel when it first
   // launches this kernel.
-  static const auto* handler = std::is_same_v<typename Call::Params, LibraryGemm>
-                                   ? bind({})
-                                   : bind({ffi::Traits::kCmdBufferCompatible});
+  constexpr bool kMayBeCaptured = !std::is_same_v<Call, LibraryGemmCall>;
+  static const auto* handler =
+      MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()
+                                      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                      .Ctx<ffi::DeviceOrdinal>()
+                                      .Attrs()
+                                      .RemainingArgs()
+                                      .RemainingRets(),
+                                  Execute<Call>);
   return handler->Call(frame);
 }
 

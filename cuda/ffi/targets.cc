@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,45 +12,48 @@
 #include "ffi/attributes.h"
 #include "ffi/call_state.h"
 #include "ffi/call_state_of.h"
-#include "ffi/done.h"
 #include "ffi/errors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_a2a {
 namespace {
 
-// Makes the state of a call and opens its workspace.
-template <typename Make>
-ffi::ErrorOr<std::unique_ptr<CallState>> Load(const ffi::Dictionary& attributes, const Make& make) {
-  auto common = DecodeAttributes(attributes);
-  if (!common) return ffi::Unexpected(common.error());
-  std::unique_ptr<CallState> state = make(std::move(*common));
-  if (state == nullptr) return ffi::Unexpected(LacksAttribute());
-  if (ffi::Error error = state->Load(); error.failure()) return ffi::Unexpected(error);
-  return state;
-}
+using NewState = std::unique_ptr<CallState>;
 
 template <typename Call>
-ffi::ErrorOr<std::unique_ptr<CallState>> LoadCall(ffi::Dictionary attributes) {
-  return Load(attributes, [&](CallAttributes common) -> std::unique_ptr<CallState> {
-    Call call = {};
-    if (!call.Read(AttributeReader(attributes))) return nullptr;
-    return std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
-  });
+Problem MakeState(const ffi::Dictionary& attributes, CallAttributes common, NewState* made) {
+  Call call = {};
+  if (!call.Read(AttributeReader(attributes))) return LacksAttribute();
+  *made = std::make_unique<CallStateOf<Call>>(std::move(common), std::move(call));
+  return {};
 }
 
-ffi::ErrorOr<std::unique_ptr<CallState>> LoadDone(ffi::Dictionary attributes) {
-  return Load(attributes,
-              [](CallAttributes common) { return std::make_unique<Done>(std::move(common)); });
+Problem MakeDone(const ffi::Dictionary&, CallAttributes common, NewState* made) {
+  *made = std::make_unique<Done>(std::move(common));
+  return {};
 }
 
-template <auto kLoad>
+// Makes the state of a call and opens its workspace.
+template <auto kMake>
+ffi::ErrorOr<NewState> Load(ffi::Dictionary attributes) {
+  CallAttributes common;
+  NewState state;
+  Problem problem = DecodeAttributes(attributes, &common);
+  if (problem.empty()) problem = kMake(attributes, std::move(common), &state);
+  if (problem.empty()) problem = state->Load();
+  if (problem.empty()) return state;
+  return ffi::Unexpected(ToError(problem));
+}
+
+template <auto kMake>
 XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(kLoad).release();
+  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Load<kMake>).release();
   return handler->Call(frame);
 }
 
-ffi::Error Initialize(int32_t ordinal, CallState* state) { return state->Initialize(ordinal); }
+ffi::Error Initialize(int32_t ordinal, CallState* state) {
+  return ToError(state->Initialize(ordinal));
+}
 
 XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInitialize()
@@ -65,29 +67,20 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
 template <bool kMayBeCaptured>
 ffi::Error Execute(cudaStream_t stream, int32_t ordinal, ffi::RunId run, CallState* state,
                    ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
-  return state->Execute({stream, ordinal, run.run_id, kMayBeCaptured, operands, outputs});
+  return ToError(state->Execute({stream, ordinal, run.run_id, kMayBeCaptured, operands, outputs}));
 }
 
 template <bool kMayBeCaptured>
-auto MakeExecuteHandler(std::initializer_list<ffi::Traits> traits) {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::State<CallState>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .To(Execute<kMayBeCaptured>, traits)
-      .release();
-}
-
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = MakeExecuteHandler<false>({});
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* ExecuteInGraphHandler(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = MakeExecuteHandler<true>({ffi::Traits::kCmdBufferCompatible});
+  static const auto* handler =
+      MakeHandler<kMayBeCaptured>(ffi::Ffi::Bind()
+                                      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                      .Ctx<ffi::DeviceOrdinal>()
+                                      .Ctx<ffi::RunId>()
+                                      .Ctx<ffi::State<CallState>>()
+                                      .RemainingArgs()
+                                      .RemainingRets(),
+                                  Execute<kMayBeCaptured>);
   return handler->Call(frame);
 }
 
@@ -97,13 +90,13 @@ XLA_FFI_Error* ExecuteInGraphHandler(XLA_FFI_CallFrame* frame) {
 template <typename Call>
 void AddTargets(std::vector<Target>& targets) {
   const std::string name = Call::kTarget;
-  Handler* load = InstantiateHandler<LoadCall<Call>>;
-  targets.push_back({name, load, InitializeHandler, ExecuteHandler});
-  targets.push_back({name + "_in_graph", load, InitializeHandler, ExecuteInGraphHandler});
+  Handler* load = InstantiateHandler<MakeState<Call>>;
+  targets.push_back({name, load, InitializeHandler, ExecuteHandler<false>});
+  targets.push_back({name + "_in_graph", load, InitializeHandler, ExecuteHandler<true>});
   if (!Call::kHasHalves) return;
-  targets.push_back({name + "_start", load, InitializeHandler, ExecuteHandler});
+  targets.push_back({name + "_start", load, InitializeHandler, ExecuteHandler<false>});
   targets.push_back(
-      {name + "_done", InstantiateHandler<LoadDone>, InitializeHandler, ExecuteHandler});
+      {name + "_done", InstantiateHandler<MakeDone>, InitializeHandler, ExecuteHandler<false>});
 }
 
 std::vector<Target> MakeTargets() {

@@ -19,6 +19,7 @@
 #include "device/element.cuh"
 #include "device/format.cuh"
 #include "gemm/activation.cuh"
+#include "runtime/cuda_error.h"
 
 namespace moe_a2a {
 namespace {
@@ -270,8 +271,7 @@ Problem Launch(const Call& call, int64_t warps, int num_sms, cudaStream_t stream
   each_kernel<Call>([&](ElementType type, bool is_gated, auto* kernel, int threads) {
     if (type != call.type || is_gated != call.is_gated) return;
     kernel<<<blocks, threads, 0, stream>>>(call);
-    const cudaError_t error = cudaGetLastError();
-    problem = error == cudaSuccess ? "" : cudaGetErrorString(error);
+    problem = ProblemOf(cudaGetLastError(), "launching act_encode");
   });
   return problem;
 }

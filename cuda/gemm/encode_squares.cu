@@ -11,6 +11,7 @@
 
 #include "device/element.cuh"
 #include "device/format.cuh"
+#include "runtime/cuda_error.h"
 
 namespace moe_a2a {
 namespace {
@@ -151,8 +152,7 @@ Problem LaunchEncodeSquares(const EncodeSquares& call, cudaStream_t stream) {
     if (call.type != Element<T>::kType) return;
     encode_squares<T><<<static_cast<unsigned>(squares), kSquareThreads, 0, stream>>>(call);
   });
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  return ProblemOf(cudaGetLastError(), "launching encode_squares");
 }
 
 }  // namespace moe_a2a

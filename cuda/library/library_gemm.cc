@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "library/cublas_lt.h"
+#include "runtime/cuda_error.h"
 
 namespace moe_a2a {
 namespace {
@@ -103,13 +104,12 @@ int64_t LibraryScratch(int64_t num_groups) {
   return (kWorkspaceBytes + StrideOf(num_groups) * kBytesOfGroup) / int64_t{sizeof(int32_t)} + 2;
 }
 
-Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t stream) {
+Problem LaunchLibraryGemm(const LibraryGemm& gemm, int num_sms, cudaStream_t stream) {
   static Known& known = *new Known;  // calls may outlive static objects
   const CublasLt* library = GetCublasLt();
   if (library == nullptr) {
     return "this process has no cuBLASLt with grouped products. Lower the program again";
   }
-  const GroupedGemm& gemm = params.gemm;
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient,
              is_transposed = gemm.product == GroupedProduct::kTransposed;
   const auto data = [](const void* array) { return static_cast<char*>(const_cast<void*>(array)); };
@@ -140,7 +140,7 @@ Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t s
   cudaError_t error = LaunchGroupArrays(arrays, num_sms, stream);
   int device = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
+  MOE_A2A_TRY(ProblemOf(error, "launching group_arrays"));
 
   Description product;
   MOE_A2A_TRY(Describe(*library, gemm, num_sms, dimensions, &product));
@@ -151,11 +151,11 @@ Problem LaunchLibraryGemm(const LibraryGemm& params, int num_sms, cudaStream_t s
     void*& of_device = known.handles[device];
     if (of_device == nullptr) MOE_A2A_TRY(Check("Create", library->create(&of_device)));
     handle = of_device;
-    const Known::Key key = {device, gemm.product, gemm.type,        gemm.num_groups,
-                            gemm.k, gemm.n,       params.mean_rows, num_sms};
+    const Known::Key key = {device, gemm.product, gemm.type,      gemm.num_groups,
+                            gemm.k, gemm.n,       gemm.mean_rows, num_sms};
     auto found = known.algorithms.find(key);
     if (found == known.algorithms.end()) {
-      MOE_A2A_TRY(Find(*library, handle, product, gemm, params.mean_rows, &algorithm));
+      MOE_A2A_TRY(Find(*library, handle, product, gemm, gemm.mean_rows, &algorithm));
       found = known.algorithms.emplace(key, algorithm).first;
     }
     algorithm = found->second;

@@ -10,8 +10,8 @@
 
 namespace moe_a2a {
 
-struct LibraryGemm {
-  GroupedGemm gemm;   // without an activation; `counter` is the scratch memory
+// A product without an activation. `counter` is the scratch memory.
+struct LibraryGemm : GroupedGemm {
   int64_t mean_rows;  // mean rows of a group, as the library expects
 };
 

@@ -12,6 +12,7 @@
 #include "device/ptx.cuh"
 #include "device/team.cuh"
 #include "layout.h"
+#include "runtime/cuda_error.h"
 
 namespace moe_a2a {
 namespace {
@@ -136,12 +137,14 @@ cudaError_t LoadFillSlots() {
   return cudaFuncGetAttributes(&attributes, fill_slots_kernel);
 }
 
-cudaError_t LaunchFillSlots(const FillSlots& call, cudaStream_t stream) {
+Problem LaunchFillSlots(const FillSlots& call, cudaStream_t stream) {
+  if (call.batch == 0) return {};
   FillSlots params = call;
   void* arguments[] = {&params};
-  return cudaLaunchKernel(
+  const cudaError_t error = cudaLaunchKernel(
       reinterpret_cast<const void*>(fill_slots_kernel), dim3(call.batch), dim3(kWarpThreads),
       arguments, kSharedArrays * sizeof(int32_t) * call.num_ranks * call.num_local, stream);
+  return ProblemOf(error, "launching fill_slots");
 }
 
 }  // namespace moe_a2a

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "runtime/problem.h"
+
 namespace moe_a2a {
 
 // The largest number of experts whose slots fit into shared memory.
@@ -25,6 +27,6 @@ struct FillSlots {
 cudaError_t LoadFillSlots();
 
 // Launches a block for each plan. No allocation, no synchronization.
-cudaError_t LaunchFillSlots(const FillSlots& call, cudaStream_t stream);
+Problem LaunchFillSlots(const FillSlots& call, cudaStream_t stream);
 
 }  // namespace moe_a2a

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 namespace moe_a2a {
 
 void* FindInDriver(const char* symbol) {
@@ -18,31 +20,18 @@ void* FindInDriver(const char* symbol) {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? address : nullptr;
 }
 
-namespace {
-
-template <typename Function>
-bool Find(const char* symbol, Function* function) {
-  *function = reinterpret_cast<Function>(FindInDriver(symbol));
-  return *function != nullptr;
-}
-
-}  // namespace
-
 const Driver* GetDriver() {
   static const Driver* driver = []() -> const Driver* {
     static Driver d;
-    const bool found = Find("cuMemAddressReserve", &d.address_reserve) &&
-                       Find("cuMemAddressFree", &d.address_free) &&
-                       Find("cuMemCreate", &d.create) && Find("cuMemMap", &d.map) &&
-                       Find("cuMemUnmap", &d.unmap) && Find("cuMemRelease", &d.release) &&
-                       Find("cuMemSetAccess", &d.set_access) &&
-                       Find("cuMemExportToShareableHandle", &d.export_handle) &&
-                       Find("cuMemImportFromShareableHandle", &d.import_handle) &&
-                       Find("cuMemGetAllocationGranularity", &d.granularity) &&
-                       Find("cuCtxGetCurrent", &d.current_context) &&
-                       Find("cuCtxSetCurrent", &d.set_current_context) &&
-                       Find("cuGetErrorString", &d.error_string);
-    return found ? &d : nullptr;
+    bool has_all = true;
+    const auto find = [&](const char* symbol, auto& function) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(FindInDriver(symbol));
+      has_all = has_all && function != nullptr;
+    };
+#define MOE_A2A_FIND(name) find(#name, d.name);
+    MOE_A2A_DRIVER_FUNCTIONS(MOE_A2A_FIND)
+#undef MOE_A2A_FIND
+    return has_all ? &d : nullptr;
   }();
   return driver;
 }

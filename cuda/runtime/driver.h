@@ -6,20 +6,16 @@
 
 namespace moe_a2a {
 
+#define MOE_A2A_DRIVER_FUNCTIONS(each)                                                            \
+  each(cuMemAddressReserve) each(cuMemAddressFree) each(cuMemCreate) each(cuMemMap)               \
+      each(cuMemUnmap) each(cuMemRelease) each(cuMemSetAccess) each(cuMemExportToShareableHandle) \
+          each(cuMemImportFromShareableHandle) each(cuMemGetAllocationGranularity)                \
+              each(cuCtxGetCurrent) each(cuCtxSetCurrent) each(cuGetErrorString)
+
 struct Driver {
-  decltype(&cuMemAddressReserve) address_reserve = nullptr;
-  decltype(&cuMemAddressFree) address_free = nullptr;
-  decltype(&cuMemCreate) create = nullptr;
-  decltype(&cuMemMap) map = nullptr;
-  decltype(&cuMemUnmap) unmap = nullptr;
-  decltype(&cuMemRelease) release = nullptr;
-  decltype(&cuMemSetAccess) set_access = nullptr;
-  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
-  decltype(&cuMemImportFromShareableHandle) import_handle = nullptr;
-  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
-  decltype(&cuCtxGetCurrent) current_context = nullptr;
-  decltype(&cuCtxSetCurrent) set_current_context = nullptr;
-  decltype(&cuGetErrorString) error_string = nullptr;
+#define MOE_A2A_FUNCTION(name) decltype(&::name) name = nullptr;
+  MOE_A2A_DRIVER_FUNCTIONS(MOE_A2A_FUNCTION)
+#undef MOE_A2A_FUNCTION
 };
 
 // Returns the function of the driver with this name in CUDA 12.0, or null if the driver has no such
@@ -36,10 +32,10 @@ const Driver* GetDriver();
 class DeviceScope {
  public:
   DeviceScope() {
-    if (driver_ != nullptr) driver_->current_context(&before_);
+    if (driver_ != nullptr) driver_->cuCtxGetCurrent(&before_);
   }
   ~DeviceScope() {
-    if (driver_ != nullptr) driver_->set_current_context(before_);
+    if (driver_ != nullptr) driver_->cuCtxSetCurrent(before_);
   }
   DeviceScope(const DeviceScope&) = delete;
 

@@ -16,7 +16,15 @@ struct Problem : std::string {
   // True if the call is well-formed, but the kernels do not support it, so the lowering takes
   // another path. Any other problem of a call is a bug in the code that made the call.
   bool is_unsupported = false;
+  bool is_invalid = false;  // the call of a program has a wrong argument
 };
+
+// Returns the problem of a wrong argument.
+inline Problem Invalid(std::string text) {
+  Problem problem(std::move(text));
+  problem.is_invalid = true;
+  return problem;
+}
 
 // Returns the problem of a well-formed call that no kernel supports.
 inline Problem Unsupported(std::string text) {

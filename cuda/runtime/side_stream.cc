@@ -1,18 +1,14 @@
 #include "runtime/side_stream.h"
+#include "runtime/cuda_error.h"
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 namespace moe_a2a {
 namespace {
 
-constexpr int kFirstFlights = 16;
-
-Problem Check(cudaError_t error, const char* doing) {
-  if (error == cudaSuccess) return {};
-  return {std::string("side stream: ") + doing + ": " + cudaGetErrorString(error),
-          error == cudaErrorMemoryAllocation};
+Problem Check(cudaError_t error, const std::string& doing) {
+  return ProblemOf(error, "side stream: " + doing);
 }
 
 }  // namespace
@@ -23,16 +19,13 @@ Problem SideStream::Open() {
   // The stream has the highest priority, so that the few blocks of an exchange start before the
   // blocks of the work that hides the exchange.
   int least, greatest;
-  Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
-  if (p.empty()) {
-    p = Check(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming), "making an event");
+  MOE_A2A_TRY(Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities"));
+  if (forked_ == nullptr) {
+    MOE_A2A_TRY(
+        Check(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming), "making an event"));
   }
-  for (int i = 0; p.empty() && i < kFirstFlights; ++i) p = Add();
-  if (p.empty()) {
-    p = Check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
-              "making a stream");
-  }
-  return p;
+  return Check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
+               "making a stream");
 }
 
 Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
@@ -55,14 +48,6 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   return Check(cudaStreamWaitEvent(stream_, forked_, 0), "waiting for XLA's stream");
 }
 
-Problem SideStream::Add() {
-  Flight flight;
-  Problem p =
-      Check(cudaEventCreateWithFlags(&flight.end, cudaEventDisableTiming), "making an event");
-  if (p.empty()) flights_.push_back(std::move(flight));
-  return p;
-}
-
 SideStream::Flight* SideStream::Find(const char* name) {
   for (Flight& flight : flights_) {
     if (flight.is_under_way && flight.arrays.back() == name) return &flight;
@@ -73,22 +58,23 @@ SideStream::Flight* SideStream::Find(const char* name) {
 Problem SideStream::Take(Flight** flight) {
   const auto idle = std::find_if(flights_.begin(), flights_.end(),
                                  [](const Flight& e) { return !e.is_under_way; });
-  if (idle == flights_.end()) {
-    MOE_A2A_TRY(Add());
-    *flight = &flights_.back();
-  } else {
+  if (idle != flights_.end()) {
     *flight = &*idle;
+    return {};
   }
+  cudaEvent_t end;
+  MOE_A2A_TRY(Check(cudaEventCreateWithFlags(&end, cudaEventDisableTiming), "making an event"));
+  *flight = &flights_.emplace_back();
+  (*flight)->end = end;
   return {};
 }
 
-Problem SideStream::Started(int64_t run, Addresses read, Addresses written) {
+Problem SideStream::Started(int64_t run, Addresses arrays) {
   std::lock_guard<std::mutex> lock(mutex_);
   Flight* flight;
   MOE_A2A_TRY(Take(&flight));
   MOE_A2A_TRY(Check(cudaEventRecord(flight->end, stream_), "recording the exchange"));
-  flight->arrays.assign(read.begin(), read.end());
-  flight->arrays.insert(flight->arrays.end(), written.begin(), written.end());
+  flight->arrays.assign(arrays.begin(), arrays.end());
   if (Find(flight->arrays.back()) != nullptr) {
     return "an exchange was started into memory that another exchange still writes to; the other "
            "exchange has no done";

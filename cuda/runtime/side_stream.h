@@ -25,13 +25,12 @@ class SideStream {
   // of the execution `run`.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // Enters a launched exchange into the table, with the arrays that it reads and writes. The last
-  // array identifies the exchange.
-  Problem Started(int64_t run, Addresses read, Addresses written);
+  // Enters a launched exchange into the table, with the arrays that it reads, and then the arrays
+  // that it writes. The last array identifies the exchange.
+  Problem Started(int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for the exchange that the same execution has started on these arrays (first
-  // the arrays that it reads, then the arrays that it writes), and removes the exchange from the
-  // table.
+  // Makes `stream` wait for the exchange that the same execution has started on these arrays, and
+  // removes the exchange from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the
@@ -52,9 +51,8 @@ class SideStream {
 
   // Returns the exchange in flight that this array identifies, or null.
   Flight* Find(const char* name);
-  // Returns an unused entry.
+  // Finds or makes an unused entry.
   Problem Take(Flight** flight);
-  Problem Add();
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;

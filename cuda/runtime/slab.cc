@@ -19,13 +19,13 @@ Slab::Slab(std::string name, std::vector<int> readers)
 
 Slab::~Slab() {
   Release();
-  if (base_ != 0) driver_->address_free(base_, kSlabAddressBytes);
+  if (base_ != 0) driver_->cuMemAddressFree(base_, kSlabAddressBytes);
 }
 
 Problem Slab::Check(CUresult result, const std::string& doing) const {
   if (result == CUDA_SUCCESS) return {};
   const char* text = nullptr;
-  driver_->error_string(result, &text);
+  driver_->cuGetErrorString(result, &text);
   return {"workspace " + name_ + ": " + doing + ": " +
               (text != nullptr ? text : "unknown driver error"),
           result == CUDA_ERROR_OUT_OF_MEMORY};
@@ -33,24 +33,26 @@ Problem Slab::Check(CUresult result, const std::string& doing) const {
 
 Problem Slab::Open() {
   if (driver_ == nullptr) return "the CUDA driver has no virtual memory management";
-  return Check(driver_->address_reserve(&base_, kSlabAddressBytes, 0, 0, 0),
+  return Check(driver_->cuMemAddressReserve(&base_, kSlabAddressBytes, 0, 0, 0),
                "reserving address space");
 }
 
 Problem Slab::MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle) {
-  if (Problem p = Check(driver_->map(base_ + offset, bytes, 0, handle, 0), "mapping"); !p.empty()) {
-    driver_->release(handle);
+  if (Problem p = Check(driver_->cuMemMap(base_ + offset, bytes, 0, handle, 0), "mapping");
+      !p.empty()) {
+    driver_->cuMemRelease(handle);
     return p;
   }
   std::vector<CUmemAccessDesc> access;
   for (int reader : readers_) {
     access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, reader}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
   }
-  if (Problem p = Check(driver_->set_access(base_ + offset, bytes, access.data(), access.size()),
-                        "giving the devices of this process access");
+  if (Problem p =
+          Check(driver_->cuMemSetAccess(base_ + offset, bytes, access.data(), access.size()),
+                "giving the devices of this process access");
       !p.empty()) {
-    driver_->unmap(base_ + offset, bytes);
-    driver_->release(handle);
+    driver_->cuMemUnmap(base_ + offset, bytes);
+    driver_->cuMemRelease(handle);
     return p;
   }
   mapped_.push_back({offset, bytes, handle});
@@ -60,8 +62,8 @@ Problem Slab::MapAt(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle 
 Problem Slab::Release() {
   Problem first;
   for (const Mapped& m : mapped_) {
-    Problem p = Check(driver_->unmap(base_ + m.offset, m.bytes), "unmapping");
-    if (p.empty()) p = Check(driver_->release(m.handle), "releasing memory");
+    Problem p = Check(driver_->cuMemUnmap(base_ + m.offset, m.bytes), "unmapping");
+    if (p.empty()) p = Check(driver_->cuMemRelease(m.handle), "releasing memory");
     if (first.empty()) first = p;
   }
   mapped_.clear();
@@ -89,9 +91,9 @@ OwnSlab::OwnSlab(int ordinal, std::vector<int> readers, bool is_shared)
 Problem OwnSlab::Open() {
   MOE_A2A_TRY(CheckAccess(properties_.location.id, readers_));
   MOE_A2A_TRY(Slab::Open());
-  MOE_A2A_TRY(
-      Check(driver_->granularity(&granularity_, &properties_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-            "asking for the allocation granularity"));
+  MOE_A2A_TRY(Check(driver_->cuMemGetAllocationGranularity(&granularity_, &properties_,
+                                                           CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+                    "asking for the allocation granularity"));
   if (kHeaderBytes % granularity_ == 0) return {};
   return "the driver's allocation granularity must divide the workspace's header; got " +
          std::to_string(granularity_) + " bytes";
@@ -120,7 +122,7 @@ Problem OwnSlab::Share(size_t first, std::vector<Allocation>* allocations) {
   for (size_t i = first; i < mapped_.size(); ++i) {
     const Mapped& m = mapped_[i];
     int fd = -1;
-    MOE_A2A_TRY(Check(driver_->export_handle(&fd, m.handle, kShared, 0),
+    MOE_A2A_TRY(Check(driver_->cuMemExportToShareableHandle(&fd, m.handle, kShared, 0),
                       "sharing it with another process"));
     allocations->push_back({m.offset, m.bytes, Descriptor(fd)});
   }
@@ -132,7 +134,7 @@ Problem OwnSlab::BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
   if (wanted <= backed) return {};
   const int64_t bytes = wanted - backed;
   CUmemGenericAllocationHandle handle;
-  if (Problem p = Check(driver_->create(&handle, bytes, &properties_, 0),
+  if (Problem p = Check(driver_->cuMemCreate(&handle, bytes, &properties_, 0),
                         "allocating " + std::to_string(bytes) + " bytes");
       !p.empty()) {
     if (p.lacks_memory) p += FreeMemory();
@@ -161,7 +163,8 @@ Problem PeerSlab::Map(const std::vector<Allocation>& allocations) {
     }
     CUmemGenericAllocationHandle handle;
     void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(allocation.memory.get()));
-    MOE_A2A_TRY(Check(driver_->import_handle(&handle, fd, kShared), "importing memory"));
+    MOE_A2A_TRY(
+        Check(driver_->cuMemImportFromShareableHandle(&handle, fd, kShared), "importing memory"));
     MOE_A2A_TRY(MapAt(allocation.offset, allocation.bytes, handle));
   }
   return {};

@@ -3,23 +3,40 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <thread>
 #include <utility>
 
 #include "kernels/launch.h"
 #include "layout.h"
-#include "runtime/bounded.h"
+#include "runtime/cuda_error.h"
 #include "runtime/driver.h"
 
 namespace moe_a2a {
 namespace {
 
-Problem Check(cudaError_t error, const char* doing) {
-  if (error == cudaSuccess) return {};
-  return {std::string("workspace: ") + doing + ": " + cudaGetErrorString(error),
-          error == cudaErrorMemoryAllocation};
+Problem Check(cudaError_t error, const std::string& doing) {
+  return ProblemOf(error, "workspace: " + doing);
+}
+
+// Runs `work`, a call of CUDA that may block forever, in a thread. Returns false if `work` has not
+// ended after `time`. The thread then continues, so `work` must own everything that it uses.
+bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
+  const auto deadline = std::chrono::steady_clock::now() + time;
+  auto has_ended = std::make_shared<std::atomic<bool>>(false);
+  std::thread([has_ended, work = std::move(work)] {
+    work();
+    *has_ended = true;
+  }).detach();
+  while (!*has_ended) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
 }
 
 // Calls work(stream) with a new stream, and waits for that stream. A new stream is needed because
@@ -117,10 +134,6 @@ Problem Workspace::OpenOwn(Device& device) {
     MOE_A2A_TRY(own->Open());
     device.own = std::move(own);
   }
-  return OpenRest(device);
-}
-
-Problem Workspace::OpenRest(Device& device) {
   // Kernels are loaded now, because loading one while a peer waits can deadlock.
   MOE_A2A_TRY(Check(kernels().load(), "loading the kernels"));
   if (errors_ == nullptr) {
@@ -149,7 +162,10 @@ Problem Workspace::ReserveOwn(int64_t half_bytes) {
     // If the workspace was closed, no kernel and no other process uses this memory yet. If an open
     // workspace has grown, the added memory stays until Close(), because unmapping may wait for
     // running kernels.
-    if (!own_is_open_) ReleaseOwn();
+    for (Device* device : OwnDevices()) {
+      // A second problem is ignored.
+      if (!own_is_open_ && device->own) device->own->Release();
+    }
     return p;
   }
   own_is_open_ = true;
@@ -171,13 +187,6 @@ Problem Workspace::OpenOrGrowOwn(int64_t half_bytes) {
     }
   }
   return {};
-}
-
-void Workspace::ReleaseOwn() {
-  for (Device* device : OwnDevices()) {
-    if (device->own)
-      device->own->Release();  // a second problem is ignored; the caller reports the first
-  }
 }
 
 Problem Workspace::Reserve(int64_t half_bytes, int64_t timeout_ns) {
@@ -213,17 +222,11 @@ const Kernels& Workspace::kernels() const {
 
 namespace {
 
-// The words of a request for memory. The ids of the devices follow them.
-enum Word {
-  kVersion,
-  kKind,
-  kNumRanks,
-  kDevice,
-  kGeneration,
-  kFirstAllocation,
-  kHalfBytes,
-  kNumWords
+// The first words of a request for memory. The ids of the devices follow them.
+struct RequestHead {
+  int64_t version, kind, num_ranks, device, generation, first_allocation, half_bytes;
 };
+constexpr size_t kHeadWords = sizeof(RequestHead) / sizeof(int64_t);
 
 }  // namespace
 
@@ -246,14 +249,15 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
     device.peer = std::move(peer);
   }
   while (!device.peer->holds(half_bytes)) {
-    Request request(kNumWords);
-    request[kVersion] = kProtocolVersion;
-    request[kKind] = static_cast<int64_t>(kind_);
-    request[kNumRanks] = topology_.num_ranks;
-    request[kDevice] = static_cast<int64_t>(device.index);
-    request[kGeneration] = static_cast<int64_t>(generation);
-    request[kFirstAllocation] = static_cast<int64_t>(device.peer->num_allocations());
-    request[kHalfBytes] = half_bytes;
+    const RequestHead head = {kProtocolVersion,
+                              static_cast<int64_t>(kind_),
+                              topology_.num_ranks,
+                              static_cast<int64_t>(device.index),
+                              static_cast<int64_t>(generation),
+                              static_cast<int64_t>(device.peer->num_allocations()),
+                              half_bytes};
+    Request request(kHeadWords);
+    std::memcpy(request.data(), &head, sizeof(head));
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
     if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) {
@@ -276,23 +280,23 @@ Problem Workspace::ReservePeer(Device& device, int64_t half_bytes, uint64_t gene
 }
 
 Answer Workspace::Serve(const Request& request) {
-  const size_t num_devices = request.size() - kNumWords;
-  if (request.size() < kNumWords || request[kVersion] != kProtocolVersion) {
+  RequestHead head = {};
+  if (request.size() >= kHeadWords) std::memcpy(&head, request.data(), sizeof(head));
+  if (head.version != kProtocolVersion) {
     return {Status::kRefused, "it runs another version of jax_moe_a2a", {}};
   }
-  const bool is_kind = request[kKind] == static_cast<int64_t>(WorkspaceKind::kWhole) ||
-                       request[kKind] == static_cast<int64_t>(WorkspaceKind::kSplit);
-  if (!is_kind || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
-      num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
-      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstAllocation] < 0 ||
-      request[kHalfBytes] < 0 || request[kHalfBytes] > kHalfStride) {
+  const auto num_devices = static_cast<int64_t>(request.size() - kHeadWords);
+  const auto kind = static_cast<WorkspaceKind>(head.kind);
+  if ((kind != WorkspaceKind::kWhole && kind != WorkspaceKind::kSplit) || head.num_ranks < 1 ||
+      head.num_ranks > kMaxRanks || num_devices % head.num_ranks != 0 || head.device < 0 ||
+      head.device >= num_devices || head.first_allocation < 0 || head.half_bytes < 0 ||
+      head.half_bytes > kHalfStride) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
-  const int num_ranks = static_cast<int>(request[kNumRanks]);
-  const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks};
-  return Get(topology, static_cast<WorkspaceKind>(request[kKind]))
-      .Share(request[kDevice], request[kGeneration], request[kFirstAllocation],
-             request[kHalfBytes]);
+  const Topology topology = {{request.begin() + kHeadWords, request.end()},
+                             static_cast<int>(head.num_ranks)};
+  return Get(topology, kind)
+      .Share(head.device, head.generation, head.first_allocation, head.half_bytes);
 }
 
 Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
@@ -376,7 +380,7 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
 
 Problem Workspace::LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock) {
   using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now(), end = start + std::chrono::nanoseconds(*timeout_ns);
+  const auto end = Clock::now() + std::chrono::nanoseconds(*timeout_ns);
   *lock = std::unique_lock<std::mutex>(mutex_, std::try_to_lock);
   if (lock->owns_lock()) return {};
   while (!lock->try_lock()) {
@@ -465,39 +469,43 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
           return error == cudaSuccess ? read(&credits, header->credit) : error;
         });
     if (!p.empty()) return p;
-    CounterValues& of_device =
-        values->emplace_back(CounterValues{control.next_epoch, control.poison, {}, {}});
+    std::vector<uint64_t> credit_epochs, head_epochs;
     for (int half = 0; half < kRingDepth; ++half) {
       for (int rank = 0; rank < topology_.num_ranks; ++rank) {
-        of_device.credits.push_back(credits[half][rank]);
-        of_device.heads.push_back(heads[half][rank].flag >>
-                                  kSignatureBits);  // without the signature
+        credit_epochs.push_back(credits[half][rank]);
+        head_epochs.push_back(heads[half][rank].flag >> kSignatureBits);
       }
     }
+    values->emplace_back(control.next_epoch, control.poison, credit_epochs, head_epochs);
   }
   return {};
 }
 
-Problem Workspace::View(int ordinal, RankView* view) {
+const Workspace::Device* Workspace::FirstOn(int ordinal) const {
   for (const Device& device : devices_) {
-    if (device.place.ordinal != ordinal) continue;
-    view->rank = rank(device);
-    view->num_ranks = topology_.num_ranks;
-    // devices_ holds one domain after the other.
-    const Device* domain = &device - view->rank;
-    for (int i = 0; i < topology_.num_ranks; ++i) view->slab[i] = domain[i].base();
-    view->error = device.error;
-    return {};
-  }
-  return "the program runs on device " + std::to_string(ordinal) +
-         ", which is not in the group's mesh";
-}
-
-SideStream* Workspace::Side(int ordinal) {
-  for (const Device& device : devices_) {
-    if (device.place.ordinal == ordinal) return device.side.get();
+    if (device.place.ordinal == ordinal) return &device;
   }
   return nullptr;
+}
+
+Problem Workspace::View(int ordinal, RankView* view) const {
+  const Device* device = FirstOn(ordinal);
+  if (device == nullptr) {
+    return "the program runs on device " + std::to_string(ordinal) +
+           ", which is not in the group's mesh";
+  }
+  view->rank = rank(*device);
+  view->num_ranks = topology_.num_ranks;
+  // devices_ holds one domain after the other.
+  const Device* domain = device - view->rank;
+  for (int i = 0; i < topology_.num_ranks; ++i) view->slab[i] = domain[i].base();
+  view->error = device->error;
+  return {};
+}
+
+SideStream* Workspace::Side(int ordinal) const {
+  const Device* device = FirstOn(ordinal);
+  return device == nullptr ? nullptr : device->side.get();
 }
 
 std::string Workspace::Failure() const {
@@ -549,8 +557,12 @@ Problem Workspace::ReadFailure(std::string* failure) {
 #ifdef MOE_A2A_TEST_HOOKS
 namespace {
 
-void SetCredits(char* slab, uint64_t epoch) {
-  auto* header = reinterpret_cast<Header*>(slab);
+template <typename T>
+void Store(T* on_device, const T& value) {
+  cudaMemcpy(on_device, &value, sizeof(T), cudaMemcpyHostToDevice);
+}
+
+void StoreCredits(Header* header, uint64_t epoch) {
   const std::vector<uint64_t> credits(kRingDepth * kMaxRanks, epoch);
   cudaMemcpy(header->credit, credits.data(), sizeof(header->credit), cudaMemcpyHostToDevice);
 }
@@ -568,7 +580,7 @@ Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
   for (const Device* device : OwnDevices()) {
     if (index >= 0 && static_cast<int64_t>(device->index) != index) continue;
     cudaSetDevice(device->place.ordinal);
-    set(device->base());
+    set(reinterpret_cast<Header*>(device->base()));
     MOE_A2A_TRY(Check(cudaDeviceSynchronize(), "setting test hooks"));
   }
   return {};
@@ -577,34 +589,33 @@ Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
 Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
                             uint64_t delay_ns, uint32_t depth) {
   if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
-  return ForEachHooked(index, [&](char* slab) {
-    Control* control = &reinterpret_cast<Header*>(slab)->control;
-    cudaMemcpy(&control->mutation, &mutation, sizeof(mutation), cudaMemcpyHostToDevice);
-    cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
-    cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
-    cudaMemcpy(&control->depth, &depth, sizeof(depth), cudaMemcpyHostToDevice);
+  return ForEachHooked(index, [&](Header* header) {
+    Control& control = header->control;
+    Store(&control.mutation, mutation);
+    Store(&control.delay_phase, delay_phase);
+    Store(&control.delay_ns, delay_ns);
+    Store(&control.depth, depth);
     // A different depth assigns different ring halves to epochs, so all ring halves count as read.
     uint64_t next_epoch;
-    cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
-    moe_a2a::SetCredits(slab, next_epoch - 1);
+    cudaMemcpy(&next_epoch, &control.next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
+    StoreCredits(header, next_epoch - 1);
   });
 }
 
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
-  return ForEachHooked(index, [&](char* slab) {
-    auto* header = reinterpret_cast<Header*>(slab);
+  return ForEachHooked(index, [&](Header* header) {
     // Set the state that all earlier exchanges would have left. Clear existing flags, because no
     // flag may be ahead of its epoch.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));
-    moe_a2a::SetCredits(slab, epoch - 1);
-    cudaMemcpy(&header->control.next_epoch, &epoch, sizeof(epoch), cudaMemcpyHostToDevice);
+    StoreCredits(header, epoch - 1);
+    Store(&header->control.next_epoch, epoch);
   });
 }
 
 Problem Workspace::SetCredits(int64_t index, uint64_t epoch) {
-  return ForEachHooked(index, [&](char* slab) { moe_a2a::SetCredits(slab, epoch); });
+  return ForEachHooked(index, [&](Header* header) { StoreCredits(header, epoch); });
 }
 #endif
 

@@ -28,17 +28,16 @@ struct Topology {
 
   // Returns true if all ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
+  int ranks_of_device() const { return is_colocated() ? num_ranks : 1; }
 
   bool operator<(const Topology& other) const {
     return std::tie(num_ranks, devices) < std::tie(other.num_ranks, other.devices);
   }
 };
 
-// The counters of a rank (docs/protocol.md, section 4).
-struct CounterValues {
-  uint64_t next_epoch, poison;
-  std::vector<uint64_t> credits, heads;  // epochs, [kRingDepth, num_ranks]
-};
+// The counters of a rank (docs/protocol.md, section 4): the next epoch, the poison, and the epochs
+// [kRingDepth, num_ranks] of credits and heads.
+using CounterValues = std::tuple<uint64_t, uint64_t, std::vector<uint64_t>, std::vector<uint64_t>>;
 
 class Workspace {
  public:
@@ -84,11 +83,11 @@ class Workspace {
   // Returns the parameters of a launch on `ordinal` for the first rank of that device. The caller
   // adds operation, signature and timeouts. The error records of ranks that share a device are
   // adjacent.
-  Problem View(int ordinal, RankView* view);
+  Problem View(int ordinal, RankView* view) const;
 
   // Returns the side stream of `ordinal`, which all ranks of this device share. Returns null in a
   // workspace for whole exchanges, or if the workspace was never opened.
-  SideStream* Side(int ordinal);
+  SideStream* Side(int ordinal) const;
 
   // Returns the most informative failure that a kernel of this process has recorded, or empty.
   // Reads only host memory.
@@ -109,6 +108,7 @@ class Workspace {
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
   int64_t half_bytes() const { return is_open() ? half_bytes_.load() : 0; }
   bool spans_processes() const { return spans_processes_; }
+  const Topology& topology() const { return topology_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
   // Sets the hooks of the rank with this index in the topology, or of all ranks of this process if
@@ -142,6 +142,8 @@ class Workspace {
   };
 
   std::vector<Device*> OwnDevices();
+  // Returns the first rank on a device of this process, or null.
+  const Device* FirstOn(int ordinal) const;
 #ifdef MOE_A2A_TEST_HOOKS
   // Calls set(slab) for one rank, or for all ranks of this process if the index is -1, while
   // nothing runs.
@@ -157,8 +159,8 @@ class Workspace {
   // The caller holds own_mutex_. Opens or grows the slabs of this process's devices.
   Problem ReserveOwn(int64_t half_bytes);
   Problem OpenOrGrowOwn(int64_t half_bytes);
+  // Opens the slab, kernels, error record and side stream of a device.
   Problem OpenOwn(Device& device);
-  void ReleaseOwn();
   // Locks mutex_ and reduces the timeout by the time that locking took. Another thread may hold
   // mutex_ while it waits for the memory of another process, for longer than the timeout.
   Problem LockWithin(int64_t* timeout_ns, std::unique_lock<std::mutex>* lock);
@@ -168,9 +170,6 @@ class Workspace {
   // The second half of Close(). The caller holds mutex_, and the devices are idle.
   Problem CloseIdle();
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // Opens the other objects of a device: kernels, error record and side stream. The caller holds
-  // own_mutex_.
-  Problem OpenRest(Device& device);
   // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t half_bytes, uint64_t generation, int64_t timeout_ns);
   Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t half_bytes);

@@ -168,8 +168,8 @@ void Bound::add(const DataType& type, std::vector<int64_t> axes, char* data) {
   array.type = type;
   array.dimensions = {owned->data(), owned->size()};
   array.bytes = NumElements(array, 0) * type.bytes;
+  array.data = data;
   array.address_bits = reinterpret_cast<uintptr_t>(data);
-  addresses.push_back(data);
 }
 
 void vary_roles(Random& random, int num_blocks, Roles& roles) {

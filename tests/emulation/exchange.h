@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "calls/why_not.h"
@@ -152,7 +153,6 @@ std::string name_of(moe_a2a::TokenFormat format);
 // Operands or results of a call on one rank.
 struct Bound {
   moe_a2a::Arrays arrays;
-  std::vector<char*> addresses;
   std::vector<std::shared_ptr<const std::vector<int64_t>>> dimensions;  // of the arrays
 
   // `data` may be null if only sizes matter.
@@ -162,7 +162,6 @@ struct Bound {
   }
   void append(const Bound& more) {
     arrays.insert(arrays.end(), more.arrays.begin(), more.arrays.end());
-    addresses.insert(addresses.end(), more.addresses.begin(), more.addresses.end());
     dimensions.insert(dimensions.end(), more.dimensions.begin(), more.dimensions.end());
   }
 };
@@ -175,16 +174,25 @@ struct Arguments {
 template <typename Call>
 typename Call::Params params_of(const Call& call, const moe_a2a::RankView& view, bool is_colocated,
                                 int num_sms, const Arguments& a) {
-  typename Call::Params p = {};
+  // Describe() sees no addresses, so an address that is not listed stays null.
+  moe_a2a::Arrays args = a.args.arrays, results = a.results.arrays;
+  std::vector<char*> addresses;
+  for (moe_a2a::Arrays* arrays : {&args, &results}) {
+    for (moe_a2a::Array& array : *arrays) {
+      array.index = addresses.size();
+      addresses.push_back(static_cast<char*>(std::exchange(array.data, nullptr)));
+    }
+  }
+  typename Call::Params described = {}, p = {};
+  std::vector<moe_a2a::Binding> bindings;
   const moe_a2a::Problem problem =
-      call.Describe({view, is_colocated, num_sms}, {a.args.arrays.data(), a.args.arrays.size()},
-                    {a.results.arrays.data(), a.results.arrays.size()}, &p);
+      call.Describe({view, is_colocated, num_sms, &bindings}, {args.data(), args.size()},
+                    {results.data(), results.size()}, &described);
   if (!problem.empty()) {
     std::fprintf(stderr, "EMULATOR: %s\n", problem.c_str());
     std::abort();
   }
-  call.Point({a.args.addresses.data(), a.args.addresses.size()},
-             {a.results.addresses.data(), a.results.addresses.size()}, &p);
+  moe_a2a::CopyParams(described, bindings, [&](size_t array) { return addresses[array]; }, &p);
   // Set the signature here, because checks choose signatures whose flags are equal although the
   // heads differ.
   const_cast<moe_a2a::RankView&>(view_of(p)).signature = view.signature;

@@ -160,8 +160,12 @@ class Combine : public Exchange {
   CombineCall call() const {
     const bool is_encoded = format_ != kNoFormat;
     const DataType& wire = float32_wire_ ? kFloat32 : data_type(type_);
-    return {has_choice_array_, num_pairs_, has_addends_ ? num_summed_ : 0,
-            is_encoded ? name_of(format_) : wire.name, 1.f};
+    return {{},
+            has_choice_array_,
+            num_pairs_,
+            has_addends_ ? num_summed_ : 0,
+            is_encoded ? name_of(format_) : wire.name,
+            1.f};
   }
 
   // Returns the operands, except the routing, and the results.

@@ -57,7 +57,7 @@ class Payload : public Exchange {
 
   // Adds leaves of numbers that are exact in the format, and a choice array.
   void add_encoded(Random& random) {
-    encoding_.format = static_cast<TokenFormat>(1 + random.below(kNumFormats));
+    encoding_.format = static_cast<TokenFormat>(1 + random.below(TokenFormats::kCount));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
     encoding_.decode = random.one_in(2);
     encoding_.num_leaves = random.one_in(3) ? 2 : 1;
@@ -129,15 +129,15 @@ class Payload : public Exchange {
     return a;
   }
 
-  DispatchOptions options() const {
+  MovedPayload moved() const {
     return {std::count_if(moved_.begin(), moved_.end(),
                           [](const Moved& moved) { return moved.choice_bytes > 0; }),
             leaves_tail_};
   }
 
   EncodedPayload encoded() const {
-    return {name_of(encoding_.format), encoding_.num_leaves, encoding_.decode,
-            !token_scales_.empty(), encoding_.global_scale};
+    return {moved(),          name_of(encoding_.format), encoding_.num_leaves,
+            encoding_.decode, !token_scales_.empty(),    encoding_.global_scale};
   }
 
   template <typename Call>
@@ -270,7 +270,7 @@ class Dispatch : public Payload {
   std::string wrong(int rank) const override { return wrong_payload(rank); }
 
  private:
-  DispatchCall call() const { return {options()}; }
+  DispatchCall call() const { return {{{}, moved()}}; }
 };
 
 class FormatDispatch : public Payload {
@@ -289,7 +289,7 @@ class FormatDispatch : public Payload {
   std::string wrong(int rank) const override { return wrong_payload(rank); }
 
  private:
-  FormatDispatchCall call() const { return {options(), encoded()}; }
+  FormatDispatchCall call() const { return {{{}, encoded()}}; }
 };
 
 class RoutedDispatch : public Payload {
@@ -329,8 +329,11 @@ class RoutedDispatch : public Payload {
 
  private:
   RoutedDispatchCall call() const {
-    return {shape().num_experts(), shape().alignment, shape().may_drop, options(),
-            leaves_.empty() ? EncodedPayload{} : encoded()};
+    return {{},
+            shape().num_experts(),
+            shape().alignment,
+            shape().may_drop,
+            leaves_.empty() ? EncodedPayload{moved()} : encoded()};
   }
 
   Arguments arguments(int rank) const {
@@ -426,7 +429,7 @@ class WeightedDispatch : public Exchange {
   };
 
   WeightedDispatchCall call() const {
-    return {ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
+    return {{}, ranks_[0].rows != nullptr, ranks_[0].weights != nullptr};
   }
 
   // Returns the operands, except the routing, and the results.

@@ -52,7 +52,11 @@ class RouteExchange : public Exchange {
 
   RouteCall call() const {
     const Shape& shape = batch_[0].shape;
-    return {shape.num_experts(), shape.alignment, tokens_per_chunk_, shape.may_drop,
+    return {{},
+            shape.num_experts(),
+            shape.alignment,
+            tokens_per_chunk_,
+            shape.may_drop,
             shape.group_experts};
   }
 

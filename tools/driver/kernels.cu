@@ -368,7 +368,6 @@ using Calls = std::vector<Call>;
 // Operands or results of a call.
 struct Bound {
   Arrays arrays;
-  std::vector<char*> addresses;
   std::vector<std::vector<int64_t>> all_dimensions;  // of the arrays
 
   // cudaMalloc aligns only the buffers of the first rank: if ranks share a GPU, each rank's buffer
@@ -382,7 +381,7 @@ struct Bound {
     array.dimensions = {owned.data(), owned.size()};
     array.bytes = bytes;
     array.address_bits = static_cast<uintptr_t>(buffer.bytes);
-    addresses.push_back(buffer.data);
+    array.data = buffer.data;
   }
 };
 
@@ -438,24 +437,15 @@ void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cu
     const Call& call = calls[i];
     Arguments a;
     bind(call, &a);
-    if (i == 0) {
-      RankView view = call.view;
-      view.operation = Kind::kOperation;
-      view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
-      const bool is_colocated = calls.size() > 1;
-      CHECK(kind.Describe({view, is_colocated, call.tuning.sms},
-                          {a.args.arrays.data(), a.args.arrays.size()},
-                          {a.results.arrays.data(), a.results.arrays.size()}, &ranks[0]));
-      grid = ChooseGrid(ranks[0], call.tuning);
-      SetRoles(grid.roles, ranks[0]);
-    } else {
-      std::memcpy(static_cast<void*>(&ranks[i]), &ranks[0], sizeof(Params));
-    }
-    RankView& view = const_cast<RankView&>(view_of(ranks[i]));
-    view.rank = call.view.rank;
-    view.error = call.view.error;
-    kind.Point({a.args.addresses.data(), a.args.addresses.size()},
-               {a.results.addresses.data(), a.results.addresses.size()}, &ranks[i]);
+    RankView view = call.view;
+    view.operation = Kind::kOperation;
+    view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
+    const bool is_colocated = calls.size() > 1;
+    CHECK(kind.Describe({view, is_colocated, call.tuning.sms},
+                        {a.args.arrays.data(), a.args.arrays.size()},
+                        {a.results.arrays.data(), a.results.arrays.size()}, &ranks[i]));
+    grid = ChooseGrid(ranks[i], call.tuning);
+    SetRoles(grid.roles, ranks[i]);
   }
   CHECK(kernels.launch(ranks.data(), grid.blocks, stream));
 }
@@ -469,13 +459,13 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
   constexpr bool kMayDrop = false;  // the capacity holds all rows
   switch (operation) {
     case Op::kDispatch:
-      return launch(DispatchCall{{/*num_choice_arrays=*/1, /*leaves_tail=*/false}},
+      return launch(DispatchCall{{{}, {/*num_choice_arrays=*/1, /*leaves_tail=*/false}}},
                     [](const Call& call, Arguments* a) {
                       AddPayload(call, a);
                       AddRouting(call, &a->args);
                     });
     case Op::kWeightedDispatch:
-      return launch(WeightedDispatchCall{true, true}, [](const Call& call, Arguments* a) {
+      return launch(WeightedDispatchCall{{}, true, true}, [](const Call& call, Arguments* a) {
         const Workload& w = call.workload;
         a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
         a->args.Add(kBFloat16, {w.capacity, w.hidden}, call.data.rows);
@@ -489,7 +479,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
       kind.num_experts = w.num_experts;
       kind.alignment = kAlignment;
       kind.may_drop = kMayDrop;
-      kind.options.num_choice_arrays = 1;
+      kind.payload.num_choice_arrays = 1;
       return launch(kind, [](const Call& call, Arguments* a) {
         AddIds(call, &a->args);
         AddPlan(call, &a->results);
@@ -509,8 +499,12 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
       });
     }
     case Op::kRoute:
-      return launch(RouteCall{w.num_experts, kAlignment, TokensPerRouteChunk(w.num_tokens),
-                              kMayDrop, /*parts=*/1},
+      return launch(RouteCall{{},
+                              w.num_experts,
+                              kAlignment,
+                              TokensPerRouteChunk(w.num_tokens),
+                              kMayDrop,
+                              /*parts=*/1},
                     [](const Call& call, Arguments* a) {
                       AddIds(call, &a->args);
                       AddPlan(call, &a->results);

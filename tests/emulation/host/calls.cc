@@ -26,19 +26,23 @@ constexpr int32_t kOrdinal = 0;
 std::atomic<long> allocations{0};
 
 Workspace& WorkspaceOf(const ffi::Dictionary& attributes) {
-  const auto call = DecodeAttributes(attributes);
-  return Workspace::Get(call->topology, call->workspace_kind);
+  CallAttributes call;
+  DecodeAttributes(attributes, &call);
+  return Workspace::Get(call.topology, call.workspace_kind);
 }
 
 ffi::Error Execute(ffi::RunId run, CallState* state, ffi::RemainingArgs operands,
                    ffi::RemainingRets outputs) {
-  if (ffi::Error error = state->Initialize(kOrdinal); error.failure()) return error;
-  return state->Execute({/*stream=*/nullptr, kOrdinal, run.run_id, false, operands, outputs});
+  Problem problem = state->Initialize(kOrdinal);
+  if (problem.empty()) {
+    problem = state->Execute({/*stream=*/nullptr, kOrdinal, run.run_id, false, operands, outputs});
+  }
+  return ToError(problem);
 }
 
 ffi::Error Report(CallState* state, ffi::Dictionary attributes,
                   ffi::Result<ffi::BufferR0<ffi::F32>> result) {
-  if (ffi::Error error = state->Initialize(kOrdinal); error.failure()) return error;
+  if (Problem p = state->Initialize(kOrdinal); !p.empty()) return ToError(p);
   const bool has_failed = !WorkspaceOf(attributes).Failure().empty();
   *result->typed_data() = has_failed ? std::numeric_limits<float>::quiet_NaN() : 1;
   return ffi::Error::Success();
@@ -47,7 +51,7 @@ ffi::Error Report(CallState* state, ffi::Dictionary attributes,
 // Writes the error record of a kernel whose wait has timed out.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
-  if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return Internal(p);
+  if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return ToError(p);
   view.error->operation = static_cast<uint32_t>(Operation::kDispatch);
   view.error->phase = static_cast<uint32_t>(Phase::kReceiveChunk);
   view.error->kind = static_cast<uint32_t>(ErrorKind::kTimeout);

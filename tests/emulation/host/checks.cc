@@ -513,18 +513,22 @@ void check_per_device(int seconds) {
 // ---- alignment
 
 void check_alignment(int) {
-  const EncodedPayload payload = {"BlockwiseFp8", /*num_leaves=*/1, /*decode=*/true,
-                                  /*has_token_scales=*/false, /*global_scale=*/1};
+  const EncodedPayload payload = {{/*num_choice_arrays=*/0, /*leaves_tail=*/false},
+                                  "BlockwiseFp8",
+                                  /*num_leaves=*/1,
+                                  /*decode=*/true,
+                                  /*has_token_scales=*/false,
+                                  /*global_scale=*/1};
   const auto describe = [&](int64_t hidden, uintptr_t in_bits, uintptr_t out_bits) {
-    DispatchParams exchange = {};
+    FormatDispatchParams params = {};
+    DispatchParams& exchange = params.exchange;
     exchange.view.num_ranks = 2;
     exchange.routing.num_tokens = 6;
     exchange.routing.capacity = 40;
     const int64_t in_axes[] = {6, hidden}, out_axes[] = {40, hidden};
     const Array in = {kFloat32, {in_axes, 2}, 24 * hidden, nullptr, in_bits};
     const Array out = {kFloat32, {out_axes, 2}, 160 * hidden, nullptr, out_bits};
-    Encoding encoding = {};
-    return payload.Describe({&in, 1}, {&out, 1}, 0, encoding, exchange);
+    return payload.Describe({}, {&in, 1}, {&out, 1}, params);
   };
   require_no(describe(128, 0x1000, 0x2000));
   const Problem ragged = describe(120, 0x1000, 0x2000);

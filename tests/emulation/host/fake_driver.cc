@@ -14,6 +14,7 @@
 
 #include "kernels/launch.h"
 #include "placement/fill_slots.h"
+#include "runtime/cuda_error.h"
 
 namespace fake_driver {
 
@@ -296,6 +297,6 @@ const Kernels& DirectKernels() { return kKernels; }
 const Kernels& ColocatedKernels() { return kKernels; }
 
 cudaError_t LoadFillSlots() { return result(); }
-cudaError_t LaunchFillSlots(const FillSlots&, cudaStream_t) { return result(); }
+Problem LaunchFillSlots(const FillSlots&, cudaStream_t) { return ProblemOf(result(), "launching"); }
 
 }  // namespace moe_a2a

@@ -65,9 +65,8 @@ struct Product {
   }
 
   Problem Launch(int64_t mean_rows = 7) {
-    LibraryGemm call = {};
-    GroupedGemm& gemm = call.gemm;
-    call.mean_rows = mean_rows;
+    LibraryGemm gemm = {};
+    gemm.mean_rows = mean_rows;
     gemm.product = product;
     gemm.type = ElementType::kBFloat16;
     gemm.a = a.data(), gemm.b = b.data(), gemm.d = d.data();
@@ -76,7 +75,7 @@ struct Product {
     gemm.num_groups = static_cast<int32_t>(sizes.size());
     gemm.counter = scratch.data();
     gemm.spare = spare.data(), gemm.num_spare = num_spare;
-    return LaunchLibraryGemm(call, 3, emulation::stream_of(0));
+    return LaunchLibraryGemm(gemm, 3, emulation::stream_of(0));
   }
 
   void Check() const {

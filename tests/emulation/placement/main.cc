@@ -27,8 +27,7 @@ int main() {
       experts.data(), rows.data(), found.data(), found.data() + found.size() / 2,
       batch,          ranks,       local,        spare,
       sizes[4],       sizes[5]};
-  if (LoadFillSlots() != cudaSuccess ||
-      LaunchFillSlots(call, emulation::stream_of(0)) != cudaSuccess)
-    return 1;
+  if (LoadFillSlots() != cudaSuccess) return 1;
+  if (!LaunchFillSlots(call, emulation::stream_of(0)).empty()) return 1;
   std::fwrite(found.data(), sizeof(int32_t), found.size(), stdout);
 }
