@@ -57,15 +57,13 @@ struct CombineCall {
     Mix(p.view.signature, num_pairs);
     Mix(p.view.signature, static_cast<uint64_t>(p.wire));
     Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
-    p.listed = p.wire == WireType::kOfRows && num_pairs <= 1 &&
-               p.routing.top_k + p.view.num_ranks <= kWarpThreads;
+    p.listed = p.wire == WireType::kOfRows && num_pairs <= 1;
     MOE_A2A_TRY(FirstOf({DescribeSums(args, results, p), DescribeScalars(args, results, p),
                          DescribePairs(args, p)}));
     if (is_encoded(p) && !p.listed) {
       return Unsupported(
-          "combine with a token format needs rows of whole groups, at most one pair of rows and "
-          "weights, and top_k plus ranks of at most " +
-          std::to_string(kWarpThreads));
+          "combine with a token format needs rows of whole groups, and at most one pair of rows "
+          "and weights");
     }
     p.roles = grid_of(p, context.num_sms).roles;
     return {};
