@@ -47,6 +47,18 @@ struct NamedRanks {
   }
 };
 
+// Calls body(rank) for each rank below `num_ranks`, in one thread each. A block that has a thread
+// for each rank needs no loop, and a loop with a variable number of iterations would need
+// registers.
+template <typename Body>
+__device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
+#pragma unroll
+  for (int first = 0; first < kMaxRanks; first += kRouteThreads) {
+    const int rank = first + static_cast<int>(threadIdx.x);
+    if (rank < num_ranks) body(rank);
+  }
+}
+
 // A chunk of one source's tokens in one batch element.
 struct Chunk {
   int batch, first_token, num_tokens;
@@ -388,10 +400,10 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   found.token = first_token + tokens;
 
   // Every thread goes through the sources of the token, one by one.
-  for (int source = threadIdx.x; source < num_ranks; source += kRouteThreads) {
+  for_each_rank(num_ranks, [&](int source) {
     const int expert = expert_of(source, found.token);
     landed_experts[source] = expert >= 0 && expert < local_experts ? expert : -1;
-  }
+  });
   __syncthreads();
   const auto group_of = [&](int source) {
     const int expert = landed_experts[source];
@@ -408,10 +420,10 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     room -= p.alignment;
   }
   __syncthreads();  // `rows` have been read.
-  for (int source = threadIdx.x; source < found.source; source += kRouteThreads) {
+  for_each_rank(found.source, [&](int source) {
     const int expert = landed_experts[source];
     if (expert >= 0) atomicAdd(&s.rows[expert], 1);
-  }
+  });
   return found;
 }
 
@@ -492,7 +504,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   for (int i = threadIdx.x; i < (1 + counting_warps) * local_experts; i += kRouteThreads) {
     s.rows[i] = 0;  // and all of next_row
   }
-  for (int rank = threadIdx.x; rank < num_ranks; rank += kRouteThreads) sent[rank] = {};
+  for_each_rank(num_ranks, [&](int rank) { sent[rank] = {}; });
   if (threadIdx.x == 0) {
     landed = {};
     all_rows = 0;
