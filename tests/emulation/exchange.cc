@@ -74,7 +74,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {
     shape.top_k = random.between(2, 4);
-    shape.num_tokens = random.between(4, max_tokens);
+    shape.num_tokens = random.between(4, std::max(4, max_tokens));
     shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
     shape.first_choice = random.below(shape.top_k);
     shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
