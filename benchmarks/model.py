@@ -41,11 +41,13 @@ import jax_moe_a2a as ma
 
 from . import kernels, slices, timing
 from . import run as runs
+from .report import percent
 from .run import Run, say
 from .slice_layers import ALONE, EXACT, LAYERS
 from .workload import Setting, draw
 
-PEAK_TFLOPS = 989  # bfloat16, dense, of an H100 or H200
+# In bfloat16, dense, by `device_kind`. Steps on other GPUs have no MFU.
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}
 MEMORY_FRACTION = "0.88"  # the rest is for our workspaces and NCCL's buffers
 RATE = 3e-4
 CHECKED_STEPS = 3
@@ -323,7 +325,8 @@ class Bench:
             self.run.record["rows"][:] = [*kept, *rows.values()]
             self.run.save()
         for row in rows.values():
-            say(runs.in_words(row) + f"  {row['tokens_per_s']:,.0f} tokens/s, {row['mfu']:.1%} MFU")
+            mfu = percent(row["mfu"])
+            say(f"{runs.in_words(row)}  {row['tokens_per_s']:,.0f} tokens/s, MFU {mfu}")
 
     def sampler(self, program: Any) -> Callable[[], float]:
         """Return a function that samples the microseconds of a step."""
@@ -355,7 +358,7 @@ class Bench:
         exposed = round(row["us"] - bound["us"], 1) if bound and has_exchange else None
         return dict(
             **dict(tokens_per_s=round(tokens_per_s), tflops=round(tflops, 2), exposed_us=exposed),
-            mfu=round(tflops / PEAK_TFLOPS, 4),
+            mfu=mfu_of(tflops, self.run.mesh.devices.flat[0].device_kind),
         )
 
     def list_kernels(self, method: str) -> None:
@@ -367,6 +370,12 @@ class Bench:
         if self.run.path is not None:
             what = f"kernels-{self.step.geometry}-{self.step.rows}-{method}"
             self.run.path.with_name(f"{self.run.path.stem}-{what}.txt").write_text(text)
+
+
+def mfu_of(tflops: float, device_kind: str) -> float | None:
+    """Return the share of the GPU's peak, or None if the peak of such a GPU is unknown."""
+    peak = PEAK_TFLOPS.get(device_kind)
+    return round(tflops / peak, 4) if peak else None
 
 
 if __name__ == "__main__":

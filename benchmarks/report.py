@@ -110,7 +110,7 @@ STEP_COLUMNS: dict[str, Callable[[Row], str]] = {
     "range, ms": lambda r: f"{ms(r['min_us'])} to {ms(r['max_us'])}",
     "tokens/s/GPU": lambda r: number(r["tokens_per_s"]),
     "TFLOP/s/GPU": lambda r: number(r["tflops"]),
-    "MFU": lambda r: f"{100 * r['mfu']:.1f} %",
+    "MFU": lambda r: percent(r["mfu"]),
     "peak GiB": lambda r: f"{r['peak_gib']:.0f}",
     "exposed exchange, ms": lambda r: ms(r["exposed_us"]),
     "first losses": lambda r: "-" if r["is_bound"] else ", ".join(map(str, r["losses"])),
@@ -152,6 +152,11 @@ def sections() -> dict[tuple[pathlib.Path, str], str]:
     }
 
 
+def percent(share: float | None) -> str:
+    """Return a share in percent."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
 def ms(us: float | None) -> str:
     """Return microseconds in milliseconds."""
     return "-" if us is None else f"{us / 1e3:,.1f}"
@@ -183,7 +188,7 @@ def steps_in_short(folder: pathlib.Path) -> str:
         for f in most
         for title, rows in grouped(main_steps(f.record["rows"]), lambda row: row["title"]).items()
     }
-    cell = lambda row: f"{row['tokens_per_s']:,} ({row['mfu']:.1%})".replace("%", " %")
+    cell = lambda row: f"{row['tokens_per_s']:,} ({percent(row['mfu'])})"
     lines = [
         [words, *(cell(rows[method]) if method in rows else "-" for rows in columns.values())]
         for method, words in STEP_METHODS.items()

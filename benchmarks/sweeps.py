@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jax_moe_a2a._src.group import native
+
 from .operations import (
     BACKWARD,
     COMBINE,
@@ -27,7 +29,7 @@ QUICK_SIZES = 2
 TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
 PLAIN = ("ours", "all_gather", "dense")
-NUM_SMS = (16, 24, 32, 48, 64, 96, 132)
+NUM_SMS = (16, 24, 32, 48, 64, 96)  # and all SMs of the GPU
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
@@ -75,7 +77,8 @@ def of_format(setting: Setting) -> dict[str, Any]:
 def of_budgets(setting: Setting) -> dict[str, Any]:
     """Return what is measured with each SM budget."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
-    budgets = tuple(dict(num_sms=num_sms) for num_sms in NUM_SMS)
+    all_sms = getattr(native.default_gpu(), "core_count", NUM_SMS[-1])
+    budgets = tuple(dict(num_sms=n) for n in NUM_SMS if n < all_sms) + (dict(num_sms=all_sms),)
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
 
 

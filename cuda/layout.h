@@ -30,7 +30,7 @@ namespace moe_a2a {
 
 constexpr int kProtocolVersion = 3;
 constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;                   // in a domain
+constexpr int kMaxRanks = 128;                  // in a domain
 constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring half, source)
 constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
@@ -44,12 +44,13 @@ constexpr bool is_split(WorkspaceKind kind) { return kind == WorkspaceKind::kSpl
 // Limits of routed_dispatch, in which every block computes the whole routing in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks together
-constexpr int kMaxFusedExperts = 1000;   // per rank; any expert id fits into kSignatureBits
+constexpr int kMaxFusedExperts = 1000;   // per rank
+constexpr int kMaxFusedIds = 0xFFFF;     // experts of all ranks; any id fits into kSignatureBits
 
-// `choices` counts the choices of all ranks together; `local_experts` is per rank.
-constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {
-  return num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices &&
-         local_experts <= kMaxFusedExperts;
+constexpr bool fits_routed_dispatch(int64_t num_ranks, int64_t num_tokens, int64_t top_k,
+                                    int64_t num_experts) {
+  return num_tokens <= kMaxFusedTokens && num_ranks * num_tokens * top_k <= kMaxFusedChoices &&
+         num_experts <= kMaxFusedIds && num_experts / num_ranks <= kMaxFusedExperts;
 }
 
 constexpr int kThreads = MOE_A2A_BLOCK_THREADS;  // threads of a block, except in route

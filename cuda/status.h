@@ -127,7 +127,7 @@ inline std::string describe(const ErrorRecord& r) {
              " in the group's mesh, and rank " + std::to_string(r.seen) +
              " in the program's mesh. Make the group from the program's mesh";
     case ErrorKind::kBounds:
-      return what + ": an index of the routing must be at least 0 and less than " +
+      return what + ": an index or a count of the routing must be at least 0 and less than " +
              std::to_string(r.expected) + "; got " + std::to_string(static_cast<int64_t>(r.seen)) +
              ". Use a Routing as ma.route returned it";
     case ErrorKind::kOverlap:

@@ -54,10 +54,6 @@ class Layout:
         """Return False if the arrays of the exchange are empty, because then no kernel runs."""
         return self.tokens > 0 and self.rows(ranks) > 0
 
-    def is_summed_in_formats(self, ranks):
-        """Return True if kernels sum rows in a token format. A warp has lanes for 32 sums."""
-        return self.top_k + ranks <= 32
-
     def exchanges_of_dispatch(self, ranks):
         """Return how many exchanges a dispatch of ids is: one, or separate route and dispatch."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES

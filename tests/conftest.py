@@ -59,6 +59,8 @@ if harness.RANKS_ON_ONE_GPU and ON_GPU:
     # the tests they take the portable path, and the test expects no exchange.
     lowering.check_may_refuse = lambda *args: None
 
+TOO_MANY_RANKS = "one GPU has no room for split exchanges of so many ranks"
+
 
 def pytest_configure(config):
     if ON_GPU and jax.default_backend() != "gpu":
@@ -77,6 +79,9 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
+        # The programs of these files are compiled for all their tests together.
+        if item.path.match("gpu/test_split_*.py") and not harness.splits_fit():
+            item.add_marker(pytest.mark.skip(reason=TOO_MANY_RANKS))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -135,9 +140,10 @@ def stated_by_marker(item):
             return given
         return given(*(item.funcargs[name] for name in inspect.signature(given).parameters))
 
-    return harness.expect_exchanges(
-        *map(number, marker.args), **{name: number(n) for name, n in marker.kwargs.items()}
-    )
+    split = number(marker.kwargs.get("split", 0))
+    if split and not harness.splits_fit():
+        pytest.skip(TOO_MANY_RANKS)
+    return harness.expect_exchanges(*map(number, marker.args), split=split)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import compat
+from jax_moe_a2a._src.group import native
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
@@ -356,6 +357,14 @@ ledger = Ledger()
 def exchanged():
     """Return the exchanges of each rank so far."""
     return shown_by_counters(group_of(RANKS_ON_ONE_GPU))
+
+
+def splits_fit():
+    """Return False if so many ranks share a GPU that their split exchanges have no room."""
+    if not (RANKS_ON_ONE_GPU and ON_GPU):
+        return True
+    num_sms = jax.devices()[0].core_count
+    return native._native.colocated_blocks(RANKS_ON_ONE_GPU, num_sms, True) > 0
 
 
 @contextlib.contextmanager

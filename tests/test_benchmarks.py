@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import time
+import types
 
 import harness
 import jax.numpy as jnp
@@ -249,6 +250,20 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
         found = suite.bounds(a_run, "dispatch", plan.workload)
         assert found["wire_us"] == pytest.approx(plan.workload.busiest_bytes / 500, abs=1e-3)
         assert found["bound_us"] == max(found["wire_us"], found["memory_us"])
+
+
+@pytest.mark.parametrize("num_sms", (78, 148))
+def test_the_sweep_of_sms_ends_with_all_sms_of_the_gpu(monkeypatch, num_sms):
+    gpu = types.SimpleNamespace(core_count=num_sms)
+    monkeypatch.setattr(sweeps.native, "default_gpu", lambda: gpu)
+    setting = workload.Setting(16, **workload.TINY)
+    budgets = [each["num_sms"] for each in sweeps.of_budgets(setting)["options"]]
+    assert budgets == sorted(set(budgets)) and budgets[-1] == num_sms
+
+
+def test_only_gpus_of_a_known_peak_have_an_mfu():
+    assert report.percent(model.mfu_of(989 / 4, "NVIDIA H200")) == "25.0 %"
+    assert report.percent(model.mfu_of(989 / 4, "NVIDIA B200")) == "-"
 
 
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")

@@ -25,7 +25,7 @@ BUDGETS = (
 
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("num_ranks", (2, 8, 64))
+@pytest.mark.parametrize("num_ranks", (2, 8, 64, 128))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
     blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))

@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.exchanges(0),
     pytest.mark.one_process("each process would compute the same on its own devices"),
 ]
-# Ranks and experts: up to the most ranks, odd numbers, more experts per rank than warp lanes.
-SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256))
+# Ranks and experts: up to the most ranks of each kernel, odd numbers, more experts per rank than
+# warp lanes.
+SIZES = ((1, 3), (2, 6), (3, 105), (8, 64), (64, 256), (72, 288), (128, 256))
 WHY_NO_KERNEL = fill.why_no_kernel
 
 
@@ -137,8 +138,8 @@ def test_the_reason_for_the_loop_is_logged(monkeypatch, caplog):
     plan = functools.partial(ma.plan_placement, num_ranks=4, spare=2)
     load = jax.ShapeDtypeStruct((16,), np.int32)
     monkeypatch.setattr(native, "local_gpus", lambda: [Gpu()])
-    assert WHY_NO_KERNEL(64, 4096) == ""
-    assert "at most 64 ranks and 4096 experts; got 65 and 130" in WHY_NO_KERNEL(65, 130)
+    assert WHY_NO_KERNEL(128, 4096) == ""
+    assert "at most 128 ranks and 4096 experts; got 129 and 258" in WHY_NO_KERNEL(129, 258)
     assert "got 1 and 4097" in WHY_NO_KERNEL(1, 4097)
     monkeypatch.setattr(Gpu, "compute_capability", "8.0")
     assert "9.0 or newer" in WHY_NO_KERNEL(4, 16)

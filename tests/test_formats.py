@@ -257,12 +257,6 @@ SMALL = cases.Layout(
 RANKS = harness.FEW
 
 
-def sums_in_a_format(number, layout=SMALL):
-    """Return the number of exchanges of sums in a format. It is 0 if many ranks use the portable
-    path."""
-    return number * layout.is_summed_in_formats(RANKS)
-
-
 @functools.cache
 def dispatch_program(name, layout, ranks):
     """Return a program of (ids, x, topk_weights). Its results are Recvs of quantized rows, by ids
@@ -432,7 +426,7 @@ def rows_of_every_size(layout, ranks, dtype):
     return y.astype(cases.dtype(dtype))
 
 
-@pytest.mark.exchanges(lambda layout: 4 * (1 + sums_in_a_format(2, layout)))
+@pytest.mark.exchanges(12)
 @pytest.mark.parametrize(("name", "layout", "dtype"), WIRES)
 def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, layout, dtype):
     """Weights are powers of two, so that no product is rounded."""
@@ -456,7 +450,7 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
             harness.assert_sums_agree(out, sums, np.zeros_like(slack), (routing, given is None))
 
 
-@pytest.mark.exchanges(2 + sums_in_a_format(6), split=sums_in_a_format(1))
+@pytest.mark.exchanges(8, split=1)
 def test_batches_halves_and_gradients_of_sums_in_a_format():
     """Sums equal the sums of each element, of the whole combine, and of a combine without a
     format."""

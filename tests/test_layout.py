@@ -105,4 +105,4 @@ def test_products_have_the_numbers_of_the_kernels():
 
 def test_the_header_is_small_and_ends_on_a_page():
     assert layout.HEADER_BYTES % (2 << 20) == 0
-    assert layout.HEADER_BYTES <= 8 << 20
+    assert layout.HEADER_BYTES <= 10 << 20

@@ -624,6 +624,13 @@ def routed_to_many(x, ids, group):
     return route(ids, group, num_experts=RANKS * (native.limit("MAX_LOCAL_EXPERTS") + 1)).row_token
 
 
+def tangent_of_sums(y, ids, group):
+    """Return the tangent of a weighted combine in a format, of rows and of weights."""
+    sums = lambda y, w: ma.combine(y, route(ids, group), weights=w, wire_dtype=ma.MxFp8())
+    primals = y, jnp.ones(len(y), jnp.float32)
+    return jax.jvp(sums, primals, primals)[1]
+
+
 # The primitive, a program that binds it, its arguments' types, and the reason of the refusal.
 REFUSED = {
     "packed": ("dispatch", *refused(aval(TOKENS, 4, dtype="int4"), IDS, of=dispatched), "S4["),
@@ -631,7 +638,7 @@ REFUSED = {
     "experts": ("route", *refused(aval(TOKENS, 4), IDS, of=routed_to_many), "got 1 batches of"),
     "sums": ("combine", *refused(*rows_of(dtype="float64")), "; got F64["),
     "wire": ("combine", *refused(*rows_of(), wire_dtype="float16"), "got 'F16' for rows BF16["),
-    "list": ("combine", *refused(*rows_of(33 - RANKS), wire_dtype=ma.MxFp8()), "at most 32"),
+    "pairs": ("weighted_combine", *refused(*rows_of(), of=tangent_of_sums), "at most one pair"),
 }
 
 
@@ -688,6 +695,12 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire") == '"BlockwiseFp8"'
     assert attribute(text, "combine_start", "num_sms") == f"{lowered.SPLIT_NUM_SMS} : i64"
+
+
+@pytest.mark.parametrize("top_k", (1, 32))
+def test_sums_of_all_choices_are_in_a_format_for_any_number_of_ranks(top_k):
+    combine = functools.partial(combine_alone, wire_dtype=ma.MxFp8())
+    assert calls(lower(combine, *rows_of(top_k))) == {"route": 1, "combine": 1}
 
 
 def combine_alone(y, ids, wire_dtype=None):

@@ -107,8 +107,8 @@ def test_asking_for_the_kernels_without_a_gpu_is_an_error_when_traced():
 
 
 def test_more_ranks_than_the_kernels_serve_are_refused_with_the_numbers():
-    group = ma.Group(axis_name="ep", size=128, implementation="cuda")
-    assert group._why_portable == "the group has 128 ranks, more than 64"
+    group = ma.Group(axis_name="ep", size=129, implementation="cuda")
+    assert group._why_portable == "the group has 129 ranks, more than 128"
 
 
 class Gpu:

@@ -66,7 +66,6 @@ def problem():
 # Payloads
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
-IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 
 
 @pytest.mark.exchanges(1 + 3, split=2)
@@ -90,7 +89,7 @@ def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
         harness.assert_same_bytes(own, leaf, str(path))
 
 
-@pytest.mark.exchanges(9 if IS_SUMMED_IN_FORMATS else 5, split=4)
+@pytest.mark.exchanges(9, split=4)
 def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)

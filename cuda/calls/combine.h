@@ -53,16 +53,14 @@ struct CombineCall : ExchangeCall<CombineParams, Operation::kCombine, /*kIsSplit
     Mix(p.view.signature, num_pairs);
     Mix(p.view.signature, static_cast<uint64_t>(p.wire));
     Mix(p.view.signature, static_cast<uint64_t>(p.wire_format));
-    p.listed = p.wire == WireType::kOfRows && num_pairs <= 1 &&
-               p.routing.top_k + p.view.num_ranks <= kWarpThreads;
+    p.listed = p.wire == WireType::kOfRows && num_pairs <= 1;
     MOE_A2A_TRY(
         FirstOf({DescribeSums(context, args, results, p),
                  DescribeScalars(context, args, results, p), DescribePairs(context, args, p)}));
     if (is_encoded(p) && !p.listed) {
       return Unsupported(
-          "combine with a token format needs rows of whole groups, at most one pair of rows and "
-          "weights, and top_k plus ranks of at most " +
-          std::to_string(kWarpThreads));
+          "combine with a token format needs rows of whole groups, and at most one pair of rows "
+          "and weights");
     }
     p.roles = grid_of(p, context.num_sms).roles;
     return {};

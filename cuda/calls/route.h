@@ -62,7 +62,8 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
     }
     if ((context.is_colocated && blocks > kMaxColocatedBlocks) ||
         int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
-        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts) {
+        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
+        p.num_experts > kMaxRouteExperts) {
       return Unsupported(Reason(p));
     }
     for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
@@ -86,10 +87,11 @@ struct RouteCall : ExchangeCall<RouteParams, Operation::kRoute> {
   static constexpr size_t kNumResults = kNumPlanArrays + 3;
   static std::string Reason(const RouteParams& p) {
     return "route has at most " + std::to_string(kMaxChunks) + " chunks, " +
-           std::to_string(kMaxLocalExperts) + " experts per rank and " +
-           std::to_string(kMaxRouteCounts) + " counts; got " + std::to_string(p.batch) +
-           " batches of " + std::to_string(p.chunks) + " chunks, " +
-           std::to_string(p.local_experts()) + " experts per rank and " +
+           std::to_string(kMaxLocalExperts) + " experts per rank, " +
+           std::to_string(kMaxRouteExperts) + " experts and " + std::to_string(kMaxRouteCounts) +
+           " counts; got " + std::to_string(p.batch) + " batches of " + std::to_string(p.chunks) +
+           " chunks, " + std::to_string(p.local_experts()) + " experts per rank, " +
+           std::to_string(p.num_experts) + " experts and " +
            std::to_string(int64_t{p.levels()} * p.local_experts()) + " counts";
   }
 

@@ -57,14 +57,15 @@ struct RoutedDispatchCall : ExchangeCall<RoutedDispatchParams, Operation::kRoute
              " experts and " + std::to_string(num_ranks) + " ranks";
     }
     if (exchange.routing.top_k > kMaxTopK ||
-        !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,
-                              p.num_experts / num_ranks)) {
+        !fits_routed_dispatch(num_ranks, exchange.routing.num_tokens, exchange.routing.top_k,
+                              p.num_experts)) {
       return Unsupported("routed dispatch has at most " + std::to_string(kMaxFusedTokens) +
                          " tokens, " + std::to_string(kMaxFusedChoices) +
-                         " choices of all ranks and " + std::to_string(kMaxFusedExperts) +
-                         " experts per rank; got ids " + ToString(ids) + " of " +
-                         std::to_string(num_ranks) + " ranks and " +
-                         std::to_string(p.num_experts / num_ranks) + " experts");
+                         " choices of all ranks, " + std::to_string(kMaxFusedExperts) +
+                         " experts per rank and " + std::to_string(kMaxFusedIds) +
+                         " experts; got ids " + ToString(ids) + " of " + std::to_string(num_ranks) +
+                         " ranks with " + std::to_string(p.num_experts / num_ranks) +
+                         " experts each");
     }
     constexpr int kFirstCount = 8;  // from this index on, results are counts, before it indices
     for (int i = 0; i < kNumPlanArrays; ++i) {

@@ -164,10 +164,11 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
 
 // The rows that a warp sums. The list is in the warp's shared memory: rows of this rank in the
 // order of choices, then landed rows in the order of ranks, then the addend of
-// Sum::kOutputPlusAddend.
+// Sum::kOutputPlusAddend. Each choice of a token adds one row at most: a row of this rank, or the
+// landed row of the choice's rank.
 struct SourceList {
-  const char* rows[kWarpThreads];
-  float factors[kWarpThreads];  // of this rank's rows; landed rows have none
+  const char* rows[kMaxTopK + 1];
+  float factors[kMaxTopK];  // of this rank's rows; landed rows have none
 };
 
 struct SourceCounts {

@@ -257,31 +257,71 @@ __device__ inline void receive_choice(const CombineParams& p, uint64_t epoch, in
   }
 }
 
-// A token at its source rank. `slots` [num_ranks] is in shared memory; a negative slot means that
-// the token has no slot at that rank.
+// The slots of a token at all ranks, in shared memory of the warp that sums the token.
+struct TokenSlots {
+  int of_rank[kMaxRanks];  // negative: the token has no slot at that rank
+  int ranks[kMaxTopK];     // the ranks at which the token has a slot, in ascending order
+};
+
+// A token at its source rank.
 struct SourceToken {
-  const int* slots;
+  const TokenSlots& slots;
+  int num_ranks;  // at which the token has a slot
   uint64_t epoch;
   WarpChoices own;  // its choices on this rank
 };
 
+// Reads the slots of a token. Returns the number of ranks at which the token has a slot. All lanes
+// call it.
+__device__ int read_slots(const CombineParams& p, int token_index, TokenSlots& slots) {
+  const int num_ranks = p.view.num_ranks, top_k = p.routing.top_k;
+  int count = 0;
+  for (int first = 0; first < num_ranks; first += kWarpThreads) {
+    const int rank = first + lane_index();
+    int slot = -1;
+    if (rank < num_ranks) {
+      slot = p.routing.token_slot[int64_t{token_index} * num_ranks + rank];
+      slots.of_rank[rank] = slot;
+    }
+    const uint32_t has_slot = __ballot_sync(kAllLanes, slot >= 0);
+    const int place = count + __popc(has_slot & ((1u << lane_index()) - 1));
+    if (slot >= 0 && place < top_k) slots.ranks[place] = rank;
+    count += __popc(has_slot);
+  }
+  __syncwarp();
+  return count;
+}
+
+// Returns whether the lists have room for a token: a slot at another rank, and a row on this rank,
+// each need a choice. Reports a routing that violates this. All lanes call it.
+__device__ bool fits_lists(const CombineParams& p, const SourceToken& token) {
+  const int own_rows = __popc(__ballot_sync(kAllLanes, token.own.row >= 0));
+  // Own rows replace this rank's slot in the count.
+  const int count = token.num_ranks + max(0, own_rows - 1);
+  const bool fits = count <= p.routing.top_k;
+  if (!fits && lane_index() == 0) {
+    fail(p.view, ErrorKind::kBounds, Phase::kReceiveChunk, p.view.rank, token.epoch,
+         p.routing.top_k + 1, count);
+  }
+  return fits;
+}
+
 // Waits until all partial sums of the token have landed. Each warp of a team waits independently.
+// Lane i waits for the i-th rank.
 __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
-  for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
-    const int slot = token.slots[rank];
-    if (slot < 0) continue;
+  if (lane_index() < token.num_ranks) {
+    const int rank = token.slots.ranks[lane_index()], slot = token.slots.of_rank[rank];
     if (slot >= p.routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, token.epoch, p.routing.num_tokens,
            slot);
       landed = false;
-      continue;
+    } else if (rank != view.rank) {
+      const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
+      landed = wait_for_flag(view, chunk_flag(view, token.epoch, rank, chunk), token.epoch,
+                             Phase::kReceiveChunk, rank);
     }
-    if (rank == view.rank) continue;
-    const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
-    landed = landed && wait_for_flag(view, chunk_flag(view, token.epoch, rank, chunk), token.epoch,
-                                     Phase::kReceiveChunk, rank);
   }
   const bool all = __all_sync(kAllLanes, landed);
   __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
@@ -291,7 +331,7 @@ __device__ bool wait_for_token(const CombineParams& p, const SourceToken& token)
 __device__ const char* landed_at(const CombineParams& p, const SourceToken& token, int rank,
                                  int64_t zone_offset, int64_t row_bytes) {
   return zone(p.view, p.view.rank, token.epoch, rank, p.zone_bytes) + zone_offset +
-         token.slots[rank] * row_stride(row_bytes);
+         token.slots.of_rank[rank] * row_stride(row_bytes);
 }
 
 // Adds the partial sums of one token in rank order, and then the addend. Two partial sums are
@@ -308,8 +348,9 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
         sum_rows<T>(p, array, token.own.row, own_choices, offsets).template rounded<Wire>();
     Accumulator<kCount> acc;
     acc.clear();
-    const auto load = [&](Packs<Wire, kCount>& packs, int rank) {
-      if (rank >= view.num_ranks || token.slots[rank] < 0) return false;
+    const auto load = [&](Packs<Wire, kCount>& packs, int i) {
+      if (i >= token.num_ranks) return false;
+      const int rank = token.slots.ranks[i];
       if (rank == view.rank) {
         packs = own;
       } else {
@@ -319,11 +360,11 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
       }
       return true;
     };
-    for (int rank = 0; rank < view.num_ranks; rank += 2) {
+    for (int i = 0; i < token.num_ranks; i += 2) {
       Packs<Wire, kCount> even, odd;
-      const bool has_even = load(even, rank);
-      const bool has_odd = load(odd, rank + 1);
-      if (has_even) acc.add(even, one);
+      load(even, i);
+      const bool has_odd = load(odd, i + 1);
+      acc.add(even, one);
       if (has_odd) acc.add(odd, one);
     }
     if constexpr (kAdds) {
@@ -335,30 +376,27 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
   });
 }
 
-// Does the same as sum_token() through a warp's list. Lane r handles rank r.
+// Does the same as sum_token() through a warp's list. Lane i handles the i-th rank.
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
                                                  const Team& team, SourceList& list,
                                                  const SourceToken& token, const T* addend, T* to) {
-  const RankView& view = p.view;
-  const int rank = lane_index();
-  const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
-  const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
-  const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
+  const int own_rank = p.view.rank, lane = lane_index();
+  const int rank = lane < token.num_ranks ? token.slots.ranks[lane] : own_rank;
+  const uint32_t before = __ballot_sync(kAllLanes, rank < own_rank);
+  const uint32_t after = __ballot_sync(kAllLanes, rank > own_rank);
   for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
     const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, segment),
                                  __popc(before), __popc(after)};
     SegmentOnWire<T, Wire> on_wire(p, segment);
-    if (landed) {
-      const uint32_t earlier = (1u << rank) - 1;
+    if (rank != own_rank) {
+      const uint32_t earlier = (1u << lane) - 1;
       const int place = counts.own + __popc((before | after) & earlier);
       list.rows[place] =
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    // The list has room for the addend: at most top_k rows are of this rank, and num_ranks - 1 rows
-    // have landed.
-    if (kAdds && rank == 0) {
+    if (kAdds && lane == 0) {
       list.rows[counts.own + __popc(before | after)] =
           reinterpret_cast<const char*>(addend) + segment.first;
     }
@@ -387,12 +425,12 @@ __device__ __forceinline__ void write_token(const CombineParams& p, const Team& 
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
-  receive_choice(p, token.epoch, token_index, lane_index(), token.own.row, token.slots);
+  receive_choice(p, token.epoch, token_index, lane_index(), token.own.row, token.slots.of_rank);
 }
 
 template <typename T, typename Wire, Sums kSums, bool kAdds>
 __device__ __forceinline__ void receive(const CombineParams& p, const Team& team, SourceList& list,
-                                        int* slots, uint64_t epoch) {
+                                        TokenSlots& slots, uint64_t epoch) {
   const RankView& view = p.view;
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
@@ -400,14 +438,11 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     // take_item() is also a barrier, so the slots of the previous token have been read.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
-    for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
-      slots[rank] = routing.token_slot[int64_t{token_index} * view.num_ranks + rank];
-    }
-    __syncwarp();
-    const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
-    const SourceToken token = {slots, epoch,
+    const int num_ranks = read_slots(p, token_index, slots);
+    const int own_slot = lane_index() < routing.top_k ? slots.of_rank[view.rank] : -1;
+    const SourceToken token = {slots, num_ranks, epoch,
                                WarpChoices(p, view.rank, own_slot, lane_index(), epoch)};
-    if (!wait_for_token(p, token)) continue;
+    if (!fits_lists(p, token) || !wait_for_token(p, token)) continue;
     write_token<T, Wire, kSums, kAdds>(p, team, list, token, token_index);
   }
 }
@@ -417,8 +452,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ Launched<CombineParams> launched) {
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
-  __shared__ SourceList lists[kMaxTeams];      // by warp
-  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp sums
+  __shared__ SourceList lists[kMaxTeams];  // by warp
+  __shared__ TokenSlots slots[kMaxTeams];  // by warp
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);

@@ -76,6 +76,8 @@ const Kernels& ColocatedKernels();
 constexpr int kMaxLocalExperts = 8192;
 // The most counts (levels times local experts) for which route_exchange fits into shared memory.
 constexpr int kMaxRouteCounts = 16384;
+// The most experts of all ranks in route: an index of a chunk and an expert has 32 bits.
+constexpr int kMaxRouteExperts = 1 << 19;
 // The largest number of blocks of each rank if ranks share a device. It is the limit of a grid's
 // second dimension.
 constexpr int64_t kMaxColocatedBlocks = 65535;

@@ -31,8 +31,33 @@ namespace {
 
 constexpr int kRouteThreads = kMaxTokensPerRouteChunk;
 constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
-static_assert(kRouteThreads >= kMaxRanks && kRouteThreads % kWarpThreads == 0);
+static_assert(kRouteThreads % kWarpThreads == 0);
 static_assert(kRouteWarps <= kWarpThreads, "the lanes of a warp add up the warps' sums");
+
+// The ranks of the tokens of a chunk, as masks of `kBits` ranks each.
+struct NamedRanks {
+  static constexpr int kBits = 64;
+  unsigned long long masks[ceil_div(kMaxRanks, kBits)][kMaxTokensPerRouteChunk];
+
+  __device__ void add(int token, uint32_t rank) {
+    atomicOr(&masks[rank / kBits][token], 1ull << rank % kBits);
+  }
+  __device__ bool has(int token, uint32_t rank) const {
+    return masks[rank / kBits][token] >> rank % kBits & 1;
+  }
+};
+
+// Calls body(rank) for each rank below `num_ranks`, in one thread each. A block that has a thread
+// for each rank needs no loop, and a loop with a variable number of iterations would need
+// registers.
+template <typename Body>
+__device__ __forceinline__ void for_each_rank(int num_ranks, Body&& body) {
+#pragma unroll
+  for (int first = 0; first < kMaxRanks; first += kRouteThreads) {
+    const int rank = first + static_cast<int>(threadIdx.x);
+    if (rank < num_ranks) body(rank);
+  }
+}
 
 // A chunk of one source's tokens in one batch element.
 struct Chunk {
@@ -77,9 +102,9 @@ __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
 }
 
 // Reads one chunk of ids of `source`, stores them in `all_ids`, and counts them. `histogram` is
-// [levels, local_experts]; `named` is a mask of ranks for each token. Both are in shared memory.
+// [levels, local_experts]. `histogram` and `named` are in shared memory.
 __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
-                              int32_t* histogram, unsigned long long* named) {
+                              int32_t* histogram, NamedRanks& named) {
   const Chunk chunk(p, index);
   const bool own = source == p.view.rank;
   const int local_experts = p.local_experts();
@@ -91,7 +116,10 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
   int32_t* keep = p.all_ids + source * choices_per_source(p);
   const int levels = p.levels();
   for (int i = threadIdx.x; i < levels * local_experts; i += kRouteThreads) histogram[i] = 0;
-  for (int i = threadIdx.x; i < chunk.num_tokens; i += kRouteThreads) named[i] = 0;
+  for (int first = 0; first < p.view.num_ranks; first += NamedRanks::kBits) {
+    auto* masks = named.masks[first / NamedRanks::kBits];
+    for (int i = threadIdx.x; i < chunk.num_tokens; i += kRouteThreads) masks[i] = 0;
+  }
   __syncthreads();
   constexpr int kUnroll = Tuning::kLoadsOfWords;
   const int num_choices = static_cast<int>(chunk.num_choices);
@@ -110,7 +138,7 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       keep[chunk.first_choice + i] = id;
       if (id < 0) continue;
       const int rank = id / local_experts;
-      atomicOr(&named[i / p.top_k], 1ull << rank);
+      named.add(i / p.top_k, rank);
       if (rank != p.view.rank) continue;
       const int level = levels == 1 ? 0 : i % p.top_k;
       atomicAdd(&histogram[level * local_experts + id - first_expert], 1);
@@ -126,8 +154,9 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
   }
   for (int rank = threadIdx.x / kWarpThreads; rank < p.view.num_ranks; rank += kRouteWarps) {
     int tokens = 0;
-    for (int i = lane_index(); i < chunk.num_tokens; i += kWarpThreads)
-      tokens += named[i] >> rank & 1;
+    for (int i = lane_index(); i < chunk.num_tokens; i += kWarpThreads) {
+      tokens += named.has(i, rank);
+    }
     tokens = __reduce_add_sync(kAllLanes, tokens);
     if (lane_index() != 0) continue;
     if (own) p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] = tokens;
@@ -140,7 +169,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
   MOE_A2A_DYNAMIC_SHARED(4, int32_t, histogram);
   __shared__ BlockState block;
-  __shared__ unsigned long long named[kMaxTokensPerRouteChunk];
+  __shared__ NamedRanks named;
   const RankView& view = p.view;
   const int num_chunks = p.batch * p.chunks;
   if (enter(view, block)) {
@@ -319,7 +348,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
     // The index of a count may be larger than an int.
-    static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
+    static_assert(int64_t{kMaxRouteExperts} * kMaxChunks <= UINT32_MAX);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
       const int number = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
@@ -370,10 +399,10 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   found.token = first_token + tokens;
 
   // Every thread goes through the sources of the token, one by one.
-  if (threadIdx.x < num_ranks) {
-    const int expert = expert_of(threadIdx.x, found.token);
-    landed_experts[threadIdx.x] = expert >= 0 && expert < local_experts ? expert : -1;
-  }
+  for_each_rank(num_ranks, [&](int source) {
+    const int expert = expert_of(source, found.token);
+    landed_experts[source] = expert >= 0 && expert < local_experts ? expert : -1;
+  });
   __syncthreads();
   const auto group_of = [&](int source) {
     const int expert = landed_experts[source];
@@ -390,10 +419,10 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     room -= p.alignment;
   }
   __syncthreads();  // `rows` have been read.
-  if (threadIdx.x < found.source) {
-    const int expert = landed_experts[threadIdx.x];
+  for_each_rank(found.source, [&](int source) {
+    const int expert = landed_experts[source];
     if (expert >= 0) atomicAdd(&s.rows[expert], 1);
-  }
+  });
   return found;
 }
 
@@ -473,7 +502,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   for (int i = threadIdx.x; i < (1 + counting_warps) * local_experts; i += kRouteThreads) {
     s.rows[i] = 0;  // and all of next_row
   }
-  if (threadIdx.x < kMaxRanks) sent[threadIdx.x] = {};
+  for_each_rank(num_ranks, [&](int rank) { sent[rank] = {}; });
   if (threadIdx.x == 0) {
     landed = {};
     all_rows = 0;
@@ -656,8 +685,8 @@ constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, i
 constexpr int kAssignSharedBytes = 160 * 1024;
 constexpr int kExchangeSharedBytes = kMaxRouteCounts * sizeof(int32_t);
 static_assert(kMaxLocalExperts <= kMaxRouteCounts);
-static_assert(kExchangeSharedBytes + kMaxTokensPerRouteChunk * sizeof(uint64_t) +
-                  sizeof(RouteParams) + sizeof(BlockState) <=
+static_assert(kExchangeSharedBytes + sizeof(NamedRanks) + sizeof(RouteParams) +
+                  sizeof(BlockState) <=
               Tuning::kMaxSharedBytes);
 static_assert(assign_shared_bytes(kMaxLocalExperts, kMaxTokensPerRouteChunk, kMaxTopK, 1) <=
               kAssignSharedBytes);

@@ -34,11 +34,12 @@ namespace {
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
+constexpr int kMaskBits = 64;               // ranks that fit a mask
 constexpr int kLoads = Tuning::kPlanLoads;  // loads of a thread in flight
 static_assert(kMaxTeams % kLoads == 0);
 // An id travels in the bits of a flag that do not hold the epoch. If all of these bits are set, the
 // word has no id.
-static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
+static_assert(kMaxFusedIds <= kSignatureMask);
 
 // The form in which leaves travel: unchanged, or as numbers of type T in a format.
 struct Unencoded {
@@ -168,16 +169,20 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
   // Computes id / local_experts. The added half of an expert is far larger than the rounding error
   // of a 16-bit id.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
-  const auto rank_of = [&](int id) -> uint64_t {
-    if (id < 0) return 0;
-    return uint64_t{1} << static_cast<int>((id + 0.5f) * ranks_per_expert);
-  };
-  find_tokens(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
-    for (int rank = 0; rank < view.num_ranks; ++rank) {
-      const uint32_t tokens = __ballot_sync(kAllLanes, ranks >> rank & 1);
-      if (lane_index() == 0) shared.sent[rank].bits[group] = tokens;
-    }
-  });
+  // The ranks of a token are a mask of 64 bits, so more ranks need another look at the ids.
+  for (int first = 0; first < view.num_ranks; first += kMaskBits) {
+    const auto rank_of = [&](int id) -> uint64_t {
+      const int rank = static_cast<int>((id + 0.5f) * ranks_per_expert) - first;
+      return id < 0 || rank < 0 || rank >= kMaskBits ? 0 : uint64_t{1} << rank;
+    };
+    const int count = min(kMaskBits, view.num_ranks - first);
+    find_tokens(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
+      for (int rank = 0; rank < count; ++rank) {
+        const uint32_t tokens = __ballot_sync(kAllLanes, ranks >> rank & 1);
+        if (lane_index() == 0) shared.sent[first + rank].bits[group] = tokens;
+      }
+    });
+  }
   return __syncthreads_and(is_free);
 }
 
@@ -795,7 +800,9 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_bloc
   const int64_t choices = int64_t{num_ranks} * routing.num_tokens * routing.top_k;
   const int experts = params.num_experts / num_ranks;
   const Encoding& encoding = params.encoding;
-  if (!fits_routed_dispatch(routing.num_tokens, choices, experts)) return cudaErrorInvalidValue;
+  if (!fits_routed_dispatch(num_ranks, routing.num_tokens, routing.top_k, params.num_experts)) {
+    return cudaErrorInvalidValue;
+  }
   return LaunchListed<RoutedDispatchKernels>(
       {encoding.format, encoding.type}, ranks, num_blocks, kThreads,
       shared_bytes(experts, choices, encoding.format != kNoFormat), stream);

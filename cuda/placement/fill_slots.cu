@@ -2,11 +2,12 @@
 // equal to those of `fill_loop` in jax_moe_a2a/_src/placement/fill.py, bit for bit.
 //
 // Layout: one warp makes a plan. A step is a chain of four reductions, whose latency limits the
-// step. More warps would only add barriers. Lane l holds the rows of ranks l and l + 32 in
+// step. More warps would only add barriers. Lane l holds the rows of ranks l, l + 32, ... in
 // registers. The slots of each rank's experts are in shared memory. In the loop, only lane l
 // accesses slots l, l + 32, ... of a rank.
 //
-// Launch: a block of one warp for each plan.
+// Launch: a block of one warp for each plan. Up to 64 ranks have a separate kernel, because each
+// step looks at all ranks for which a lane has registers.
 #include "placement/fill_slots.h"
 
 #include "device/ptx.cuh"
@@ -17,7 +18,6 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kRanksPerLane = kMaxRanks / kWarpThreads;
 constexpr int kSharedArrays = 3;
 static_assert(kSharedArrays * sizeof(int32_t) * kMaxPlannedExperts <= 48 << 10);
 
@@ -39,6 +39,7 @@ __device__ Largest largest_of_warp(Largest own) {
 
 __device__ int divide_up(int a, int b) { return a / b + (a % b > 0); }
 
+template <int kRanksPerLane>
 __global__ void __launch_bounds__(kWarpThreads) fill_slots_kernel(const FillSlots p) {
   MOE_A2A_DYNAMIC_SHARED(4, int32_t, shared);
   const int lane = lane_index(), num_experts = p.num_ranks * p.num_local;
@@ -130,20 +131,31 @@ __global__ void __launch_bounds__(kWarpThreads) fill_slots_kernel(const FillSlot
   }
 }
 
+using Kernel = void (*)(FillSlots);
+constexpr int kFewPerLane = 2, kMostPerLane = kMaxRanks / kWarpThreads;
+static_assert(kMaxRanks % kWarpThreads == 0);
+constexpr Kernel kKernelOfFew = fill_slots_kernel<kFewPerLane>;
+constexpr Kernel kKernelOfMany = fill_slots_kernel<kMostPerLane>;
+
 }  // namespace
 
 cudaError_t LoadFillSlots() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, fill_slots_kernel);
+  for (Kernel kernel : {kKernelOfFew, kKernelOfMany}) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 Problem LaunchFillSlots(const FillSlots& call, cudaStream_t stream) {
   if (call.batch == 0) return {};
   FillSlots params = call;
   void* arguments[] = {&params};
+  const Kernel kernel = call.num_ranks <= kFewPerLane * kWarpThreads ? kKernelOfFew : kKernelOfMany;
   const cudaError_t error = cudaLaunchKernel(
-      reinterpret_cast<const void*>(fill_slots_kernel), dim3(call.batch), dim3(kWarpThreads),
-      arguments, kSharedArrays * sizeof(int32_t) * call.num_ranks * call.num_local, stream);
+      reinterpret_cast<const void*>(kernel), dim3(call.batch), dim3(kWarpThreads), arguments,
+      kSharedArrays * sizeof(int32_t) * call.num_ranks * call.num_local, stream);
   return ProblemOf(error, "launching fill_slots");
 }
 

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "fiber.h"
+#include "layout.h"
 
 namespace emulation {
 namespace {
@@ -174,9 +175,9 @@ struct Fibers {
 class FibersOfBlock {
  public:
   FibersOfBlock(int rank, int start_order) {
-    constexpr int kMaxRanks = 64, kMaxBlocks = 64;
-    static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
-    if (rank < kMaxRanks && start_order < kMaxBlocks) {
+    constexpr int kMaxBlocks = 64;
+    static std::atomic<Fibers*> all[moe_a2a::kMaxRanks][kMaxBlocks];
+    if (rank < moe_a2a::kMaxRanks && start_order < kMaxBlocks) {
       // A block removes the fibers from the table while it uses them. If launches of a rank
       // overlap, the second launch makes new fibers.
       place_ = &all[rank][start_order];

@@ -39,11 +39,14 @@ int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
 
 Routing::Routing(const Making& making, Random& random, int max_tokens, int max_top_k,
                  bool may_have_parts) {
+  max_tokens = std::min(max_tokens, making.max_tokens);
   shape.num_ranks = making.num_ranks;
   shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
-  shape.num_tokens = 1 + random.below(shape.top_k > 8 ? 5 : max_tokens);
+  shape.num_tokens = 1 + random.below(shape.top_k > 8 ? std::min(5, max_tokens) : max_tokens);
   // If there are more tokens than flags, adjacent tokens share a flag.
-  if (may_have_parts && shape.top_k <= 4 && random.one_in(5)) shape.num_tokens += kMaxChunks;
+  if (may_have_parts && shape.top_k <= 4 && random.one_in(5) && making.max_tokens > kMaxChunks) {
+    shape.num_tokens += kMaxChunks;
+  }
   shape.local_experts = 1 + random.below(making.max_local_experts);
   shape.alignment = random.one_in(2) ? 1 : 1 + random.below(5);
   if (may_have_parts && random.one_in(4)) {
@@ -69,7 +72,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
   shape.parts = 1;
   do {
     shape.top_k = random.between(2, 4);
-    shape.num_tokens = random.between(4, max_tokens);
+    shape.num_tokens = random.between(4, std::max(4, max_tokens));
     shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
     shape.may_drop = true;
     shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
@@ -89,6 +92,9 @@ RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing
   const InMemoryOf memory(rank);
   for (int i : {0, 1, 2, 3, 5}) {  // the arrays that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
+    if (i == 0 && rank == making.crowded_rank) {
+      for (int32_t& slot : values) slot = std::max(slot, 0);
+    }
     if (making.corrupt_one_in > 0 && random.one_in(2)) {
       for (int32_t& value : values) {
         if (random.one_in(making.corrupt_one_in)) value = corrupt(value, routing.shape, random);

@@ -29,7 +29,9 @@ struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
   int max_groups = 12;        // groups of 128 numbers in a row with a format
+  int max_tokens = 1 << 20;   // of a rank; most exchanges have fewer
   bool at_threshold = false;  // several sources have the token whose row is dropped first
+  int crowded_rank = -1;      // in this rank's routing, each token has a slot at each rank
   int corrupt_one_in = 0;     // one in this number of the routing's indices is corrupted; 0: none
 };
 
@@ -224,7 +226,8 @@ struct Routing {
   Ids ids;
   std::vector<Plan> plans;
 
-  // `max_top_k`: the most choices of a token. Usually a token has fewer.
+  // `max_tokens`, `max_top_k`: the most tokens of a rank, and choices of a token. Usually there are
+  // fewer.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
 
  private:

@@ -13,7 +13,7 @@ class Combine : public Exchange {
   Combine(const Making& making, Random& random)
       : Exchange(making.num_ranks),
         making_(making),
-        form_(choose_form(making, random)),
+        form_(static_cast<Form>(random.below(5))),
         routing_(making, random, 20, max_top_k(), true) {
     name = "combine";
     type_ = static_cast<ElementType>(random.below(Elements::kCount));
@@ -81,11 +81,6 @@ class Combine : public Exchange {
     Array choices_in, choices_out;
   };
 
-  static Form choose_form(const Making& making, Random& random) {
-    const auto form = static_cast<Form>(random.below(5));
-    const bool fits = making.num_ranks + 4 <= kWarpThreads;  // the sums fit in a warp's list
-    return form >= Form::kFp8 && !fits ? Form::kPlain : form;
-  }
   // Returns the largest top_k for which every partial sum is exact in its wire dtype or format.
   int max_top_k() const {
     return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;

@@ -14,6 +14,8 @@
 #include <memory>
 #include <vector>
 
+#include "layout.h"
+
 namespace emulation {
 
 // While an object of this class exists, the thread makes arrays in the memory of a rank. All ranks
@@ -26,7 +28,8 @@ class InMemoryOf {
 
   // Returns a range of addresses of the current rank, without memory, or null if there is no rank.
   static char* reserve(size_t bytes) {
-    constexpr size_t kMaxRanks = 64, kBytesOfRank = size_t{2} << 30;
+    using moe_a2a::kMaxRanks;
+    constexpr size_t kBytesOfRank = size_t{1} << 30;
     static std::atomic<size_t> used[kMaxRanks];
     static char* const memory =
         static_cast<char*>(mmap(nullptr, kMaxRanks * kBytesOfRank, PROT_NONE,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "block.h"
+#include "layout.h"
 
 namespace emulation {
 namespace {
@@ -33,8 +34,7 @@ std::atomic<uint64_t> next_seed{1};
 // without a mutex, because ThreadSanitizer would interpret any other access as an order between
 // blocks.
 std::atomic<int>& running_on(int rank) {
-  constexpr int kMaxRanks = 64;
-  static std::atomic<int> running[1 + kMaxRanks];
+  static std::atomic<int> running[1 + moe_a2a::kMaxRanks];
   return running[rank == kAllRanks ? 0 : 1 + rank];
 }
 

@@ -41,6 +41,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --experts N     experts of a rank, at most (4)
   --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
   --groups N      groups of 128 numbers in an encoded row, at most (12)
+  --tokens N      tokens of a rank, at most (20 or fewer, and sometimes 16 more)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
   --swap F:L      swap the store that begins in this line and the next one; only in the variant `plain`
@@ -51,6 +52,7 @@ Errors on purpose:
   --other RANK    a rank that makes another call than the others; only if they share a device
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
+  --crowded RANK  a rank whose tokens have a slot at each rank, which must be more ranks than choices; only for c
 Also:
   --sites 1       print the places that the run has reached and could leave out
 )";
@@ -138,7 +140,8 @@ class Sequence {
     for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
     // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
-    expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
+    expect_.must_fail =
+        differs || options.has("crowded") || (stalls && options.number("delay", 0) > patience);
     expect_.may_fail = expect_.must_fail || options.has("overlap");
     expect_.has_results = !options.has("corrupt");
     int64_t half_bytes = 0;
@@ -183,6 +186,11 @@ class Sequence {
       }
     }
     if (expect_.must_fail && failures == 0) report("no rank has reported the failure");
+    const int crowded = options_.whole("crowded", -1);
+    if (crowded >= 0 &&
+        domain_->record(crowded).kind != static_cast<uint32_t>(ErrorKind::kBounds)) {
+      report("no rank has reported the slots");
+    }
     if (const std::string damage = domain_->damage(); !damage.empty()) report("%s", damage.c_str());
   }
 
@@ -281,7 +289,9 @@ int main(int argc, char** argv) {
   making.num_ranks = options.whole("ranks", 2);
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
+  making.max_tokens = options.whole("tokens", 1 << 20);
   making.at_threshold = options.has("threshold");
+  making.crowded_rank = options.whole("crowded", -1);
   making.corrupt_one_in = options.whole("corrupt", 0);
   if (variant_kernels().load() != cudaSuccess) return 2;
   Sequence sequence(options, making);

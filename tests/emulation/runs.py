@@ -132,6 +132,9 @@ def _sometimes(seed, *choices):
     return choices[seed % len(choices)]
 
 
+MANY_RANKS = (72, 96, 128)
+TINY = ("--sms", 1, "--tokens", 2, "--experts", 2, "--groups", 1)  # for many ranks
+
 KINDS = {
     "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
     "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
@@ -177,7 +180,28 @@ KINDS = {
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--heads", s % 2, "--timeout", 1]
     ),
     "many ranks": Kind(
-        "plain", lambda s: ["--ranks", 64, "--steps", 2, "--sms", 1], is_slow=True
+        "plain", lambda s: ["--ranks", _sometimes(s, *MANY_RANKS), "--steps", 2, *TINY],
+        is_slow=True,
+    ),
+    "routings of many ranks": Kind(
+        "plain",
+        lambda s: ["--ranks", 72, "--steps", 1, *TINY, "--ops", _sometimes(s, "r", "x")],
+        is_slow=True,
+    ),
+    "a token with more slots than choices": Kind(
+        "plain",
+        lambda s: ["--ranks", 40, "--steps", 1, *TINY, "--ops", "c", "--crowded", s % 40],
+        is_slow=True,
+    ),
+    "many ranks, one of which stalls": Kind(
+        "plain",
+        lambda s: ["--ranks", 72, "--steps", 2, *TINY, "--ops", _sometimes(s, "d", "c", "rx", "f"),
+                   "--stall", 70, "--phase", 3, "--delay", 8, "--timeout", 4],
+        is_slow=True,
+    ),
+    "many ranks on one GPU": Kind(
+        "colocated", lambda s: ["--ranks", _sometimes(s, *MANY_RANKS), "--steps", 1, *TINY],
+        is_slow=True,
     ),
     "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
     "corrupted routings": Kind(

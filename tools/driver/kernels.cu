@@ -148,7 +148,7 @@ Options ParseOptions(int argc, char** argv) {
 
 enum class Seed : uint64_t { kPayload = 1, kRows, kWeights, kIds, kChoiceWeights };
 
-uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * kMaxRanks + rank; }
+uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * 1024 + rank; }
 
 struct Workload {
   int num_ranks;
@@ -737,8 +737,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
         last_route_sms = tuning.sms;
       }
       if (operation == Op::kRoutedDispatch &&
-          !fits_routed_dispatch(num_tokens, int64_t{options.ranks} * num_tokens * options.top_k,
-                                workload.local_experts())) {
+          !fits_routed_dispatch(options.ranks, num_tokens, options.top_k, options.experts)) {
         continue;
       }
       Measure(options, ranks, name, tuning, &checked);

@@ -15,7 +15,7 @@ from .options import Exchange, check_exchange, without_capacity
 from .plan import plan_shapes
 
 RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
-HEADER_BYTES = 6 << 20  # flags, credits and counters, before the ring
+HEADER_BYTES = 10 << 20  # flags, credits and counters, before the ring
 WEIGHT_BYTES = 4  # bytes of a router weight
 
 
