@@ -513,8 +513,10 @@ void check_per_device(int seconds) {
 // ---- alignment
 
 void check_alignment(int) {
-  const EncodedPayload payload = {"BlockwiseFp8", /*num_leaves=*/1, /*decode=*/true,
-                                  /*has_token_scales=*/false, /*global_scale=*/1};
+  const EncodedPayload payload = {"BlockwiseFp8",          /*num_leaves=*/1,
+                                  /*decode=*/true,
+                                  /*keeps_encoded=*/false, /*has_token_scales=*/false,
+                                  /*global_scale=*/1};
   const auto describe = [&](int64_t hidden, uintptr_t in_bits, uintptr_t out_bits) {
     DispatchParams exchange = {};
     exchange.view.num_ranks = 2;
