@@ -19,7 +19,8 @@ ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
-does not dispatch the tokens again."""
+does not dispatch the tokens again. Of rows that arrive in FP8 for training in FP8, it saves both
+forms: in FP8 and decoded."""
 
 
 def dispatch_rows(arguments: DispatchArguments) -> Recv:
