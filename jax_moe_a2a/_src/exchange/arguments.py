@@ -102,14 +102,15 @@ class DispatchArguments(NamedTuple):
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return a ``Recv`` made of the results of a dispatch that quantizes."""
         scales_of_choices, options = self._scales_of_choices, self.options
+        fmt = options.token_format
         end = len(moved) - len(scales_of_choices)
         first = end - len(self.choice_arrays)
         rows: Sequence[Any] = moved[:first]
         weights, bits = moved[first:end], moved[end:]
-        if options.has_encoded:
+        if fmt is not None and options.has_encoded:
             num_floats = len(self.leaves) * options.decode
             floats, encoded = rows[:num_floats], paired(rows[num_floats:])
-            rows = [options.token_format.laid_out(pair) for pair in encoded]
+            rows = [fmt.laid_out(pair) for pair in encoded]
             rows = list(map(RowsInFp8, rows, floats)) if options.decode else rows
         scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
         rows = jax.tree.unflatten(self.treedef, rows)

@@ -62,9 +62,10 @@ def _dispatch_types(
     results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
     """Return the result types, with the types of values and scales."""
-    if not options.has_encoded:
+    fmt = options.token_format
+    if fmt is None or not options.has_encoded:
         return results
-    first, fmt = num_leaves * options.decode, options.token_format
+    first = num_leaves * options.decode
     end = first + 2 * num_leaves
     parts = (fmt.values_per_item, fmt.value_dtype), (fmt.group_size, fmt.scale_dtype)
 
