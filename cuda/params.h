@@ -140,13 +140,13 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
 }
 
 // How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales.
-// `in` of the values is the operand. If the destination decodes, `out` of the values has decoded
-// rows.
+// `in` of the values is the operand. If the destination only decodes, `out` of both is null.
 struct Encoding {
   TokenFormat format;
   ElementType type;
   bool decode;
   int32_t num_leaves;
+  char* decoded[kMaxArrays / 2];  // the decoded rows of each leaf if the destination decodes
   // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the
   // scales of tokens travel as the last array.
   float global_scale;

@@ -14,6 +14,7 @@ import small_layer
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.formats.formats import RowsInFp8
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import totals
@@ -105,6 +106,7 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
     size = 128 if in_fp8 else 5
     rows, w, sizes = draw(7, size), draw(2, size, size), jnp.array([3, 2], jnp.int32)
     ct, d_rows, d_w = draw(7, size), draw(7, size), draw(2, size, size)
+    encode, stop_gradient = ma.BlockwiseFp8().encode, jax.lax.stop_gradient
 
     def twice(rows, w, sums):
         """Multiply by w twice."""
@@ -112,8 +114,10 @@ def test_a_product_with_a_total_has_the_derivatives_of_the_product(in_fp8):
         total = totals.total_of(w)
         for _ in range(2):
             if sums:
-                own = totals.with_total(jax.lax.stop_gradient(w), total)
-                own = ma.QuantizedExperts(source=own) if in_fp8 else own
+                own = totals.with_total(stop_gradient(w), total)
+                if in_fp8:
+                    own, encoded = ma.QuantizedExperts(source=own), encode(stop_gradient(rows))
+                    rows = RowsInFp8(encoded, rows)  # as they arrive
                 rows, total = totals.summing_dot(rows, own, total, sizes)
             elif in_fp8:
                 rows = dot_in_fp8(rows, ma.QuantizedExperts(source=w), sizes)

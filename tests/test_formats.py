@@ -22,7 +22,10 @@ from jax import lax
 from small_layer import routing_of
 
 import jax_moe_a2a as ma
+from jax_moe_a2a._src.api import bind_dispatch
+from jax_moe_a2a._src.exchange.arguments import check_dispatch
 from jax_moe_a2a._src.formats import formats
+from jax_moe_a2a._src.routing.checks import RouteArguments
 
 pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
 
@@ -257,6 +260,15 @@ SMALL = cases.Layout(
 RANKS = harness.FEW
 
 
+def dispatch_both(x, ids, topk_weights, **options):
+    """Return Recvs of quantized rows and of decoded rows, from one exchange."""
+    given = RouteArguments(*map(options.get, ("group", "num_experts", "exchange")))
+    arguments = check_dispatch(x, ids, topk_weights, given, decode=True, tail="zero")
+    kept = arguments.options._replace(keeps_encoded=True)
+    recv = bind_dispatch(arguments._replace(options=kept))
+    return (dataclasses.replace(recv, rows=rows) for rows in recv.rows)
+
+
 @functools.cache
 def dispatch_program(name, layout, ranks):
     """Return a program of (ids, x, topk_weights). Its results are Recvs of quantized rows, by ids
@@ -271,8 +283,13 @@ def dispatch_program(name, layout, ranks):
         given = functools.partial(
             ma.dispatch, x, recv.routing, topk_weights, exchange=ma.Exchange(token_format=fmt)
         )
-        both = [recv, given()], [decoded, given(decode=True)]
-        return *both, ma.combine(decoded.rows, decoded)
+        quantized, all_decoded = [recv, given()], [decoded, given(decode=True)]
+        for to, options in ((ids, static), (recv.routing, {})):
+            options = harness.exchanging(options, token_format=fmt)
+            one, other = dispatch_both(x, to, topk_weights, **options)
+            quantized.append(one)
+            all_decoded.append(other)
+        return quantized, all_decoded, ma.combine(decoded.rows, decoded)
 
     return harness.on_each_rank(dispatch, harness.mesh_of(ranks))
 
@@ -288,7 +305,7 @@ def tokens_of(layout, ranks, dtype="bfloat16"):
     return x.astype(cases.dtype(dtype))
 
 
-@pytest.mark.exchanges(6 * 5)
+@pytest.mark.exchanges(6 * 7)
 @pytest.mark.parametrize(("name", "layout"), (("blockwise", PADDED), ("mx", TIGHT), ("nv", PADDED)))
 def test_dispatch_moves_what_encode_returns(name, layout):
     """Rows without a token are zero bytes, and decode to zeros."""

@@ -21,10 +21,11 @@ from jax.interpreters import mlir
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import paths
+from jax_moe_a2a._src.formats.formats import RowsInFp8
 from jax_moe_a2a._src.group import native
 from jax_moe_a2a._src.grouped import lowering as lowered
 from jax_moe_a2a._src.grouped import quantized
-from jax_moe_a2a._src.grouped.frozen import RowsInFp8, dot_of_frozen
+from jax_moe_a2a._src.grouped.frozen import dot_of_frozen
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 from jax_moe_a2a._src.grouped.weights import decode_experts
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_calls import calls, needs_kernel
-from test_experts import CLAMPED, GELU, OF_ALL, SIZES, SWIGLU, name_of, operands
+from test_experts import CLAMPED, GELU, OF_ALL, SIZES, SWIGLU, operands
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.experts import primitives as experts
+from jax_moe_a2a._src.formats.formats import RowsInFp8
 from jax_moe_a2a._src.grouped import straight_through
 from jax_moe_a2a._src.grouped.straight_through import dot_in_fp8
 from jax_moe_a2a._src.grouped.weights import encode_source
@@ -35,7 +36,10 @@ def trained(w):
     return ma.QuantizedExperts(source=w)
 
 
-def fused(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU):
+def fused(rows, w_in, b_in, weights, w_out, b_out, activation=SWIGLU, arrived=True):
+    """Return the results of the primitive, for rows that arrived in FP8 or for rows of floats."""
+    if arrived:
+        rows = RowsInFp8(ma.BlockwiseFp8().encode(jax.lax.stop_gradient(rows)), rows)
     of_product = (encode_source(trained(w)) for w in (w_in, w_out))
     sizes = jnp.array(SIZES, jnp.int32)
     w_in, w_out = of_product
@@ -64,13 +68,13 @@ def assert_close(found, expected, tolerance=2e-3):
         assert np.linalg.norm(one - right) < tolerance * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("activation", (GELU, CLAMPED), ids=name_of)
-def test_gradients_are_those_of_separate_passes(activation):
+@pytest.mark.parametrize("activation, arrived", ((GELU, False), (CLAMPED, True)))
+def test_gradients_are_those_of_separate_passes(activation, arrived):
     args = draw(activation)
-    of = lambda fn: quickly(
-        functools.partial(gradients, functools.partial(fn, activation=activation))
+    of = lambda fn, **options: quickly(
+        functools.partial(gradients, functools.partial(fn, activation=activation, **options))
     )
-    assert_close(of(fused)(*args), of(separate)(*args))
+    assert_close(of(fused, arrived=arrived)(*args), of(separate)(*args))
 
 
 def test_derivatives_of_any_order_are_those_of_separate_passes():
@@ -162,14 +166,17 @@ def avals(dtype="bfloat16"):
 
 
 @needs_kernel
-def test_no_pass_of_xla_is_between_the_products(hopper):
+@pytest.mark.parametrize("arrived", (False, True))
+def test_no_pass_of_xla_is_between_the_products(hopper, arrived):
     """Each array is quantized where it is computed, or once. Weights are read once."""
-    found = calls(functools.partial(gradients, fused), *avals())
+    fn = functools.partial(fused, arrived=arrived)
+    found = calls(functools.partial(gradients, fn), *avals())
     targets = [call.target for call in found if call.target != "grouped_gemm"]
-    forward = ["encode_squares"] * 2 + ["act_encode", "fp8_gemm"] * 2
+    first = ["fp8_gemm"] if arrived else ["act_encode", "fp8_gemm"]
+    forward = ["encode_squares"] * 2 + first + ["act_encode", "fp8_gemm"]
     assert targets == [*forward, "act_encode", "fp8_gemm", "act_grad", "fp8_gemm"]
-    inference = [call.target for call in calls(fused, *avals()) if call.target != "dot_act"]
+    inference = [call.target for call in calls(fn, *avals()) if call.target != "dot_act"]
     assert sorted(set(inference)) == ["act_encode", "encode_squares", "fp8_gemm", "grouped_gemm"]
-    for call in calls(fused, *avals()):
+    for call in calls(fn, *avals()):
         if call.target == "encode_squares":  # only the used orientation
             assert "tensor<0xf8E4M3FN>" in call.types

@@ -108,28 +108,36 @@ def rounded(x):
 
 
 @jax.custom_vjp
-def decoded_dot(rows, w, sizes):
-    return ma.grouped_dot(rows, w, sizes)
+def decoded_dot(rows, seen, w, sizes):
+    """Multiply `seen`, the decoded form of the rows, by decoded weights. The gradient of rows is
+    the product of the decoded gradient, and the gradient of weights reads the rows."""
+    return ma.grouped_dot(seen, w, sizes)
 
 
 def decoded_dot_transpose(kept, ct):
-    w, sizes = kept
+    rows, _, w, sizes = kept
     of_rows = ma.grouped_dot(rounded(ct), jnp.swapaxes(w, 1, 2), sizes)
-    return of_rows, jnp.zeros_like(w), np.zeros(sizes.shape, jax.dtypes.float0)
+    of_w = jax.vjp(lambda w: ma.grouped_dot(rows, w, sizes), w)[1](ct)
+    return of_rows, jnp.zeros_like(rows), *of_w, np.zeros(sizes.shape, jax.dtypes.float0)
 
 
-decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args[1:]), decoded_dot_transpose)
+decoded_dot.defvjp(lambda *args: (decoded_dot(*args), args), decoded_dot_transpose)
 
 
-def with_decoded_weights(*args, weigh_input=False):
+def with_decoded_weights(*args, weigh_input=False, in_fp8=False):
     """Return the layer's result, computed from decoded numbers: rows, weights, activations and
     gradients of products."""
     x, topk_weights, weights, ids = args
     of_rows = lambda q: q.reshape(len(q), -1, q.shape[-1])
-    w_in, w_out = (
-        jnp.swapaxes(decode_experts(of_rows(w.values), of_rows(w.scales), x.dtype), 1, 2)
-        for w in (weights.w_in, weights.w_out)
-    )
+
+    def decoded(w):
+        q = ma.quantize_experts(w) if in_fp8 else w
+        found = decode_experts(of_rows(q.values), of_rows(q.scales), x.dtype)
+        found = jnp.swapaxes(found, 1, 2)
+        floats = w.reshape(found.shape) if in_fp8 else jnp.zeros_like(found)
+        return floats + jax.lax.stop_gradient(found - floats)
+
+    w_in, w_out = decoded(weights.w_in), decoded(weights.w_out)
     route_args = small_layer.route_args(harness.group_of(RANKS), LAYOUT)
     options = harness.exchanging(route_args, token_format=FP8)
     recv = ma.dispatch(x, ids, topk_weights, decode=True, **options)
@@ -138,17 +146,20 @@ def with_decoded_weights(*args, weigh_input=False):
     before, after = recv.weights[:, None], jnp.where(has_token, jnp.ones((), x.dtype), 0)
     before, after = (before, after) if weigh_input else (after, before)
 
-    def product(rows, w, lora):
-        y = decoded_dot(rows, w, recv.group_sizes)
+    def product(rows, seen, w, lora):
+        y = decoded_dot(rows, seen, w, recv.group_sizes)
         if lora is None:
             return y
         low = ma.grouped_dot(rows, lora.a, recv.group_sizes) * lora.scale
         return y + ma.grouped_dot(low, lora.b.reshape(*lora.b.shape[:2], -1), recv.group_sizes)
 
-    h = SWIGLU(product(before * recv.rows, w_in, weights.lora_in) + b_in[experts])
+    rows = before * recv.rows
+    h = SWIGLU(product(rows, rows, w_in, weights.lora_in) + b_in[experts])
     h = jnp.where(has_token, h * after, 0)
-    h += jax.lax.stop_gradient(rounded(h) - h)  # adapters read the rounded rows, too
-    y = product(h, w_out, weights.lora_out) + after * weights.b_out[experts]
+    seen = rounded(h)
+    if not in_fp8:
+        h += jax.lax.stop_gradient(seen - h)  # adapters read the rounded rows, too
+    y = product(h, seen, w_out, weights.lora_out) + after * weights.b_out[experts]
     return ma.combine(y, recv, weights=None)
 
 
@@ -174,6 +185,22 @@ def test_frozen_weights_have_the_gradients_of_decoded_ones(weigh_input):
         return small_layer.compiled(gradients, exchanges=exchanges)(args)
 
     for one, right in zip(run(layer, 4), run(with_decoded_weights, 5), strict=True):
+        assert relative_error(one, right) < (0.02 if harness.ON_GPU else 1e-5)
+
+
+@pytest.mark.parametrize("weigh_input", (False, True))
+def test_training_has_the_gradients_of_decoded_numbers(weigh_input):
+    """The first product and the gradient of its weights read the rows that arrived. With
+    `weigh_input`, the scales of these rows are multiplied."""
+    *floats, ids = arguments("float32")
+    ct = jnp.cos(floats[0])
+    options = dict(in_fp8=True, weigh_input=weigh_input)
+
+    def run(fn, exchanges):
+        gradients = functools.partial(value_and_grads, fn=fn, **options)
+        return small_layer.compiled(gradients, exchanges=exchanges)(floats, ids, ct)
+
+    for one, right in zip(run(layer, 5), run(with_decoded_weights, 5), strict=True):
         assert relative_error(one, right) < (0.02 if harness.ON_GPU else 1e-5)
 
 
@@ -238,9 +265,9 @@ def test_an_error_names_the_argument(changed, error, message):
 # Training, and the errors of outputs and gradients
 
 
-def value_and_grads(floats, ids, ct, **options):
+def value_and_grads(floats, ids, ct, *, fn=layer, **options):
     """Return the result of a layer, and the gradients of all floats for a cotangent."""
-    y, transpose = jax.vjp(lambda *floats: of_all_ranks(**options)(*floats, ids), *floats)
+    y, transpose = jax.vjp(lambda *floats: of_all_ranks(fn, **options)(*floats, ids), *floats)
     return y, *jax.tree.leaves(transpose(ct.astype(y.dtype)))
 
 

@@ -50,6 +50,7 @@ ENCODED = dict(
     MOVED,
     format="BlockwiseFp8",
     decode=False,
+    keeps_encoded=False,
     num_leaves=np.int64(1),
     global_scale=np.float32(1),
     has_token_scales=False,

@@ -285,6 +285,36 @@ def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
     assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
 
 
+@pytest.mark.parametrize(
+    "fmt, arrives",
+    ((None, True), (ma.BlockwiseFp8(scale_layout="columns"), True), (ma.MxFp8(), False)),
+)
+def test_training_in_fp8_reads_the_rows_that_arrive(hopper, fmt, arrives):
+    """One call quantizes the activations, one quantizes the gradient, and one more quantizes rows
+    that arrive in another format."""
+
+    def layer(x, ids, weights, *arrays):
+        choices, experts = ma.RouterChoices(ids, weights), ma.Experts(*arrays).in_fp8()
+        options = dict(group=group_of(), num_experts=EXPERTS)
+        return ma.moe_mlp(x, choices, experts, exchange=ma.Exchange(token_format=fmt), **options)
+
+    def gradients(x, ids, weights, *arrays):
+        y, transpose = jax.vjp(lambda x, *arrays: layer(x, ids, weights, *arrays), x, *arrays)
+        return transpose(y)
+
+    arrays = aval(EXPERTS // RANKS, 128, 2, 256), aval(EXPERTS // RANKS, 256, 128)
+    args = aval(TOKENS, 128), IDS, WEIGHTS, *arrays
+    assert calls(lower(gradients, *args))["act_encode"] == 2 + (not arrives)
+    rows = harness.worst_case(TOKENS, TOP_K, RANKS, EXPERTS)
+    encoded = [f"{rows}x128xf8E4M3FN", f"{rows}x1xf32"] * arrives
+    for fn, name in ((gradients, "format_dispatch"), (layer, "routed_dispatch")):
+        text = lower(fn, *args)
+        assert attribute(text, name, "decode") == "true"
+        assert attribute(text, name, "keeps_encoded") == str(arrives).lower()
+        results = signature(text, name)[1][NUM_RESULTS * (fn is layer) :]
+        assert results == [f"{rows}x128xbf16", *encoded, f"{rows}xf32"]
+
+
 def combine_adding(y, ids, addend, weights=None, wire_dtype=None):
     return ma.combine(y, route(ids), weights=weights, wire_dtype=wire_dtype, add=addend)
 

@@ -31,7 +31,8 @@ pytestmark = [
 RANKS, TOKENS, TOP_K, HIDDEN, WIDTH, LOCAL = 4, 8, 2, 128, 128, 2
 EXPERTS = RANKS * LOCAL
 LAYOUT = cases.Layout("kept", TOKENS, TOP_K, LOCAL, hidden=HIDDEN)
-MEANT = ("wire_dtype", "token_format", "decode", "tail", "has_token_scales", "num_addends")
+MEANT = ("wire_dtype", "token_format", "decode", "tail", "keeps_encoded",
+         "has_token_scales", "num_addends")  # fmt: skip
 WIRE, FORMAT = jnp.dtype("float16"), ma.BlockwiseFp8()
 
 
@@ -148,7 +149,7 @@ def test_every_option_reaches_every_exchange(form, sentinels):
 
 
 def test_derived_options_keep_what_they_do_not_name(sentinels):
-    options = record.Options(WIRE, FORMAT, True, "unspecified", True, **sentinels)
+    options = record.Options(WIRE, FORMAT, True, "unspecified", True, True, **sentinels)
     kept = options.unencoded
-    quantizing = dict(token_format=None, decode=False, has_token_scales=False)
+    quantizing = dict(token_format=None, decode=False, keeps_encoded=False, has_token_scales=False)
     assert kept == options._replace(**quantizing)

@@ -1,6 +1,6 @@
 // The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
-// the scale of each token. Results: values and scales of each leaf, or its decoded rows; choice
-// arrays.
+// the scale of each token. Results: the decoded rows of each leaf if the call decodes; values and
+// scales of each leaf unless the call only decodes; choice arrays.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ namespace moe_a2a {
 struct EncodedPayload : MovedPayload {
   std::string format;
   int64_t num_leaves;
-  bool decode, has_token_scales;
+  bool decode, keeps_encoded, has_token_scales;
   float global_scale;
 
   template <typename Reader>
   bool Read(Reader&& read) {
     return MovedPayload::Read(read) && read("format", &format) && read("decode", &decode) &&
-           read("num_leaves", &num_leaves) && read("global_scale", &global_scale) &&
-           read("has_token_scales", &has_token_scales);
+           read("keeps_encoded", &keeps_encoded) && read("num_leaves", &num_leaves) &&
+           read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
   }
 
   // Describes the arrays and their encoding. The routing and the view are set.
@@ -51,9 +51,10 @@ struct EncodedPayload : MovedPayload {
           "a dispatch with a format needs two ranks or more, because own tokens use a landing "
           "zone");
     }
-    if (2 * leaves + choice_arrays + scales_travel() > kMaxArrays) {
+    if (2 * leaves + choice_arrays + scales_travel() > kMaxArrays || results.size() > kMaxArrays) {
       return Unsupported("a dispatch with a format moves at most " + std::to_string(kMaxArrays) +
-                         " arrays: values and scales of a leaf are two");
+                         " arrays, and has at most as many results: values and scales of a leaf "
+                         "are two");
     }
     exchange.leaves_tail = leaves_tail;
     params.num_results = static_cast<int32_t>(results.size());
@@ -67,7 +68,6 @@ struct EncodedPayload : MovedPayload {
     const int64_t num_tokens = exchange.routing.num_tokens, capacity = exchange.routing.capacity;
     for (size_t i = 0; i < leaves; ++i) {
       const Array& in = args[i];
-      const ArraySlice out = results.from(i * results_per_leaf());
       MOE_A2A_TRY(CheckLead(in, "a payload array", {num_tokens}));
       const int64_t elements = NumElements(in, 1);
       if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
@@ -77,26 +77,35 @@ struct EncodedPayload : MovedPayload {
             "groups; got " +
             ToString(in));
       }
-      if (decode && out[0].type != in.type) {
-        return "decoded rows must have the type of their leaf; got " + ToString(out[0]) + " for " +
-               ToString(in);
+      MOE_A2A_TRY(CheckAlignment(in));
+      if (decode) {
+        const Array& rows = results[i];
+        if (rows.type != in.type) {
+          return "decoded rows must have the type of their leaf; got " + ToString(rows) + " for " +
+                 ToString(in);
+        }
+        MOE_A2A_TRY(FirstOf({CheckAlignment(rows), CheckItems(rows, "decoded rows", {capacity},
+                                                              elements * in.type.bytes)}));
       }
-      MOE_A2A_TRY(FirstOf({CheckAlignment(in), decode ? CheckAlignment(out[0]) : Problem()}));
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);
-      MOE_A2A_TRY(decode ? CheckItems(out[0], "decoded rows", {capacity}, elements * in.type.bytes)
-                         : FirstOf({CheckItems(out[0], "values of rows", {capacity}, of_values),
-                                    CheckItems(out[1], "scales of rows", {capacity}, of_scales)}));
-      const int32_t vector = kVectorBytes;
-      MovedArray& values =
-          AddArray(of_values, 0, decode ? vector : Width(of_values, {&out[0]}), exchange);
-      MovedArray& scales =
-          AddArray(of_scales, 0, decode ? vector : Width(of_scales, {&out[1]}), exchange);
+      int32_t value_width = kVectorBytes, scale_width = kVectorBytes;
+      if (has_encoded()) {
+        const size_t first = first_values() + 2 * i;
+        const Array &values = results[first], &scales = results[first + 1];
+        MOE_A2A_TRY(FirstOf({CheckItems(values, "values of rows", {capacity}, of_values),
+                             CheckItems(scales, "scales of rows", {capacity}, of_scales),
+                             decode ? CheckAlignment(values) : Problem()}));
+        value_width = Width(of_values, {&values});
+        scale_width = Width(of_scales, {&scales});
+      }
+      MovedArray& values = AddArray(of_values, 0, value_width, exchange);
+      MovedArray& scales = AddArray(of_scales, 0, scale_width, exchange);
       context.Bind(&values.in, in);
-      context.Bind(&values.out, out[0]);
-      if (decode) continue;
-      context.Bind(&scales.in, in);
-      context.Bind(&scales.out, out[1]);
+      if (decode) context.Bind(&encoding.decoded[i], results[i]);
+      if (!has_encoded()) continue;
+      context.Bind(&values.out, results[first_values() + 2 * i]);
+      context.Bind(&scales.out, results[first_values() + 2 * i + 1]);
     }
     for (size_t i = 0; i < choice_arrays; ++i) {
       const Array& out = results[results_per_leaf() * leaves + i];
@@ -126,7 +135,9 @@ struct EncodedPayload : MovedPayload {
         "framework");
   }
 
-  size_t results_per_leaf() const { return decode ? 1 : 2; }
+  bool has_encoded() const { return !decode || keeps_encoded; }
+  size_t results_per_leaf() const { return decode + 2 * has_encoded(); }
+  size_t first_values() const { return decode ? num_leaves : 0; }
   bool scales_travel() const { return has_token_scales && decode; }
 };
 

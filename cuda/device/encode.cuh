@@ -282,10 +282,23 @@ __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
   }
 }
 
-// Decodes a landed row of one leaf and stores it to `rows`.
+// Returns the decoded rows of a leaf as an array of the destination.
+__device__ inline MovedArray decoded_rows(const DispatchParams& exchange, const Encoding& encoding,
+                                          int leaf) {
+  MovedArray rows = exchange.arrays[2 * leaf];
+  rows.out = encoding.decoded[leaf];
+  rows.row_bytes = decoded_bytes(encoding, rows.row_bytes);
+  rows.width = kVectorBytes;
+  return rows;
+}
+
+// Decodes a landed row of one leaf and stores it to `rows`. If `values` and `scales` have results,
+// also stores the encoded row there. Each lane in the mask `choices` has the index `row` of one of
+// the rows.
 template <TokenFormat F, typename T, typename Segments>
-__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team,
-                                        Destinations rows, Segments& segments,
+__device__ __noinline__ void decode_row(const MovedArray& values, const MovedArray& scales,
+                                        const Team& team, Destinations rows, int row,
+                                        uint32_t choices, Segments& segments,
                                         const char* from_values, const char* from_scales,
                                         const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
@@ -311,10 +324,24 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
     ahead.advance();
     return landed;
   };
+  // A warp stores the 512 numbers of a round next to each other, so it needs no shared memory.
+  const auto keep_encoded = [&](const Landed& landed) {
+    const int64_t element = rounds.first() + lane_index() * kLaneElements;
+    for (uint32_t left = choices; left != 0; left &= left - 1) {
+      const int64_t to = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      if (element >= elements) continue;
+      reinterpret_cast<Vector*>(values.out + to * values.row_bytes)[element / kLaneElements] =
+          landed.values;
+      if (lane_index() % kGroupLanes<F> != 0) continue;
+      reinterpret_cast<Scale*>(scales.out + to * scales.row_bytes)[element / Format<F>::kGroup] =
+          landed.scale;
+    }
+  };
   char* segment = nullptr;
   // Decodes the round in `landed`, then loads a later round into it. Returns false after the last
   // round.
   const auto decode_next = [&](Landed& landed) {
+    if (values.out != nullptr) keep_encoded(landed);
     const LaneNumbers<T> lane =
         decode_lane<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
     landed = load_next();
@@ -348,7 +375,7 @@ __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
   const MovedArray& scales = exchange.arrays[2 * leaf + 1];
   if (choices >> lane_index() & 1) {
     list[__popc(choices & ((1u << lane_index()) - 1))] =
-        values.out + row * decoded_bytes(encoding, values.row_bytes);
+        encoding.decoded[leaf] + row * decoded_bytes(encoding, values.row_bytes);
   }
   __syncwarp();
   const auto landed = [&](const MovedArray& array) {
@@ -358,8 +385,8 @@ __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                            ? encoding.global_scale
                            : load_landed(reinterpret_cast<const float*>(
                                  landed(exchange.arrays[exchange.num_arrays - 1])));
-  decode_row<F, T>(values, team, {list, nullptr, __popc(choices)}, segments, landed(values),
-                   landed(scales), GlobalScale(global));
+  decode_row<F, T>(values, scales, team, {list, nullptr, __popc(choices)}, row, choices, segments,
+                   landed(values), landed(scales), GlobalScale(global));
   __syncwarp();  // The list has been read.
 }
 

@@ -2,7 +2,7 @@
 // if `decode` is set.
 //
 // Holds afterwards: for every leaf, each row has the values and scales of its token, as
-// docs/formats.md defines them, or the decoded numbers. All else is as in dispatch.cu.
+// docs/formats.md defines them, or the decoded numbers, or both. All else is as in dispatch.cu.
 //
 // Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
@@ -200,12 +200,13 @@ __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const
       lane_index() < count && my_row < exchange.routing.capacity && is_zeroed(exchange, my_row);
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < exchange.num_arrays; ++a) {
-    MovedArray array = exchange.arrays[a];
+    const MovedArray& array = exchange.arrays[a];
     if (array.out == nullptr) continue;
-    if (p.encoding.decode && a < 2 * p.encoding.num_leaves) {
-      array.row_bytes = decoded_bytes(p.encoding, array.row_bytes);
-    }
     zero_rows_of(array, team, zeros, first, is_empty, empty);
+  }
+  if (!p.encoding.decode) return;
+  for (int leaf = 0; leaf < p.encoding.num_leaves; ++leaf) {
+    zero_rows_of(decoded_rows(exchange, p.encoding, leaf), team, zeros, first, is_empty, empty);
   }
 }
 

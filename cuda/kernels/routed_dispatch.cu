@@ -597,15 +597,19 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
   const bool is_zeroed = is_empty && !(is_tail && p.exchange.leaves_tail);
   for (uint32_t left = __ballot_sync(kAllLanes, is_zeroed); left != 0; left &= left - 1) {
     const int64_t row = first + __ffs(left) - 1;
-    for (int a = 0; a < p.exchange.num_arrays; ++a) {
-      const MovedArray& array = p.exchange.arrays[a];
-      int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
-      if constexpr (Form::kEncodes) {
-        if (array.out == nullptr) continue;
-        const bool is_decoded = p.encoding.decode && a < 2 * p.encoding.num_leaves;
-        if (is_decoded) bytes = decoded_bytes(p.encoding, bytes);
-      }
+    const auto zero = [&](const MovedArray& array) {
+      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
       zero_row(team, array.out + row * bytes, bytes, array.width);
+    };
+    for (int a = 0; a < p.exchange.num_arrays; ++a) {
+      if (Form::kEncodes && p.exchange.arrays[a].out == nullptr) continue;
+      zero(p.exchange.arrays[a]);
+    }
+    if constexpr (Form::kEncodes) {
+      const int num_decoded = p.encoding.decode ? p.encoding.num_leaves : 0;
+      for (int leaf = 0; leaf < num_decoded; ++leaf) {
+        zero(decoded_rows(p.exchange, p.encoding, leaf));
+      }
     }
   }
 }

@@ -21,8 +21,8 @@ struct Moved {
 // A leaf that is encoded.
 struct Leaf {
   int64_t elements;
-  std::vector<Array> in;              // by rank
-  std::vector<Array> values, scales;  // by rank; if decoded, `values` has the rows
+  std::vector<Array> in;                       // by rank
+  std::vector<Array> decoded, values, scales;  // by rank; the results that the call has
 };
 
 // The payload and its results. All forms use this class.
@@ -60,6 +60,7 @@ class Payload : public Exchange {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(TokenFormats::kCount));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
     encoding_.decode = random.one_in(2);
+    has_encoded_ = !encoding_.decode || random.one_in(2);
     encoding_.num_leaves = random.one_in(3) ? 2 : 1;
     encoding_.global_scale = 1.f;
     if (encoding_.format == TokenFormat::kNvFp4 && random.one_in(2)) {
@@ -74,7 +75,7 @@ class Payload : public Exchange {
     }
     const size_t item = static_cast<size_t>(item_bytes(encoding_.type));
     for (int i = 0; i < encoding_.num_leaves; ++i) {
-      Leaf leaf = {128 * int64_t{1 + random.below(making_.max_groups)}, {}, {}, {}};
+      Leaf leaf = {128 * int64_t{1 + random.below(making_.max_groups)}, {}, {}, {}, {}};
       const auto elements = static_cast<size_t>(leaf.elements);
       const auto rows = static_cast<size_t>(shape().capacity);
       for (int rank = 0; rank < shape().num_ranks; ++rank) {
@@ -86,8 +87,9 @@ class Payload : public Exchange {
         }
         leaf.in.push_back(in);
         if (encoding_.decode) {
-          leaf.values.push_back(add_output(rank, rows * elements * item, 16, kNanByte));
-        } else {
+          leaf.decoded.push_back(add_output(rank, rows * elements * item, 16, kNanByte));
+        }
+        if (has_encoded_) {
           leaf.values.push_back(add_output(
               rank, rows * static_cast<size_t>(value_bytes(encoding_.format, leaf.elements)), 16,
               kNanByte));
@@ -108,14 +110,14 @@ class Payload : public Exchange {
     for (const Leaf& leaf : leaves_) {
       const DataType& type = data_type(encoding_.type);
       a.args.add(type, {tokens, leaf.elements}, leaf.in[rank]);
-      if (encoding_.decode) {
-        a.results.add(type, {capacity, leaf.elements}, leaf.values[rank]);
-      } else {
-        a.results.add(kByte, {capacity, value_bytes(encoding_.format, leaf.elements)},
-                      leaf.values[rank]);
-        a.results.add(kByte, {capacity, scale_bytes(encoding_.format, leaf.elements)},
-                      leaf.scales[rank]);
-      }
+      if (encoding_.decode) a.results.add(type, {capacity, leaf.elements}, leaf.decoded[rank]);
+    }
+    for (const Leaf& leaf : leaves_) {
+      if (!has_encoded_) break;
+      a.results.add(kByte, {capacity, value_bytes(encoding_.format, leaf.elements)},
+                    leaf.values[rank]);
+      a.results.add(kByte, {capacity, scale_bytes(encoding_.format, leaf.elements)},
+                    leaf.scales[rank]);
     }
     for (const Moved& moved : moved_) {
       if (moved.choice_bytes > 0) {
@@ -137,7 +139,8 @@ class Payload : public Exchange {
 
   EncodedPayload encoded() const {
     return {moved(),          name_of(encoding_.format), encoding_.num_leaves,
-            encoding_.decode, !token_scales_.empty(),    encoding_.global_scale};
+            encoding_.decode, has_encoded_,              !token_scales_.empty(),
+            encoding_.global_scale};
   }
 
   template <typename Call>
@@ -183,6 +186,7 @@ class Payload : public Exchange {
   std::vector<Leaf> leaves_;
   std::vector<Array> token_scales_;  // by rank
   Encoding encoding_ = {};
+  bool has_encoded_ = false;
   bool leaves_tail_;
 
  private:
@@ -195,11 +199,12 @@ class Payload : public Exchange {
   }
 
   bool is_leaf_untouched(const Leaf& leaf, int rank, int row) const {
-    if (encoding_.decode) {
-      return is_untouched(leaf.values[rank], row, leaf.elements * item_bytes(encoding_.type));
-    }
-    return is_untouched(leaf.values[rank], row, value_bytes(encoding_.format, leaf.elements)) &&
-           is_untouched(leaf.scales[rank], row, scale_bytes(encoding_.format, leaf.elements));
+    const int64_t decoded = leaf.elements * item_bytes(encoding_.type);
+    const int64_t values = value_bytes(encoding_.format, leaf.elements);
+    const int64_t scales = scale_bytes(encoding_.format, leaf.elements);
+    return (!encoding_.decode || is_untouched(leaf.decoded[rank], row, decoded)) &&
+           (!has_encoded_ || (is_untouched(leaf.values[rank], row, values) &&
+                              is_untouched(leaf.scales[rank], row, scales)));
   }
 
   void add_array(Random& random, int64_t row_bytes, int64_t choice_bytes, size_t skew) {
@@ -237,12 +242,13 @@ class Payload : public Exchange {
           source < 0 ? 0.f
                      : read_number(leaf.in[source]->data() + (token * leaf.elements + i) * item,
                                    encoding_.type);
-      const float seen =
-          encoding_.decode
-              ? read_number(leaf.values[rank]->data() + (row * leaf.elements + i) * item,
-                            encoding_.type)
-              : decode(encoding_.format, leaf.values[rank]->data() + row * values,
-                       leaf.scales[rank]->data() + row * scales, i, global);
+      if (encoding_.decode) {
+        const char* decoded = leaf.decoded[rank]->data() + (row * leaf.elements + i) * item;
+        if (!(read_number(decoded, encoding_.type) == expected)) return false;
+      }
+      if (!has_encoded_) continue;
+      const float seen = decode(encoding_.format, leaf.values[rank]->data() + row * values,
+                                leaf.scales[rank]->data() + row * scales, i, global);
       if (!(seen == expected)) return false;
     }
     return true;

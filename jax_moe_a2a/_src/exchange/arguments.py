@@ -21,7 +21,7 @@ from ..checks import (
     merge_axes,
     short,
 )
-from ..formats.formats import NvFp4, TokenFormat, WireDtype, as_wire_dtype, paired
+from ..formats.formats import NvFp4, RowsInFp8, TokenFormat, WireDtype, as_wire_dtype, paired
 from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
@@ -100,13 +100,16 @@ class DispatchArguments(NamedTuple):
 
     def recv(self, routing: AnyRouting, moved: Sequence[jax.Array]) -> Recv:
         """Return a ``Recv`` made of the results of a dispatch that quantizes."""
-        scales_of_choices, fmt = self._scales_of_choices, self.options.token_format
+        scales_of_choices, options = self._scales_of_choices, self.options
+        fmt = options.token_format
         end = len(moved) - len(scales_of_choices)
         first = end - len(self.choice_arrays)
         rows: Sequence[Any] = moved[:first]
         weights, bits = moved[first:end], moved[end:]
-        if fmt is not None and not self.options.decode:
-            rows = paired(rows)
+        if fmt is not None and options.has_encoded:
+            num_floats = len(self.leaves) * options.decode
+            floats, encoded = rows[:num_floats], paired(rows[num_floats:])
+            rows = list(map(RowsInFp8, encoded, floats)) if options.decode else encoded
         scales = lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
         rows = jax.tree.unflatten(self.treedef, rows)
         return recv_of(routing, rows, weights[0] if weights else None, scales)

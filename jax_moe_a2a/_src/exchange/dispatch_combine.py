@@ -1,7 +1,9 @@
 """Define dispatch and combine.
 
 A dispatch with a format is linear except for the rounding, and has the derivatives of a dispatch
-without a format. The global scales of the tokens may be its last operand.
+without a format. The global scales of the tokens may be its last operand. Its results are the
+decoded rows of all leaves if it decodes; values and scales of each leaf unless it only decodes; and
+the choice arrays.
 
 With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
 last group. The transpose of the dispatch, a combine, does not read these values. The transpose of a
@@ -40,7 +42,9 @@ def _dispatch_layouts(
     operands += [TOKEN] * options.has_token_scales
     # The scales of tokens are not a source, because they may be batched independently of the
     # leaves.
-    sources = [(leaf,) for leaf in range(num_leaves) for _ in range(options.results_per_leaf)]
+    has_floats = options.token_format is None or options.decode
+    sources = [(leaf,) for leaf in range(num_leaves * has_floats)]
+    sources += [(i // 2,) for i in range(2 * num_leaves * options.has_encoded)]
     sources += [(num_leaves + i,) for i in range(num_choice_arrays)]
     return Layouts(operands, [ROW] * len(sources), sources)
 
@@ -57,11 +61,12 @@ def _combine_layouts(
 def _dispatch_types(
     results: list[Any], *, num_leaves: int, options: Options, **_: object
 ) -> list[Any]:
-    """Return the result types. If rows are not decoded, each leaf has values and scales."""
-    if options.token_format is None or options.decode:
-        return results
-    rows, others = results[: 2 * num_leaves : 2], results[2 * num_leaves :]
+    """Return the result types, with the types of values and scales."""
     fmt = options.token_format
+    if fmt is None or not options.has_encoded:
+        return results
+    first = num_leaves * options.decode
+    end = first + 2 * num_leaves
     parts = (fmt.values_per_item, fmt.value_dtype), (fmt.group_size, fmt.scale_dtype)
 
     def part(row: Any, size: int, dtype: DTypeLike) -> Any:
@@ -69,7 +74,8 @@ def _dispatch_types(
         shape = (*lead, hidden // size)
         return compat.result_aval(row, shape, jnp.dtype(dtype), row.sharding.spec)
 
-    return [part(row, *of_part) for row in rows for of_part in parts] + others
+    encoded = [part(row, *of_part) for row in results[first:end:2] for of_part in parts]
+    return [*results[:first], *encoded, *results[end:]]
 
 
 # Kernel calls
@@ -94,6 +100,7 @@ def dispatch_attributes(params: dict[str, Any]) -> dict[str, Any]:
         num_leaves=params["num_leaves"],
         format=type(options.token_format).__name__,
         decode=options.decode,
+        keeps_encoded=options.keeps_encoded,
         has_token_scales=options.has_token_scales,
         global_scale=global_scale(options.token_format),
     )
@@ -224,6 +231,8 @@ def moved_tangents(
     """Return the tangents of the results ``out`` of a dispatch or combine."""
     sources = exchange.layouts(**params).sources
     options = params["options"]
+    first = params["num_leaves"] * options.decode
+    encoded = range(first, first + 2 * params["num_leaves"] * options.has_encoded)
     moves = [options.token_format is None or options.decode] * params["num_leaves"]
     moves += [True] * params["num_choice_arrays"]
     # Neither the scales of tokens nor addends move.
@@ -240,7 +249,10 @@ def moved_tangents(
         results = exchange.bind(payload, routing, **keep_arrays(keep, params))
         moved = dict(zip(select(keep, range(len(keep))), results, strict=True))
     others = [*d_addends, *map(zero_tangent, out[len(d_addends) :])]
-    return [moved.get(source, other) for (source, *_), other in zip(sources, others, strict=True)]
+    return [
+        other if i in encoded else moved.get(source, other)
+        for i, ((source, *_), other) in enumerate(zip(sources, others, strict=True))
+    ]
 
 
 def added_tangents(d_addends: compat.Tangents) -> list[Any]:

@@ -49,6 +49,8 @@ class Options(NamedTuple):
     """How a dispatch quantizes its leaves, or None."""
     decode: bool = False
     tail: Tail = "zero"
+    keeps_encoded: bool = False
+    """True if a dispatch that decodes also returns the rows in the format."""
     has_token_scales: bool = False
     """True if an operand float32 [T] replaces the ``global_scale`` of a static format."""
     num_addends: int = 0
@@ -57,13 +59,21 @@ class Options(NamedTuple):
 
     @property
     def results_per_leaf(self) -> int:
-        """Return 2 (values and scales) if rows stay quantized, otherwise 1."""
-        return 1 if self.token_format is None or self.decode else 2
+        """Return the number of results of each leaf: 1 for floats, and 2 for values and scales."""
+        has_floats = self.token_format is None or self.decode
+        return has_floats + 2 * self.has_encoded
+
+    @property
+    def has_encoded(self) -> bool:
+        """Return True if values and scales are results."""
+        return self.token_format is not None and (self.keeps_encoded or not self.decode)
 
     @property
     def unencoded(self) -> Options:
         """Return the same options without the options of quantization."""
-        return self._replace(token_format=None, decode=False, has_token_scales=False)
+        return self._replace(
+            token_format=None, decode=False, keeps_encoded=False, has_token_scales=False
+        )
 
 
 class Layouts(NamedTuple):

@@ -67,8 +67,8 @@ def dispatch(
 ) -> list[jax.Array]:
     """Dispatch leaves [T, ...] and choice arrays [T, K, ...] by a routing. Return both as [C, ...].
 
-    With a format, return values and scales [C, ...] of each leaf, or decoded rows. The global
-    scales [T] may follow the choice arrays. With ``tail="unspecified"``, the rows after the last
+    With a format, return decoded rows, values and scales [C, ...], or both. The global scales [T]
+    may follow the choice arrays. With ``tail="unspecified"``, the rows after the last
     group hold NaN or extreme integers, so that a test detects code that reads them.
     """
     params: dict[str, Any] = dict(group=group, emulated=emulated)
@@ -130,7 +130,8 @@ def decoded(
     scales = [lax.bitcast_convert_type(x, jnp.float32) for x in moved[first:end]]
     fmt = _format_of(options, scales)
     pairs = zip(paired(moved[:first]), dtypes, strict=True)
-    return [*(fmt.decode(pair, dtype) for pair, dtype in pairs), *moved[end:]]
+    rows = [fmt.decode(pair, dtype) for pair, dtype in pairs]
+    return [*rows, *(moved[:first] if options.keeps_encoded else ()), *moved[end:]]
 
 
 def _format_of(options: Options, scales: Sequence[jax.Array]) -> TokenFormat:

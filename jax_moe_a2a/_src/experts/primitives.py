@@ -56,6 +56,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import is_zero, jvp_of_moving, zero_tangent
+from ..formats.formats import RowsInFp8, floats_of
 from ..grouped.act_encode import bind_act_encode
 from ..grouped.lowering import by_kernel
 from ..grouped.primitives import (
@@ -94,7 +95,7 @@ BIAS_ROWS = 8
 
 class ExpertOperands(NamedTuple):
     """The operands of ``experts_p``. Biases may be None. Either both weights are in FP8, or neither
-    is."""
+    is. With weights in FP8, the rows may be ``RowsInFp8``."""
 
     rows: Any
     w_in: Any
@@ -171,24 +172,18 @@ def bind_experts(
 
 
 def _dot(
-    rows: Any,
-    w: Any,
-    sizes: jax.Array,
-    num_sms: int | None,
-    *,
-    transposed: bool = False,
-    **params: Any,
+    rows: Any, w: Any, sizes: jax.Array, num_sms: int | None, *, transposed: bool = False
 ) -> jax.Array:
     """Return products of rows and weights, unspecified after the last group. If the weights are in
     FP8, so are the products."""
     if isinstance(w, QuantizedExperts):
-        return dot_in_fp8(rows, w, sizes, transposed=transposed, **params)
+        return dot_in_fp8(rows, w, sizes, transposed=transposed)
     return unspecified_dot(rows, w, sizes, num_sms, transposed=transposed)
 
 
-def _floats(w: Any) -> Any:
-    """Return weights as floats, or the tangents of the floats."""
-    return w.source if isinstance(w, QuantizedExperts) else w
+def _floats(x: Any) -> Any:
+    """Return weights or rows as floats, or the tangents of the floats."""
+    return x.source if isinstance(x, QuantizedExperts) else floats_of(x)
 
 
 def _bind_dot_act(o: ExpertOperands, **params: object) -> list[jax.Array]:
@@ -225,12 +220,12 @@ def bias_of_rows(
 
 
 def _pre(
-    rows: jax.Array, w: jax.Array, bias: jax.Array | None, sizes: jax.Array, num_sms: int | None
+    rows: Any, w: Any, bias: jax.Array | None, sizes: jax.Array, num_sms: int | None
 ) -> jax.Array:
     pre = _dot(rows, w, sizes, num_sms)
     if bias is None:
         return pre
-    return pre + bias_of_rows(bias, jnp.ones(rows.shape[:-1], rows.dtype), sizes, num_sms)
+    return pre + bias_of_rows(bias, jnp.ones(pre.shape[:-1], pre.dtype), sizes, num_sms)
 
 
 @of_operands
@@ -355,6 +350,7 @@ def _experts_jvp(
     **params: Any,
 ) -> Any:
     o, d, num_sms = tree.unflatten(primals), _tangents(tree, tangents), params["num_sms"]
+    rows = _floats(o.rows)
     passes, in_fp8 = bool(o.totals), isinstance(o.w_out, QuantizedExperts)
     d_w_in, d_w_out = d.totals or (d.w_in, d.w_out)
     if in_fp8:
@@ -367,10 +363,10 @@ def _experts_jvp(
     if not (in_fp8 or is_zero(d.rows)):
         terms.append(_dot(d.rows, o.w_in, o.sizes, num_sms))
     if not is_zero(d_w_in):
-        term, d_w_in = _dot_of(o.rows, d_w_in, o.sizes, num_sms, passes)
+        term, d_w_in = _dot_of(rows, d_w_in, o.sizes, num_sms, passes)
         terms.append(term)
     if o.b_in is not None and not is_zero(d.b_in):
-        ones = jnp.ones(o.rows.shape[:-1], o.rows.dtype)
+        ones = jnp.ones(rows.shape[:-1], rows.dtype)
         terms.append(bias_of_rows(d.b_in, ones, o.sizes, num_sms))
     d_y = []
     if terms or d_rows is not None or not is_zero(d.weights) or (in_fp8 and not is_zero(d_w_out)):
@@ -471,7 +467,8 @@ def _tangent_transpose(
             of_tail = dict(tail="unspecified", num_sms=num_sms)
             found[3] = outers_like(d_w_out, h, ct, o.sizes, ct, **of_tail)
         if moving[0] is not None:
-            found[0] = _dot(ct_pre, o.w_in, o.sizes, num_sms, transposed=True, encoded=encoded)
+            rows = ct_pre if encoded is None else RowsInFp8(encoded, ct_pre)
+            found[0] = _dot(rows, o.w_in, o.sizes, num_sms, transposed=True)
         found[1:3] = (None if d is None else x for x, d in zip((ct_pre, ct_weights), moving[1:]))
     of_linear: list[Any] = []
     for x, d in zip(found, o[:4], strict=True):
@@ -605,7 +602,7 @@ def _dce_in_fp8(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 register(
     experts_p,
-    abstract=of_operands(lambda o, **_: [_product_of(o.rows, o.w_out), *o.totals]),
+    abstract=of_operands(lambda o, **_: [_product_of(_floats(o.rows), o.w_out), *o.totals]),
     jvp=_experts_jvp,
     is_full=_is_full,
     passed=lambda tree, **_: _places(tree).totals,

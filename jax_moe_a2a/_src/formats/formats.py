@@ -55,6 +55,20 @@ class Quantized(NamedTuple):
     """[..., H / group_size] in the dtype of the format."""
 
 
+class RowsInFp8(NamedTuple):
+    """Rows that products in FP8 read, and floats for the derivatives of these rows."""
+
+    encoded: Quantized
+    """In ``BlockwiseFp8``, without derivatives."""
+    floats: jax.Array
+    """[C, K]: the same numbers, which have the derivatives of the rows."""
+
+
+def floats_of(rows: Any) -> Any:
+    """Return the floats of rows that may be ``RowsInFp8``."""
+    return rows.floats if isinstance(rows, RowsInFp8) else rows
+
+
 def _flatten(fmt: TokenFormat) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """Return the leaf of a format, ``global_scale`` if it is an array, and the static fields."""
     static = dict(vars(fmt))

@@ -16,7 +16,7 @@ The parameter ``tree`` has their structure. The other parameters are those of ``
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.interpreters import ad
 from .. import compat
 from ..ad import is_zero, with_tangent, zero_tangent
 from ..checks import Tail
-from ..formats.formats import Quantized
+from ..formats.formats import RowsInFp8
 from .act_encode import bind_act_encode
 from .primitives import bind, bind_dot, register, rows_like
 from .quantized import NO_GRADIENT, bind_dot_fp8
@@ -33,17 +33,6 @@ from .reference import arrays_of
 from .weights import BLOCK, QuantizedExperts, decode_experts, transposed_experts
 
 frozen_dot_p = compat.Primitive("moe_a2a_frozen_dot")
-
-
-class RowsInFp8(NamedTuple):
-    """Rows that products in FP8 read, and floats for the derivatives of these rows.
-
-    Only the derivatives of the floats are used, so a compiled program does not compute the floats.
-    """
-
-    encoded: Quantized
-    floats: jax.Array
-    """[C, K]"""
 
 
 def dot_of_frozen(
@@ -55,6 +44,7 @@ def dot_of_frozen(
 ) -> jax.Array:
     """Multiply rows [C, K] by frozen weights [L, K, N]. The result has the dtype of the floats.
 
+    Only the derivatives of the floats are used, so a compiled program does not compute the floats.
     The gradient of rows is a product in FP8 if N is a multiple of 128. It reads the transposed
     values, or transposes the values.
 

@@ -25,7 +25,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import is_zero
-from ..formats.formats import Quantized
+from ..formats.formats import Quantized, RowsInFp8, floats_of
 from .act_encode import bind_act_encode
 from .primitives import (
     bind,
@@ -49,31 +49,31 @@ straight_through_dot_p = compat.Primitive("moe_a2a_straight_through_dot")
 
 
 def dot_in_fp8(
-    rows: jax.Array,
+    rows: jax.Array | RowsInFp8,
     w: QuantizedExperts,
     sizes: jax.Array,
     *,
     transposed: bool = False,
     quantizes: bool = True,
-    encoded: Quantized | None = None,
 ) -> jax.Array:
     """Multiply rows [C, K] by weights [L, K, N] in FP8. Rows after the last group, and their
     derivatives, are unspecified.
 
     Args:
-      rows: bfloat16 or float32. K is a multiple of 128.
+      rows: bfloat16 or float32, which the product quantizes, or ``RowsInFp8``. K is a multiple of
+        128.
       w: weights whose source has the dtype of ``rows``. N is a multiple of 128. Without values,
         they are quantized once for this product and its gradients.
       sizes: int32 [L].
       transposed: True to multiply rows [C, N] by the transposed weights.
       quantizes: False to multiply rows and source, as the derivative does.
-      encoded: the rows in ``BlockwiseFp8``, or None to quantize them.
     """
     w = encode_source(w)
+    encoded = rows.encoded if isinstance(rows, RowsInFp8) else None
     params = dict(transposed=transposed, quantizes=quantizes, encoded=encoded is not None)
     parts = jax.tree.leaves((encoded, w.values, w.scales, w.transposed))
     return unspecified_dot(
-        rows, w.source, sizes, None, *parts, primitive=straight_through_dot_p, **params
+        floats_of(rows), w.source, sizes, None, *parts, primitive=straight_through_dot_p, **params
     )
 
 
@@ -111,6 +111,7 @@ def _transpose(
     *parts: Any,
     quantizes: bool,
     transposed: bool,
+    encoded: bool,
     **params: object,
 ) -> Any:
     del quantizes
@@ -118,9 +119,10 @@ def _transpose(
     if ad.is_undefined_primal(rows):
         if is_zero(ct):
             return [ad.Zero(rows.aval), None, *others]
-        params.update(dtype=rows.aval.dtype, transposed=not transposed, quantizes=True)
-        ct = ct.astype(rows.aval.dtype)
-        return [bind(straight_through_dot_p, ct, w, sizes, *parts, **params), None, *others]
+        params.update(dtype=rows.aval.dtype, transposed=not transposed)
+        params.update(quantizes=True, encoded=False)
+        ct, of_weights = ct.astype(rows.aval.dtype), parts[2 * encoded :]
+        return [bind(straight_through_dot_p, ct, w, sizes, *of_weights, **params), None, *others]
     if is_zero(ct):
         return [None, ad.Zero(w.aval), *others]
     dtype, lead = w.aval.dtype, w.aval.shape[:-3]

@@ -27,6 +27,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..ad import accumulation_dtype, is_zero, with_tangent
+from ..formats.formats import RowsInFp8, floats_of
 from . import lowering as lowered
 from . import reference
 from .primitives import (
@@ -81,14 +82,17 @@ def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def summing_dot(
-    rows: jax.Array, w: jax.Array | QuantizedExperts, total: jax.Array, sizes: jax.Array
+    rows: jax.Array | RowsInFp8,
+    w: jax.Array | QuantizedExperts,
+    total: jax.Array,
+    sizes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the products of rows, unspecified after the last group, and the total. The product has
     the tangent of ``r w`` with respect to r. ``passing_dot_p`` is the tangent with respect to the
     total, because w has the tangent of the total.
 
     Args:
-      w: an array, or ``QuantizedExperts`` to multiply as ``dot_in_fp8`` does.
+      rows, w: arrays, or w is ``QuantizedExperts``, to multiply as ``dot_in_fp8`` does.
     """
     w = encode_source(w) if isinstance(w, QuantizedExperts) else w
     leaves, tree = jax.tree.flatten((rows, w, total, sizes))
@@ -103,16 +107,17 @@ def _summing_dot(rows: Any, w: Any, total: Any, sizes: Any) -> tuple[jax.Array, 
 @partial(_summing_dot.defjvp, symbolic_zeros=True)
 def _summing_dot_jvp(primals: Any, tangents: Any) -> Any:
     (rows, w, _, sizes), (d_rows, _, d_total, _) = primals, tangents
+    d_rows = floats_of(d_rows)
     outs, terms = _summing_dot(*primals), []
     if not isinstance(d_rows, SymbolicZero):
         terms.append(_dot(d_rows, w, sizes, quantizes=False))
     if not isinstance(d_total, SymbolicZero):
-        term, d_total = bind_passing(rows, d_total, sizes, None)
+        term, d_total = bind_passing(floats_of(rows), d_total, sizes, None)
         terms.append(term)
     return outs, (sum(terms[1:], terms[0]) if terms else jnp.zeros_like(outs[0]), d_total)
 
 
-def _dot(rows: jax.Array, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
+def _dot(rows: Any, w: Any, sizes: jax.Array, *, quantizes: bool) -> jax.Array:
     if isinstance(w, QuantizedExperts):
         return dot_in_fp8(rows, w, sizes, quantizes=quantizes)
     return unspecified_dot(rows, w, sizes, None)

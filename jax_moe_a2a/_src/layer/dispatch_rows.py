@@ -13,26 +13,26 @@ from ..exchange.arguments import DispatchArguments
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
-from ..formats.formats import BlockwiseFp8
-from ..grouped.frozen import RowsInFp8
+from ..formats.formats import BlockwiseFp8, RowsInFp8
 
 ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
-does not dispatch the tokens again."""
+does not dispatch the tokens again. Of rows that arrive in FP8 for training in FP8, it saves both
+forms: in FP8 and decoded."""
 
 
 def dispatch_rows(arguments: DispatchArguments) -> Recv:
     """Dispatch the tokens of a layer.
 
     Args:
-      arguments: the arguments of a dispatch of one array [T, H] with ``tail="unspecified"``. A
-        dispatch with a format decodes the rows.
+      arguments: the arguments of a dispatch of one array [T, H] with ``tail="unspecified"``.
 
     Returns:
-      The ``Recv``, whose rows and weights have the checkpoint name. After the last group, rows,
-      weights and their derivatives are unspecified.
+      The ``Recv``, whose rows and weights have the checkpoint name. A dispatch that decodes, and
+      also keeps the rows in FP8, returns ``RowsInFp8``. After the last group, rows, weights and
+      their derivatives are unspecified.
     """
     recv = bind_dispatch(arguments)
     rows, weights = named((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
@@ -40,7 +40,7 @@ def dispatch_rows(arguments: DispatchArguments) -> Recv:
 
 
 def dispatch_in_fp8(arguments: DispatchArguments) -> Recv:
-    """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products in FP8.
+    """Dispatch the tokens of a layer in ``BlockwiseFp8``, for products with frozen weights.
 
     Returns:
       The ``Recv`` of ``dispatch_rows``. Its rows are ``RowsInFp8``. They and the weights have the

@@ -5,9 +5,11 @@ A form maps rows, weights, the sizes of their groups and totals of the weights t
 
 - *fused*: kernels apply the activation and its derivative. With weights that are trained in FP8,
   they also quantize.
-- *composed*: products around passes of the activation. With weights that are trained in FP8, the
-  products quantize the rows. Adapters add to the products.
+- *composed*: products around passes of the activation. Adapters add to the products.
 - *frozen*: products read rows and weights that are already in FP8. The weights have no gradient.
+
+With weights that are trained in FP8, the first product reads ``RowsInFp8`` as they are, and a
+product of other rows quantizes them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from ..ad import accumulation_dtype, fixed, register_fixed, with_tangent
 from ..checks import Tail, short
 from ..experts.activations import FusedActivation, recognize
 from ..experts.primitives import ExpertOperands, bias_of_rows, bind_experts
-from ..formats.formats import BlockwiseFp8
+from ..formats.formats import BlockwiseFp8, RowsInFp8, floats_of
 from ..grouped.act_encode import bind_act_encode
 from ..grouped.api import grouped_dot
-from ..grouped.frozen import RowsInFp8, dot_of_frozen
+from ..grouped.frozen import dot_of_frozen
 from ..grouped.primitives import unspecified_dot
 from ..grouped.quantized import encode_rows
 from ..grouped.straight_through import dot_in_fp8
@@ -122,7 +124,7 @@ def _composed(
     """
 
     def dot(rows: Any, w: Any) -> jax.Array:
-        return unspecified_dot(getattr(rows, "floats", rows), w, sizes, None)
+        return unspecified_dot(floats_of(rows), w, sizes, None)
 
     product, of_in = multiply(rows.rows, weights.w_in, sizes, totals.w_in)
     product = add_product(product, rows.rows, weights.lora_in, dot)
@@ -138,7 +140,7 @@ def _composed(
 
 
 def _multiply(
-    rows: jax.Array, w: Any, sizes: jax.Array, total: jax.Array | None
+    rows: Any, w: Any, sizes: jax.Array, total: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the products of rows, and the total of the weights if they have one."""
     if total is not None:

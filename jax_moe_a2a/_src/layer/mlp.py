@@ -28,8 +28,7 @@ from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.recv import Recv
-from ..formats.formats import BlockwiseFp8, TokenFormat
-from ..grouped.frozen import RowsInFp8
+from ..formats.formats import BlockwiseFp8, RowsInFp8, TokenFormat
 from ..grouped.weights import QuantizedExperts, encode_experts
 from ..placement.types import Placement
 from ..plan.options import Exchange, check_exchange
@@ -85,9 +84,9 @@ def moe_mlp(
     Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
-    With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). Frozen weights read the rows as
-    they arrive in ``BlockwiseFp8``, and have no gradient. Weights to train have the gradients of
-    their source.
+    With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). The first product reads rows that
+    arrive in ``BlockwiseFp8`` as they are. Frozen weights have no gradient. Weights to train have
+    the gradients of their source.
 
     To read how many rows were dropped, pass a ``Routing`` in place of the ids: a ``Routing`` has
     ``num_dropped``, and ``expert_load`` accepts it.
@@ -260,6 +259,10 @@ def mlp_and_routing(
     arrays = x, topk_ids, topk_weights
     decode = exchange.token_format is not None and not is_frozen
     arguments = check_dispatch(*arrays, route_arguments, decode=decode, tail="unspecified")
+    if decode and given.is_trained_in_fp8 and isinstance(exchange.token_format, BlockwiseFp8):
+        # The first product reads the rows in FP8. The gradient of its weights reads the floats.
+        kept = arguments.options._replace(keeps_encoded=True)
+        arguments = arguments._replace(options=kept)
     options, tail = arguments.route_options, arguments.options.tail
     _warn_of_few_rows(exchange, options, x.shape[0])
     local, spare = options.num_local_experts, 0  # slots whose weights are not given

@@ -23,6 +23,7 @@ from .. import compat
 from ..exchange.dispatch_combine import DISPATCH
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
+from ..formats.formats import RowsInFp8, floats_of
 from ..group.group import Group
 from ..grouped.weights import QuantizedExperts, encode_squares_p
 from ..placement.choice import choose_slots
@@ -38,7 +39,7 @@ class Rows(NamedTuple):
     """The rows of a rank, with their weights and a mask."""
 
     rows: Any
-    """[C, H]: an array or a ``Quantized``."""
+    """[C, H]: an array or ``RowsInFp8``."""
     weights: jax.Array
     """[C]: router weights."""
     has_token: jax.Array
@@ -139,8 +140,10 @@ def _keeps_all_but_fetched(primitive: compat.Primitive, *_: object, **__: object
 
 def _only(rows: Rows, is_kept: jax.Array) -> Rows:
     """Return rows, of which only some are used. Rows that are not used have zero gradients."""
+    floats = _with_gradients_of(floats_of(rows.rows), is_kept)
+    in_fp8 = isinstance(rows.rows, RowsInFp8)
     return Rows(
-        _with_gradients_of(rows.rows, is_kept),
+        rows.rows._replace(floats=floats) if in_fp8 else floats,
         jnp.where(is_kept, rows.weights, 0),
         rows.has_token & is_kept,
     )

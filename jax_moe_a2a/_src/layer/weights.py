@@ -94,7 +94,8 @@ class Experts:
     weigh_input: bool = dataclasses.field(default=False, metadata=dict(static=True))
     """True if weights of choices multiply the inputs of experts and not their outputs, as in Llama
     4: the layer computes the sum of ``f_e(weight_e * x)``, where ``f_e`` is expert e. Each product
-    ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass."""
+    ``weight_e * x`` is rounded to the dtype of ``x``, and kept for the backward pass. If tokens
+    arrive in FP8 for products in FP8, the weights also multiply the scales of the rows."""
     lora_in: LoRA | None = None
     """An adapter of ``w_in``, or None. With an adapter, both weights are frozen: their gradients
     are zeros, which cost no product. Biases keep their gradients."""

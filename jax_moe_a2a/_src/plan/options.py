@@ -49,8 +49,8 @@ class Exchange:
       token_format: the format in which tokens travel to their experts: ``BlockwiseFp8()``,
         ``MxFp8()`` or ``NvFp4(...)``. None sends them unchanged; layers whose products are in FP8
         then use ``BlockwiseFp8``. Tokens must be bfloat16, float16 or float32 [T, ..., H], and H a
-        multiple of the format's group size. A layer decodes rows when they arrive, unless its
-        weights are quantized, and computes the same gradient as without a format.
+        multiple of the format's group size. Products in FP8 read rows in ``BlockwiseFp8`` as they
+        arrive. Layers decode all other rows. They compute the same gradient as without a format.
       num_chunks: for layers only: number of chunks into which each rank's tokens are divided. The
         chunks run one after the other, each under ``jax.checkpoint``. None means 1. The rows of
         only one chunk need memory at a time, so a worst-case capacity needs about ``1/num_chunks``

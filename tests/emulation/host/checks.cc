@@ -517,6 +517,7 @@ void check_alignment(int) {
                                   "BlockwiseFp8",
                                   /*num_leaves=*/1,
                                   /*decode=*/true,
+                                  /*keeps_encoded=*/false,
                                   /*has_token_scales=*/false,
                                   /*global_scale=*/1};
   const auto describe = [&](int64_t hidden, uintptr_t in_bits, uintptr_t out_bits) {
