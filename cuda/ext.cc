@@ -184,6 +184,7 @@ NB_MODULE(_native, m) {
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
   m.attr("MAX_PLANNED_EXPERTS") = moe_a2a::kMaxPlannedExperts;
+  m.attr("MAX_CHOICE_EXPERTS") = moe_a2a::kMaxChoiceExperts;
 
   // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by
   // name.

@@ -1,5 +1,6 @@
-// The calls that run without other ranks: products, and the plan of a placement. A call is a struct
-// as in calls/call.h, but has no state: its handler describes it at each execution.
+// The calls that run without other ranks: products, the plan of a placement, and the choice of
+// experts. A call is a struct as in calls/call.h, but has no state: its handler describes it at
+// each execution.
 //
 // moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter,
 // int32 [1]. kWeightGradient may have a fourth operand, the float32 total to which the products are
@@ -28,6 +29,9 @@
 // moe_a2a_fill_slots, which fills spare slots of ranks with experts (placement/fill_slots.h):
 // operands experts and rows, int32 [B, R, L]; results the expert and the rows of each slot, int32
 // [B, R, L + S].
+// moe_a2a_choose, which chooses the experts of tokens (router/choose.h): operands keys and values,
+// float32 [T, E], and a mask of tokens, PRED [T] or [0]; results ids, int32, weights and chosen
+// values, float32 [T, K].
 //
 // All products except kWeightGradient accept one more operand after these: spare weights, [S, K, N]
 // or [S, N, K], whose indices follow those of the weights. Biases are then [L + S, P], and scales
@@ -54,6 +58,7 @@
 #include "library/library_gemm.h"
 #include "lists.h"
 #include "placement/fill_slots.h"
+#include "router/choose.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a {
@@ -587,12 +592,73 @@ struct FillSlotsCall {
   }
 };
 
+struct ChooseCall {
+  int64_t num_groups, top_groups, top_in_group, renormalizes, is_sigmoid;
+  float scale;
+  static constexpr int64_t num_sms = 0;  // it launches a warp for each token
+
+  static constexpr const char* kTarget = "moe_a2a_choose";
+  using Params = Choose;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_groups", &num_groups) && read("top_groups", &top_groups) &&
+           read("top_in_group", &top_in_group) && read("renormalizes", &renormalizes) &&
+           read("is_sigmoid", &is_sigmoid) && read("scale", &scale);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, Choose* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 3));
+    const Array &keys = args[0], &values = args[1], &mask = args[2], &ids = results[0],
+                &weights = results[1], &chosen = results[2];
+    if (keys.dimensions.size() != 2 || ids.dimensions.size() != 2) {
+      return "choose needs arrays of two axes; got " + ToString(keys) + " and " + ToString(ids);
+    }
+    const int64_t tokens = keys.dimensions[0], experts = keys.dimensions[1],
+                  choices = ids.dimensions[1];
+    const bool has_mask = NumElements(mask, 0) != 0;
+    if (!HasRoomForKeys(experts, num_groups) || top_groups < 1 || top_groups > num_groups ||
+        top_in_group < 1 || top_in_group > experts / num_groups || choices < 1 ||
+        choices > std::min<int64_t>(kMaxTopK, experts / num_groups * top_groups)) {
+      return "choose cannot choose " + ToString(ids) + " from " + ToString(keys) + " in " +
+             std::to_string(num_groups) + " groups, from the best " + std::to_string(top_groups) +
+             " by " + std::to_string(top_in_group) + " keys";
+    }
+    *params = {static_cast<const float*>(keys.data),
+               static_cast<const float*>(values.data),
+               has_mask ? static_cast<const bool*>(mask.data) : nullptr,
+               static_cast<int32_t*>(ids.data),
+               static_cast<float*>(weights.data),
+               static_cast<float*>(chosen.data),
+               tokens,
+               static_cast<int32_t>(experts),
+               static_cast<int32_t>(choices),
+               static_cast<int32_t>(num_groups),
+               static_cast<int32_t>(top_groups),
+               static_cast<int32_t>(top_in_group),
+               renormalizes != 0,
+               is_sigmoid != 0,
+               scale};
+    return FirstOf({CheckShape(keys, "keys", kFloat32, {tokens, experts}),
+                    CheckShape(values, "values", kFloat32, {tokens, experts}),
+                    CheckShape(mask, "the mask", kBool, {has_mask ? tokens : 0}),
+                    CheckShape(ids, "ids", kInt32, {tokens, choices}),
+                    CheckShape(weights, "weights", kFloat32, {tokens, choices}),
+                    CheckShape(chosen, "chosen values", kFloat32, {tokens, choices})});
+  }
+
+  static Problem Launch(const Choose& call, int, cudaStream_t stream) {
+    const cudaError_t error = call.num_tokens == 0 ? cudaSuccess : LaunchChoose(call, stream);
+    return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  }
+};
+
 #ifdef MOE_A2A_GROUPED_GEMM
 using ProductCalls =
-    Types<FillSlotsCall, GroupedGemmCall, LibraryGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
-          ActEncodeCall, ActGradCall, EncodeSquaresCall>;
+    Types<FillSlotsCall, ChooseCall, GroupedGemmCall, LibraryGemmCall, DotActCall, ActDotGradCall,
+          Fp8GemmCall, ActEncodeCall, ActGradCall, EncodeSquaresCall>;
 #else
-using ProductCalls = Types<FillSlotsCall>;
+using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
 // Reads and describes a call. Returns why no kernel runs it.

@@ -75,6 +75,9 @@ ffi::Error Load(int32_t ordinal, ffi::Dictionary) {
   } else if constexpr (std::is_same_v<Call, FillSlotsCall>) {
     error = cudaSetDevice(ordinal);
     if (error == cudaSuccess) error = LoadFillSlots();
+  } else if constexpr (std::is_same_v<Call, ChooseCall>) {
+    error = cudaSetDevice(ordinal);
+    if (error == cudaSuccess) error = LoadChoose();
   } else {
     if (ffi::Error refused = CheckCapability(ordinal); refused.failure()) return refused;
     error = cudaSetDevice(ordinal);

@@ -14,6 +14,7 @@
 
 #include "kernels/launch.h"
 #include "placement/fill_slots.h"
+#include "router/choose.h"
 
 namespace fake_driver {
 
@@ -297,5 +298,7 @@ const Kernels& ColocatedKernels() { return kKernels; }
 
 cudaError_t LoadFillSlots() { return result(); }
 cudaError_t LaunchFillSlots(const FillSlots&, cudaStream_t) { return result(); }
+cudaError_t LoadChoose() { return result(); }
+cudaError_t LaunchChoose(const Choose&, cudaStream_t) { return result(); }
 
 }  // namespace moe_a2a
