@@ -34,7 +34,7 @@ PROGRAMS = {
     16: lambda p: p.derivative == "reverse over reverse",
     66: lambda p: p.derivative == "forward over reverse",
     91: lambda p: p.place.hosts > 1 and p.topk_weights is None and p.activation == "tanh of p",
-    330: lambda p: p.depth and p.policy == "routing",
+    161: lambda p: p.depth and p.policy == "routing",
     352: lambda p: has_chunks(p) and p.spare and p.has_traced_scale and has_weighted_inputs(p),
     1475: lambda p: p.replicated and p.activation == "p nan",
     45: lambda p: p.replicated and p.has_token_scales and p.shared_expert,

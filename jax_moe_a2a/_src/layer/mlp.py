@@ -86,6 +86,7 @@ def moe_mlp(
     [C, I]. The backward pass computes the activation again, and never needs the second products.
     Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
+    A policy that saves ``PRODUCTS_CHECKPOINT_NAME`` avoids a second first product.
 
     With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). Frozen weights read the rows as
     they arrive in ``BlockwiseFp8``, and have no gradient. Weights to train have the gradients of
