@@ -138,6 +138,7 @@ NB_MODULE(_native, m) {
   m.attr("MAX_LOCAL_EXPERTS") = kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = kMaxRouteCounts;
   m.attr("MAX_PLANNED_EXPERTS") = kMaxPlannedExperts;
+  m.attr("MAX_CHOICE_EXPERTS") = kMaxChoiceExperts;
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("TAIL_ROW") = kTailRow;
   m.attr("ELSEWHERE") = kElsewhere;

@@ -23,6 +23,7 @@ from ._src.exchange.recv import SourceInfo as SourceInfo
 from ._src.experts.activations import clamped_swiglu as clamped_swiglu
 from ._src.experts.activations import gated as gated
 from ._src.experts.activations import squared_relu as squared_relu
+from ._src.experts.primitives import PRODUCTS_CHECKPOINT_NAME as PRODUCTS_CHECKPOINT_NAME
 from ._src.explain import Call as Call
 from ._src.explain import Explanation as Explanation
 from ._src.explain import explain as explain

@@ -322,13 +322,19 @@ def test_training_makes_as_many_exchanges_and_products_in_fp8():
 POLICIES = jax.checkpoint_policies
 OF_QUANTIZED = POLICIES.save_only_these_names(ma.QUANTIZED_CHECKPOINT_NAME)
 OF_ROWS = POLICIES.save_only_these_names(ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME)
+OF_PRODUCTS = POLICIES.save_only_these_names(ma.PRODUCTS_CHECKPOINT_NAME)
 
 
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "in_fp8, policy",
-    ((True, OF_QUANTIZED), (True, POLICIES.everything_saveable), (False, OF_ROWS)),
-    ids=("weights", "everything", "frozen, rows"),
+    (
+        (True, OF_QUANTIZED),
+        (True, OF_PRODUCTS),
+        (True, POLICIES.everything_saveable),
+        (False, OF_ROWS),
+    ),
+    ids=("weights", "products", "everything", "frozen, rows"),
 )
 def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     """JAX itself would turn each float8_e4m3fn from 256 on into NaN."""
@@ -344,6 +350,9 @@ def test_a_policy_saves_all_numbers_in_fp8(in_fp8, policy):
     if policy is OF_QUANTIZED:
         counts = (small_layer.counts(fn, x)["encode_squares"] for fn in (saving, again))
         assert tuple(counts) == (2, 4)  # of two arrays of weights
+    if policy is OF_PRODUCTS:
+        counts = (small_layer.counts(fn, x)["straight_through_dot"] for fn in (saving, again))
+        assert tuple(counts) == (3, 4)  # the first product is not repeated
     # Saved numbers are rounded to bfloat16, so some activations become the neighbouring FP8 value.
     assert relative_error(*(quick_jit(fn)(x) for fn in (saving, again))) < 0.1
 

@@ -310,7 +310,7 @@ def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
     assert told[0] == ("moe_a2a_exchange", "CUDA")
     names = [f"moe_a2a_{name}" for name in CALLS]
     names += [f"{name}_in_graph" for name in names]
-    names += [*(f"moe_a2a_{half}" for half in HALVES), "moe_a2a_fill_slots"]
+    names += [*(f"moe_a2a_{half}" for half in HALVES), "moe_a2a_fill_slots", "moe_a2a_choose"]
     if native.has_grouped_gemm():
         names += ["moe_a2a_grouped_gemm", "moe_a2a_library_gemm", "moe_a2a_dot_act"]
         names += ["moe_a2a_act_dot_grad", "moe_a2a_fp8_gemm", "moe_a2a_act_encode"]

@@ -172,15 +172,19 @@ def test_the_layer_is_the_same_with_all_ranks_on_one_device():
 
 POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
+PRODUCTS = ma.PRODUCTS_CHECKPOINT_NAME
 save = POLICIES.save_only_these_names
-# For each policy: routes and exchanges of tokens, in a forward and a backward pass.
+# For each policy: routes, exchanges of tokens and first products, in a forward and a backward pass.
+# docs/concepts.md has this table.
 REMAT = {
-    "no checkpoint": (None, dict(route=1, exchange=4)),
-    "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5)),
-    "routing": (save(ROUTING), dict(route=1, exchange=5)),
-    "rows": (save(ROWS), dict(route=2, exchange=4)),
-    "routing and rows": (save(ROUTING, ROWS), dict(route=1, exchange=4)),
-    "everything": (POLICIES.everything_saveable, dict(route=1, exchange=4)),
+    "no checkpoint": (None, dict(route=1, exchange=4, product=1)),
+    "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5, product=2)),
+    "routing": (save(ROUTING), dict(route=1, exchange=5, product=2)),
+    "rows": (save(ROWS), dict(route=2, exchange=4, product=2)),
+    "routing and rows": (save(ROUTING, ROWS), dict(route=1, exchange=4, product=2)),
+    "routing and products": (save(ROUTING, PRODUCTS), dict(route=1, exchange=5, product=1)),
+    "three names": (save(ROUTING, ROWS, PRODUCTS), dict(route=1, exchange=4, product=1)),
+    "everything": (POLICIES.everything_saveable, dict(route=1, exchange=4, product=1)),
 }
 
 
@@ -205,12 +209,12 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program(policy, activation))(floats, ids)
     counted = harness.count_primitives(jaxpr)
-    found = dict(route=counted["route"], exchange=num_exchanges(counted))
-    assert found == REMAT[policy][1], counted
+    expected = dict(REMAT[policy][1])
+    again = expected.pop("product") - 1
+    assert dict(route=counted["route"], exchange=num_exchanges(counted)) == expected, counted
     # The result of the second product is never recomputed. With biases, the first product and two
     # biases make two products each, forward and as gradients of rows. If fused, each product has
     # its bias, and only the second bias has a gradient of its weights.
-    again = int(policy not in ("no checkpoint", "everything"))
     if activation is UNFUSED:
         assert counted["grouped_dot"] == 7 + 2 * again, counted
     else:
@@ -229,13 +233,16 @@ def test_no_exchange_writes_rows_after_the_last_group():
 
 @pytest.mark.exchanges(0)
 @ACTIVATIONS
-def test_the_backward_pass_keeps_rows_and_first_products(activation):
+@pytest.mark.parametrize("policy", [name for name in REMAT if name != "everything"])
+def test_the_backward_pass_keeps_rows_and_first_products_or_what_a_policy_saves(policy, activation):
     """Nothing else that grows with rows and columns is kept, and above all no second product. If
-    the activation is not fused, it also keeps the weighted activations."""
+    the activation is not fused and there is no policy, the weighted activations are kept, too."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
     fn = functools.partial(layer, group=group, activation=activation)
+    if policy != "no checkpoint":
+        fn = jax.checkpoint(fn, policy=REMAT[policy][0])
     backward = lambda *args: jax.vjp(lambda *floats: fn(*floats, args[-1]), *args[:-1])[1]
     kept = jax.eval_shape(jax.vmap(backward, axis_name=harness.AXIS), *floats, ids)
     rows = SMALL.rows(RANKS)
@@ -244,8 +251,30 @@ def test_the_backward_pass_keeps_rows_and_first_products(activation):
         for leaf in jax.tree.leaves(kept)
         if leaf.shape[1:2] == (rows,) and leaf.ndim == 3
     ]
-    expected = [SMALL.hidden, 2 * INTERMEDIATE, *[INTERMEDIATE] * (activation is UNFUSED)]
+    has_rows, has_products = (
+        policy in ("no checkpoint", "three names", f"routing and {name}", name)
+        for name in ("rows", "products")
+    )
+    expected = [SMALL.hidden] * has_rows + [2 * INTERMEDIATE] * has_products
+    if activation is UNFUSED and policy == "no checkpoint":
+        expected.append(INTERMEDIATE)
     assert sorted(columns) == sorted(expected)
+
+
+@ACTIVATIONS
+@pytest.mark.exchanges(0)
+def test_saved_products_change_no_gradient(activation):
+    floats, ids, _ = arguments()
+    fn = functools.partial(layer, group=harness.vmapped_group(RANKS), activation=activation)
+
+    def gradients(policy):
+        remat = fn if policy is None else jax.checkpoint(fn, policy=policy)
+        run = value_and_grads(jax.vmap(remat, axis_name=harness.AXIS))
+        return small_layer.compiled(run)(floats, ids)
+
+    expected = gradients(None)
+    for policy in (save(PRODUCTS), save(ROUTING, PRODUCTS), save(ROUTING, ROWS, PRODUCTS)):
+        small_layer.assert_close(gradients(policy), expected, tolerance=1e-6)
 
 
 @pytest.mark.exchanges(0)

@@ -311,6 +311,28 @@ def test_a_malformed_plan_raises_while_it_is_lowered(monkeypatch, caplog):
 
 
 @needs_kernel
+@pytest.mark.parametrize("is_masked", (False, True), ids=("all", "masked"))
+def test_a_malformed_choice_raises_while_it_is_lowered(is_masked, monkeypatch, caplog):
+    caplog.set_level("INFO", "jax_moe_a2a")
+    monkeypatch.setattr(native, "why_no_local_kernel", lambda: "")
+    topk = ma.TopK(4, score="sigmoid", num_groups=4, top_groups=2)
+    logits = jax.ShapeDtypeStruct((6, 32), jnp.float32)
+    mask = jax.ShapeDtypeStruct((6,), jnp.bool_)
+
+    def lower_it():
+        jax.clear_caches()
+        choice = lambda logits, mask: topk(logits, mask=mask if is_masked else None)[:2]
+        return lowered_for_cuda(choice, logits, mask)
+
+    call = check_every_damage("moe_a2a_choose", lower_it, monkeypatch, caplog)
+    for wrong in dict(num_groups=3), dict(top_groups=5), dict(top_groups=0), dict(top_in_group=9):
+        call.error(lambda call: call._replace(attributes=call.attributes | wrong))
+    for i, operand in enumerate(call.operands):
+        larger = replaced(call.operands, i, resized(operand, operand.ndim - 1))
+        call.error(lambda call: call._replace(operands=larger))
+
+
+@needs_kernel
 def test_a_product_without_a_kernel_for_its_sizes_is_no_call(hopper):
     avals = products.avals(dtype="float32")
     assert "moe_a2a_grouped_gemm" not in lowered_for_cuda(ma.grouped_dot, *avals)

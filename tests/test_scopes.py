@@ -63,6 +63,9 @@ def test_scopes_of_the_user_stay_around_those_of_the_package(names):
 
 
 def test_a_scope_is_not_in_itself(names):
-    """In a backward pass, JAX repeats the names around a checkpoint."""
-    forward = [op_name for op_name in names if "transpose(" not in op_name]
+    """In a backward pass, JAX repeats the names around a checkpoint and in a jvp rule. Additions of
+    a sum have a name that does not begin with "jit(", and that does not say which pass it is."""
+    of_passes = [op_name for op_name in names if op_name.startswith("jit(")]
+    forward = [op_name for op_name in of_passes if "transpose(" not in op_name]
+    assert forward
     assert not [op_name for op_name in forward if re.search(r"\b(moe_\w+)/\1\b", op_name)]

@@ -32,6 +32,7 @@ struct DataType {
   bool operator!=(const DataType& other) const { return name != other.name; }
 };
 
+inline const DataType kBool = {"PRED", 1, 0};
 inline const DataType kInt32 = {"S32", 4, 0};
 inline const DataType kFloat32 = {"F32", 4, 0xFF};
 inline const DataType kFloat16 = {"F16", 2, 0xFF};

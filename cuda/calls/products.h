@@ -1,5 +1,6 @@
-// The calls that run without other ranks: products, and the plan of a placement. A call is a struct
-// as in calls/call.h, but has no state: its handler describes it at each execution.
+// The calls that run without other ranks: products, the plan of a placement, and the choice of
+// experts. A call is a struct as in calls/call.h, but has no state: its handler describes it at
+// each execution.
 //
 // The arrays of a call are the arguments of Take(), with their names, types and axes. Operands are
 // args[i] and results are results[i]. C are rows, L are matrices of weights, B is a batch.
@@ -15,6 +16,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -28,6 +30,7 @@
 #include "library/library_gemm.h"
 #include "lists.h"
 #include "placement/fill_slots.h"
+#include "router/choose.h"
 #include "runtime/problem.h"
 
 namespace moe_a2a {
@@ -498,12 +501,65 @@ struct FillSlotsCall : ProductCall<FillSlots, LoadFillSlots, LaunchFillSlots> {
   }
 };
 
+// Chooses the experts of T tokens (router/choose.h). The mask is [T], or [0] if all tokens choose.
+struct ChooseCall : ProductCall<Choose, LoadChoose, LaunchChoose> {
+  int64_t num_groups, top_groups, top_in_group, renormalizes, is_sigmoid;
+  float scale;
+
+  static constexpr const char* kTarget = "moe_a2a_choose";
+  static constexpr bool kRunsOnAllGpus = true;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_groups", &num_groups) && read("top_groups", &top_groups) &&
+           read("top_in_group", &top_in_group) && read("renormalizes", &renormalizes) &&
+           read("is_sigmoid", &is_sigmoid) && read("scale", &scale);
+  }
+
+  Problem Describe(ArraySlice args, ArraySlice results, Choose* params) const {
+    MOE_A2A_TRY(CheckCounts(args, 3, 3, results, 3));
+    const Array &keys = args[0], &mask = args[2], &ids = results[0];
+    if (keys.dimensions.size() != 2 || ids.dimensions.size() != 2) {
+      return "choose needs arrays of two axes; got " + ToString(keys) + " and " + ToString(ids);
+    }
+    const int64_t tokens = keys.dimensions[0], experts = keys.dimensions[1],
+                  choices = ids.dimensions[1];
+    if (!HasRoomForKeys(experts, num_groups) || top_groups < 1 || top_groups > num_groups ||
+        top_in_group < 1 || top_in_group > experts / num_groups || choices < 1 ||
+        choices > std::min<int64_t>(kMaxTopK, experts / num_groups * top_groups)) {
+      return "choose cannot choose " + ToString(ids) + " from " + ToString(keys) + " in " +
+             std::to_string(num_groups) + " groups, from the best " + std::to_string(top_groups) +
+             " by " + std::to_string(top_in_group) + " keys";
+    }
+    params->num_tokens = tokens;
+    params->num_experts = static_cast<int32_t>(experts);
+    params->num_choices = static_cast<int32_t>(choices);
+    params->num_groups = static_cast<int32_t>(num_groups);
+    params->top_groups = static_cast<int32_t>(top_groups);
+    params->top_in_group = static_cast<int32_t>(top_in_group);
+    params->renormalizes = renormalizes != 0;
+    params->is_sigmoid = is_sigmoid != 0;
+    params->scale = scale;
+    const bool has_mask = NumElements(mask, 0) != 0;
+    const Axes of_experts = {tokens, experts}, of_choices = {tokens, choices};
+    const Problem problem =
+        FirstOf({Take(keys, "keys", kFloat32, of_experts, &params->keys),
+                 Take(args[1], "values", kFloat32, of_experts, &params->values),
+                 Take(mask, "the mask", kBool, {has_mask ? tokens : 0}, &params->mask),
+                 Take(ids, "ids", kInt32, of_choices, &params->ids),
+                 Take(results[1], "weights", kFloat32, of_choices, &params->weights),
+                 Take(results[2], "chosen values", kFloat32, of_choices, &params->chosen)});
+    if (!has_mask) params->mask = nullptr;
+    return problem;
+  }
+};
+
 #ifdef MOE_A2A_GROUPED_GEMM
 using ProductCalls =
-    Types<FillSlotsCall, GroupedGemmCall, LibraryGemmCall, DotActCall, ActDotGradCall, Fp8GemmCall,
-          ActEncodeCall, ActGradCall, EncodeSquaresCall>;
+    Types<FillSlotsCall, ChooseCall, GroupedGemmCall, LibraryGemmCall, DotActCall, ActDotGradCall,
+          Fp8GemmCall, ActEncodeCall, ActGradCall, EncodeSquaresCall>;
 #else
-using ProductCalls = Types<FillSlotsCall>;
+using ProductCalls = Types<FillSlotsCall, ChooseCall>;
 #endif
 
 // Reads and describes a call. Returns why no kernel runs it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ NAMES = dict(
     act_grad="gradient of activation and quantization",
     unfused_activation="activation",
     fill_slots="placement of experts",
+    choose="choice of experts",
 )
 
 
@@ -237,6 +239,9 @@ def _sizes(eqn: compat.Equation, avals_in: Sequence[Any], avals_out: Sequence[An
             ]
         sizes += [f"{x.dtype} [{x.shape[-1]}]" for x in payload[: params.get("num_leaves", 0)]]
         return ", ".join([*sizes, f"{params['group'].size} ranks"])
+    if name == "moe_a2a_choose":
+        *lead, num_experts = avals_in[0].shape
+        return f"{math.prod(lead)} tokens, {params['k']} of {num_experts} experts"
     arrays = [x for x in (*avals_in, *avals_out) if len(x.shape) > 1]
     if name == "moe_a2a_unfused_activation":
         return f"rows of {avals_in[0].shape[-1]}, {avals_in[0].dtype}"

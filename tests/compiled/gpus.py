@@ -64,7 +64,7 @@ def devices():
         "cuda", "", target_config=DESCRIPTION, topology=f"1x1x{RANKS}"
     )
     ma.Group._why_portable = ""
-    lowering._why_other_gpu = lambda: ""
+    lowering._why_other_gpu = native.why_no_local_kernel = lambda: ""
     # Whether the kernels support a call depends on the memory of the devices.
     library = ctypes.CDLL(native._native.__file__)
     for index in range(RANKS):

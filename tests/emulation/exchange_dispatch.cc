@@ -138,9 +138,8 @@ class Payload : public Exchange {
   }
 
   EncodedPayload encoded() const {
-    return {moved(),          name_of(encoding_.format), encoding_.num_leaves,
-            encoding_.decode, has_encoded_,              !token_scales_.empty(),
-            encoding_.global_scale};
+    return {moved(),      name_of(encoding_.format), encoding_.num_leaves,  encoding_.decode,
+            has_encoded_, !token_scales_.empty(),    encoding_.global_scale};
   }
 
   template <typename Call>

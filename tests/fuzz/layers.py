@@ -95,6 +95,9 @@ POLICIES = {
     "both": jax.checkpoint_policies.save_only_these_names(
         ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
     ),
+    "products": jax.checkpoint_policies.save_only_these_names(
+        ma.ROUTING_CHECKPOINT_NAME, ma.PRODUCTS_CHECKPOINT_NAME
+    ),
     "dots": jax.checkpoint_policies.dots_saveable,
 }
 

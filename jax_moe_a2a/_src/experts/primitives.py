@@ -55,7 +55,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from .. import compat
-from ..ad import is_zero, jvp_of_moving, zero_tangent
+from ..ad import is_zero, jvp_of_moving, named, zero_tangent
 from ..formats.formats import RowsInFp8, floats_of
 from ..grouped.act_encode import bind_act_encode
 from ..grouped.lowering import by_kernel
@@ -91,6 +91,14 @@ for _primitive in (experts_p, dot_act_p, act_dot_tangent_p, act_dot_grad_p):
 # A bias is computed as a grouped product whose weights have this many rows, all zero except the
 # first. The kernel of ``grouped_dot`` needs a multiple of 8.
 BIAS_ROWS = 8
+
+
+PRODUCTS_CHECKPOINT_NAME = "moe_a2a_products"
+"""Checkpoint name, a str, of the first products of ``moe_mlp``, with their bias: the inputs of the
+activation.
+
+If a policy of ``jax.checkpoint`` saves this name and ``ROUTING_CHECKPOINT_NAME``, but not
+``ROWS_CHECKPOINT_NAME``, the backward pass dispatches the tokens again, and repeats no product."""
 
 
 class ExpertOperands(NamedTuple):
@@ -358,6 +366,7 @@ def _experts_jvp(
     else:
         h, pre = _bind_dot_act(o, keep=True, **params)
         y = _bind_dot_bias(h, o, num_sms)
+    pre = named(pre, PRODUCTS_CHECKPOINT_NAME)
     terms = []
     d_rows = d.rows if in_fp8 and not is_zero(d.rows) else None
     if not (in_fp8 or is_zero(d.rows)):

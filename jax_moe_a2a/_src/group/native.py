@@ -242,6 +242,17 @@ def is_new_enough(gpu: jax.Device) -> bool:
     return float(gpu.compute_capability) >= OLDEST_CAPABILITY
 
 
+def why_no_local_kernel() -> str:
+    """Return why the GPUs of this process cannot run kernels that need no other rank, or ''."""
+    if not has_kernels():
+        return "jax_moe_a2a was built without kernels"
+    gpus = local_gpus()
+    if gpus and all(map(is_new_enough, gpus)):
+        return ""
+    oldest = OLDEST_CAPABILITY
+    return f"the kernel needs GPUs of compute capability {oldest} or newer; JAX sees {gpus}"
+
+
 def why_no_exchange(gpus: Iterable[Any]) -> str:
     """Return why a GPU cannot run the kernels of exchanges, or ''."""
     for gpu in gpus:

@@ -15,8 +15,9 @@ from jax.typing import ArrayLike
 from .. import scopes
 from ..ad import accumulation_dtype
 from ..checks import as_array, check_bool, check_factor, check_int, is_known, short
+from .choose import one_hot
 from .sums import sum_counts, sum_over
-from .top_k import bin_width, check_logits, check_mask, one_hot
+from .top_k import bin_width, check_logits, check_mask
 
 AxisNames: TypeAlias = str | Sequence[str] | None
 

@@ -24,10 +24,15 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from .. import compat, paths, scopes
-from ..ad import accumulation_dtype, fixed, register_fixed, with_tangent
+from ..ad import accumulation_dtype, fixed, named, register_fixed, with_tangent
 from ..checks import Tail, short
 from ..experts.activations import FusedActivation, recognize
-from ..experts.primitives import ExpertOperands, bias_of_rows, bind_experts
+from ..experts.primitives import (
+    PRODUCTS_CHECKPOINT_NAME,
+    ExpertOperands,
+    bias_of_rows,
+    bind_experts,
+)
 from ..formats.formats import BlockwiseFp8, RowsInFp8, floats_of
 from ..grouped.act_encode import bind_act_encode
 from ..grouped.api import grouped_dot
@@ -131,6 +136,7 @@ def _composed(
     if weights.b_in is not None:
         ones = jnp.ones(rows.has_token.shape, jnp.float32)
         product += bias_of_rows(weights.b_in, ones, sizes)
+    product = named(product, PRODUCTS_CHECKPOINT_NAME)
     h = activate(product, rows, sizes)
     y, of_out = multiply(h, weights.w_out, sizes, totals.w_out)
     y = add_product(y, h, weights.lora_out, dot)

@@ -14,8 +14,8 @@ from ..exchange.reference import own_rank
 from ..placement.types import Placement, check_placement
 from ..routing.checks import check_scope
 from ..routing.two_level import AnyRouting
+from .choose import one_hot
 from .sums import sum_counts
-from .top_k import one_hot
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,7 @@ def moe_mlp(
     [C, I]. The backward pass computes the activation again, and never needs the second products.
     Under ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
     ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
+    A policy that saves ``PRODUCTS_CHECKPOINT_NAME`` avoids a second first product.
 
     With ``QuantizedExperts``, products are in FP8 (docs/fp8.md). The first product reads rows that
     arrive in ``BlockwiseFp8`` as they are. Frozen weights have no gradient. Weights to train have

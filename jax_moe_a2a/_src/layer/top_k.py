@@ -18,11 +18,9 @@ from ..checks import as_array, check_bool, check_factor, check_floats, check_int
 from ..plan.capacity import check_top_k
 from ..routing.checks import as_int32
 from ..routing.choices import RouterChoices
+from .choose import Groups, Weighing, at, best, choose
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]
-# The most comparisons of two scores that take less time than sorting. With 256 experts, 128 tokens
-# need 2**23 comparisons.
-MOST_COMPARISONS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,22 +152,18 @@ class TopK:
         logits, mask = self._checked(logits, mask)
         if select_bias is not None:
             select_bias = check_bias("select_bias", select_bias, logits.shape[-1])
-        log_scores, scores, probs = self._scores(logits)
+        scores, probs = self._scores(logits)
+        groups = None
+        if self.num_groups is not None and self.top_groups is not None:
+            groups = Groups(self.num_groups, self.top_groups, self.top_in_group)
         # Logits have the same order as their scores, and still differ where scores round to one
         # number.
-        keys = logits if select_bias is None and self.num_groups is None else scores
-        keys = lax.stop_gradient(keys)
+        keys = logits if select_bias is None and groups is None else scores
         if select_bias is not None:
-            bias = lax.stop_gradient(select_bias).astype(keys.dtype)
-            keys += bias.reshape((1,) * (keys.ndim - 1) + bias.shape)
-        if self.num_groups is not None and self.top_groups is not None:
-            keys = _only_best_groups(keys, self.num_groups, self.top_groups, self.top_in_group)
-        ids = _best(keys, self.k)[1]
-        weights = self._weights(log_scores, scores, ids)
-        if mask is not None:
-            ids = jnp.where(mask, ids, -1)
-            weights, probs = (jnp.where(mask, x, 0) for x in (weights, probs))
-        return RouterChoices(ids, weights, probs)
+            keys = lax.stop_gradient(keys) + _for_tokens(select_bias, keys)
+        values = logits if self._weighing.renormalizes else scores
+        ids, weights = choose(keys, values, mask, k=self.k, groups=groups, weighing=self._weighing)
+        return RouterChoices(ids, weights, _kept(mask, probs))
 
     @scopes.router
     def replay(
@@ -193,15 +187,14 @@ class TopK:
         """
         logits, mask = self._checked(logits, mask)
         ids = check_ids("ids", ids, logits.shape[:-1], logits.shape[-1])
-        log_scores, scores, probs = self._scores(logits)
+        scores, probs = self._scores(logits)
+        ids = _kept(mask, ids, -1)
         is_choice = (ids >= 0) & (ids < logits.shape[-1])
-        if mask is not None:
-            is_choice &= mask
-            ids, probs = jnp.where(mask, ids, -1), jnp.where(mask, probs, 0)
         # Without a choice, a sum of exponentials would be 0.
         counts = is_choice | ~is_choice.any(axis=-1, keepdims=True)
-        weights = self._weights(log_scores, scores, ids, counts)
-        return RouterChoices(ids, jnp.where(is_choice, weights, 0), probs)
+        values = logits if self._weighing.renormalizes else scores
+        weights = self._weighing(at(values, ids), counts)
+        return RouterChoices(ids, jnp.where(is_choice, weights, 0), _kept(mask, probs))
 
     @scopes.router
     def bias_histogram(
@@ -243,13 +236,12 @@ class TopK:
                 f"experts, {num_experts}; got {self}. Use update_select_bias"
             )
         bias = lax.stop_gradient(bias).astype(logits.dtype)
-        scores = self._scores(logits)[1]
-        keys = scores + bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
-        least = _best(keys, self.k + 1)[0][..., -1:] - scores
+        scores = self._scores(logits)[0]
+        least = best(scores + _for_tokens(bias, scores), self.k + 1)[0][..., -1:] - scores
         bins = jnp.floor((least - (bias.min() - 1)) / bin_width(bias, num_bins)[0])
         bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
         if mask is not None:
-            bins = jnp.where(mask, bins, num_bins)  # dropped
+            bins = jnp.where(mask[..., None], bins, num_bins)  # dropped
         expert = lax.broadcasted_iota(jnp.int32, bins.shape, bins.ndim - 1)
         counts = jnp.zeros((num_experts, num_bins), jnp.int32).at[expert, bins]
         mesh = jax.typeof(bins).sharding.mesh
@@ -259,8 +251,7 @@ class TopK:
     def _checked(
         self, logits: ArrayLike, mask: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits with 0 in masked tokens, and the mask with an axis of experts, or raise an
-        error."""
+        """Return logits with 0 in masked tokens, and the mask, or raise an error."""
         logits = check_logits(logits)
         num_experts = logits.shape[-1]
         if self.k > num_experts:
@@ -269,10 +260,8 @@ class TopK:
                 f"logits {short(logits)}. The last axis of logits is the axis of experts"
             )
         self._check_groups(num_experts)
-        if mask is None:
-            return logits, None
-        kept = check_mask(mask, logits)[..., None]
-        return jnp.where(kept, logits, 0), kept
+        mask = None if mask is None else check_mask(mask, logits)
+        return _kept(mask, logits), mask
 
     def _check_groups(self, num_experts: int) -> None:
         """Raise an error if the groups do not divide this number of experts."""
@@ -292,93 +281,34 @@ class TopK:
                 f"{self.num_groups}; got {self.top_groups}"
             )
 
-    def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return log scores (up to a constant for each token), scores, and normalized scores."""
-        is_softmax = self.score == "softmax"
-        # A softmax of their logarithms divides scores by their sum, and never divides 0 by 0.
-        log_scores = logits if is_softmax else jax.nn.log_sigmoid(logits)
-        probs = jax.nn.softmax(log_scores)
-        return log_scores, probs if is_softmax else jax.nn.sigmoid(logits), probs
+    def _scores(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return scores, and scores that are divided by their sum for each token."""
+        if self.score == "softmax":
+            scores = jax.nn.softmax(logits)
+            return scores, scores
+        # A softmax of logarithms divides scores by their sum, and never divides 0 by 0.
+        return jax.nn.sigmoid(logits), jax.nn.softmax(jax.nn.log_sigmoid(logits))
 
-    def _weights(
-        self,
-        log_scores: jax.Array,
-        scores: jax.Array,
-        ids: jax.Array,
-        counts: jax.Array | None = None,
-    ) -> jax.Array:
-        """Return the weights of choices. Choices that ``counts`` excludes are not part of a token's
-        sum."""
-        if not (self.k > 1 if self.renormalize is None else self.renormalize):
-            return _at(scores, ids) * self.scale
-        chosen = _at(log_scores, ids)
-        if counts is not None:
-            chosen = jnp.where(counts, chosen, -jnp.inf)
-        return jax.nn.softmax(chosen) * self.scale
+    @property
+    def _weighing(self) -> Weighing:
+        renormalizes = self.k > 1 if self.renormalize is None else self.renormalize
+        return Weighing(renormalizes, self.score == "sigmoid", self.scale)
 
 
-def _best(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the highest keys and their indices, from high to low. If keys are equal, the lower
-    index is first."""
-    # XLA orders -0.0 before 0.0, and removes an addition of 0.0.
-    keys = jnp.where(keys == 0, 0.0, keys)
-    num = keys.shape[-1]
-    if keys.size * num <= MOST_COMPARISONS:
-        return _best_by_rank(keys, number)
-    values, ids = lax.top_k(keys, number)
-    # If the only result of a program over Auto axes on GPUs or TPUs is the ids, it would return
-    # zeros (https://github.com/openxla/xla/issues/49005). The minimum, which changes no id,
-    # prevents it.
-    return values, jnp.minimum(ids, num - 1)
+def _kept(mask: jax.Array | None, array: jax.Array, other: int = 0) -> jax.Array:
+    """Return an array [..., N] with ``other`` in masked tokens."""
+    return array if mask is None else jnp.where(mask[..., None], array, other)
 
 
-def _best_by_rank(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Return the result of ``_best``, by comparing each key with all keys of its token.
-
-    ``lax.top_k`` sorts all keys on GPUs, which takes longer if there are few tokens.
-    """
-    # Integers with the order of ``lax.top_k``, in which NaN is the highest number.
-    bits = lax.bitcast_convert_type(keys, jnp.dtype(f"int{8 * keys.dtype.itemsize}"))
-    order = jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-    this, other = order[..., :, None], order[..., None, :]
-    lead, last = (1,) * (keys.ndim - 1), keys.ndim
-    index = lax.broadcasted_iota(jnp.int32, (*lead, 1, keys.shape[-1]), last)
-    is_before = index < jnp.swapaxes(index, -1, -2)
-    rank = ((other > this) | ((other == this) & is_before)).sum(axis=-1, dtype=jnp.int32)
-    is_chosen = rank[..., None, :] == jnp.swapaxes(index[..., :number], -1, -2)
-    ids = jnp.where(is_chosen, index, 0).sum(axis=-1, dtype=jnp.int32)
-    return jnp.where(is_chosen, keys[..., None, :], 0).sum(axis=-1), ids
-
-
-def _only_best_groups(
-    keys: jax.Array, num_groups: int, top_groups: int, top_in_group: int
-) -> jax.Array:
-    """Return the keys of a token's best groups, and minus infinity for all other experts."""
-    size = keys.shape[-1] // num_groups
-    grouped = keys.reshape(*keys.shape[:-1], num_groups, size)
-    values = _best(grouped, top_in_group)[0].sum(axis=-1)
-    best = _best(values, top_groups)[1]
-    is_best = one_hot(best, num_groups).any(axis=-2)
-    eligible = jnp.where(is_best[..., None], grouped, -jnp.inf)
-    return eligible.reshape(keys.shape)
-
-
-def _at(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``values[..., ids]`` [..., K], as a sum. The transpose of a gather would be a scatter,
-    and with Explicit axes a gather needs a sharding."""
-    chosen = one_hot(ids, values.shape[-1])
-    return jnp.where(chosen, values[..., None, :], 0).sum(axis=-1)
+def _for_tokens(bias: jax.Array, scores: jax.Array) -> jax.Array:
+    """Return a bias [E] with the axes and the dtype of scores, and without derivatives."""
+    bias = lax.stop_gradient(bias).astype(scores.dtype)
+    return bias.reshape((1,) * (scores.ndim - 1) + bias.shape)
 
 
 def bin_width(bias: jax.Array, num_bins: int) -> jax.Array:
     """Return the width of the bins of a histogram for a bias [..., E], as [..., 1]."""
     return (bias.max(axis=-1, keepdims=True) - bias.min(axis=-1, keepdims=True) + 2) / num_bins
-
-
-def one_hot(ids: jax.Array, num: int) -> jax.Array:
-    """Return booleans [..., num], True where the last index equals the id."""
-    ids = ids[..., None]
-    return ids == lax.broadcasted_iota(ids.dtype, (1,) * (ids.ndim - 1) + (num,), ids.ndim - 1)
 
 
 def check_logits(value: object, name: str = "logits") -> jax.Array:

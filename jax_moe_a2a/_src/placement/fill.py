@@ -105,12 +105,8 @@ def repeat(xp: ModuleType, most: int, step: Callable[..., Any], state: Any, read
 
 def why_no_kernel(num_ranks: int, num_experts: int) -> str:
     """Return why no kernel makes such a plan on the GPUs of this process, or ''."""
-    if not native.has_kernels():
-        return "jax_moe_a2a was built without kernels"
-    gpus = native.local_gpus()
-    if not gpus or not all(map(native.is_new_enough, gpus)):
-        oldest = native.OLDEST_CAPABILITY
-        return f"the kernel needs GPUs of compute capability {oldest} or newer; JAX sees {gpus}"
+    if why := native.why_no_local_kernel():
+        return why
     ranks, experts = native.limit("MAX_RANKS"), native.limit("MAX_PLANNED_EXPERTS")
     if num_ranks > ranks or num_experts > experts:
         return (

@@ -14,6 +14,7 @@
 
 #include "kernels/launch.h"
 #include "placement/fill_slots.h"
+#include "router/choose.h"
 #include "runtime/cuda_error.h"
 
 namespace fake_driver {
@@ -298,5 +299,7 @@ const Kernels& ColocatedKernels() { return kKernels; }
 
 cudaError_t LoadFillSlots() { return result(); }
 Problem LaunchFillSlots(const FillSlots&, cudaStream_t) { return ProblemOf(result(), "launching"); }
+cudaError_t LoadChoose() { return result(); }
+Problem LaunchChoose(const Choose&, cudaStream_t) { return ProblemOf(result(), "launching"); }
 
 }  // namespace moe_a2a
