@@ -81,7 +81,8 @@ class Shape(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Return the method with which the other methods are compared. It drops the same rows."""
+        """Return the method with which the other methods are compared. All of them drop the same
+        rows."""
         return "ours" if self.workload.dropped else "all_gather"
 
     @property
@@ -195,8 +196,8 @@ class Bench:
         self.state = self.weights = self.reference = None  # frees memory for the next shape
 
     def layer_case(self, method: str) -> Case:
-        """Return the case that runs the layer by a method. Its results must equal the first
-        method's."""
+        """Return the case that runs the layer by a method. Its results must equal the results of
+        the first method."""
         layer = self.layer(method)
         of_rank = functools.partial(prepared, method)
         prepare = self.run.per_rank(of_rank) if method in FROZEN else lambda weights: weights

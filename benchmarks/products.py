@@ -55,7 +55,8 @@ TINY = 64  # how many times fewer rows and columns, without a GPU
 class Setting(NamedTuple):
     """Products to time: rows [rows, k] with matrices [k, n] by group.
 
-    Experts then gate half of the n columns by the other half, and multiply by matrices [n / 2, k].
+    Experts then multiply half of the n columns by the activated other half, and multiply the result
+    by matrices [n / 2, k].
     """
 
     name: str
@@ -92,7 +93,7 @@ MODELS = {
     "B": (7168, 2048, 16),
 }
 ROWS_OF_EXPERTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-# Additional rows of each expert. They need one or two more tiles, which are nearly empty.
+# Additional rows of each expert, which need one or two more tiles that are nearly empty.
 MORE_ROWS = {"equal": 0, "+ 8": 8, "+ 136": 136}
 SIZES = (*MORE_ROWS, "drawn", SKEWED)
 

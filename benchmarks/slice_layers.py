@@ -1,7 +1,7 @@
 """Define the MoE layers that ``benchmarks.model`` puts into a slice: ours, plain JAX, and bounds.
 
 Each layer is a function ``layer(x [T, H], ids [T, K], weights [T, K], experts)`` of one rank's
-arrays and ``Experts``. It returns the sums [T, H] and the number of dropped choices.
+arrays and ``Experts``. A layer returns the sums [T, H] and the number of dropped choices.
 """
 
 from __future__ import annotations

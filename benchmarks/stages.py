@@ -2,7 +2,8 @@
 
 In the forward pass, each stage runs alone on the arrays of the layer. Then ``ma.moe_mlp`` and
 ``ma.moe`` run, which contain all stages. The router and the layer also run with gradients. Decode
-is a program of several ``ma.moe`` layers with residuals. It does not read their statistics.
+is a program of several ``ma.moe`` layers with residuals. Decode does not read the statistics of
+these layers.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .workload import DTYPE, Setting, Workload
 # program with steps.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Elements of the largest tied array. Up to the first size, a tie only takes the time of a launch.
+# Elements of the largest tied array. Up to the first size, a tie takes only the time of a launch.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 # The expected time of a repetition: microseconds, plus a multiple of the link limit. The third
 # number limits the repetitions, because XLA needs long to compile repetitions of plain JAX.

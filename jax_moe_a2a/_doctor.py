@@ -1,8 +1,8 @@
 """Check a machine before a run: ``python -m jax_moe_a2a``.
 
-The doctor prints one line for each requirement of an exchange on this process's devices. It exits
-with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
-nor a GPU.
+The doctor prints one line for each requirement of an exchange on this process's devices. If all
+required checks pass, the doctor exits with 0, and otherwise with 1 and advice. The doctor needs
+neither the extension nor a GPU.
 
 With several processes, each process checks its own devices, and then all processes check the
 exchange between them. Use ``--distributed`` under a launcher that JAX knows, and otherwise

@@ -275,7 +275,8 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# These layouts run with every routing. The other layouts run with routings that matter for them.
+# These layouts run with every routing. All other layouts run only with routings that test something
+# in this layout.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",

@@ -31,8 +31,7 @@ class Count:
 def shown_by_counters(group):
     """Return the exchanges since the workspaces opened, from the counters of the group's ranks.
 
-    Replicated tokens are exchanged by `group.single_rank`. It has separate counters, which are
-    added.
+    Replicated tokens are exchanged by `group.single_rank`, whose separate counters are added.
     """
     total = Count()
     for topology in (group.topology, group.single_rank.topology):

@@ -1,6 +1,6 @@
 """Encode and decode token formats in plain numpy.
 
-This file has tables of the narrow floats. It computes in float64 where this is exact, and in
+This file has tables of the narrow floats. Computations are in float64 if this is exact, and in
 float32 for the operations that the definition (docs/formats.md) names. From the package it uses
 only the classes that describe formats.
 """

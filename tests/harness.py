@@ -185,7 +185,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Only few sizes, because each size is a separate program.
+    # There are only a few sizes, because each size is a separate program.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:

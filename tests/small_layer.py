@@ -53,7 +53,7 @@ DISPATCHES = dict(ids=by_ids, routing=by_routing, halves=by_halves)
 
 
 def experts(rows, row_offsets, w):
-    """Apply to every row of rows [C, H] the expert to which its position belongs."""
+    """Apply to each row of rows [C, H] the expert whose group contains the row."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])

@@ -2,7 +2,7 @@
 kernel.
 
 With ReLU and weights that are powers of two, results are equal bit for bit. With other activations,
-a number near the middle of two FP8 values may be rounded to the other one."""
+a number near the middle between two FP8 values may be rounded to either of them."""
 
 import contextlib
 import functools

@@ -36,7 +36,8 @@ def planner(ranks, spare, home, hosts):
 
 
 def rank_loads(placement, load, num_ranks):
-    """Return the rows of each rank if all slots of an expert have their shares of its load."""
+    """Return the number of rows of each rank if each slot receives its share of its expert's
+    load."""
     shares = np.diff(placement.share_ends, axis=-1, prepend=0) / 2**15
     assert (shares >= 0).all() and (placement.share_ends[..., -1] == 2**15).all()
     found = np.zeros(num_ranks)

@@ -52,7 +52,7 @@ HOSTILE = dict(
     many_groups=(800, 256, 136, [7 * i % 23 for i in range(70)]),
     one_group=(300, 1152, 392, [300]),
     all_but_one_row=(530, 128, 1160, [0, 1, 0, 520]),
-    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K that the form for multiples of 512 has
+    whole_turns=(500, 1024, 264, [129, 0, 255, 91]),  # K of the form for multiples of 512
 )
 
 
@@ -85,8 +85,8 @@ def powers(seed, shape):
 
 
 def draw_exact(num_rows, k, n, sizes, seed=0):
-    """Return rows, whose tail is NaN, and weights. They are small integers with powers of two as
-    scales, so that all sums are exact."""
+    """Return rows, whose tail is NaN, and weights. All numbers are small integers with powers of
+    two as scales, so that all sums are exact."""
     rows = ma.Quantized(integers(seed, (num_rows, k)), powers(seed + 1, (num_rows, k // BLOCK)))
     rows.values[sum(sizes) :], rows.scales[sum(sizes) :] = np.nan, np.inf
     blocks = len(sizes), -(-n // BLOCK), k // BLOCK
@@ -161,9 +161,10 @@ def test_a_product_is_that_of_the_definition(path, case):
                 rows, w, sizes, tail=tail, preferred_element_type=dtype
             )
         )
-        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest one and
-        # keep 13 bits after its first bit. If all were as large, the error would be 2^-6 of the
-        # magnitudes, but the largest of normal numbers is less than a tenth of their sum.
+        # Decoding rounds twice to bfloat16. Tensor cores align 32 products to the largest of them,
+        # and keep 13 bits after its first bit. If all products were equally large, the error would
+        # be 2^-6 of the magnitudes. However, the largest of 32 products of normal numbers is less
+        # than a tenth of their sum.
         is_exact = path == "reference" or (path != "kernel" and powers_of_two)
         out = dot(rows, ma.QuantizedExperts(*w), sizes)
         inexact = 0.0 if is_exact else 2.0**-7

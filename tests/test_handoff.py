@@ -91,7 +91,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
-    """Otherwise two processes that ask at the same time would wait for each other."""
+    """Otherwise two processes that need each other's notice would wait for each other."""
     own = processes.KEY.format(0)
 
     def get(key, timeout):

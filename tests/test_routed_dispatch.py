@@ -1,6 +1,6 @@
-"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
-
-Test which of both forms is bound, and its transforms. Rematerialization is in test_remat.py.
+"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch. These
+tests check which of the two forms is bound, and its transforms. test_remat.py tests
+rematerialization.
 """
 
 import functools

@@ -33,7 +33,7 @@ def choose(logits, k, *, select_bias=None, mask=None, **options):
     return ma.TopK(k, **options)(logits, select_bias=select_bias, mask=mask)
 
 
-# One program compiles faster than one for each of its operations.
+# One program for all operations compiles faster than a program for each operation.
 route = jax.jit(
     choose,
     static_argnames=[field.name for field in dataclasses.fields(ma.TopK)],

@@ -163,8 +163,8 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of
-            # two.
+            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one of two sharded
+            # axes.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 
@@ -185,7 +185,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
 
 def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
-    """Its rows and sums are then sharded in the same way."""
+    """The rows and sums of the payload are then sharded in the same way."""
     tp = 2 if MANY >= 4 else 1
     ranks = MANY // tp
     mesh = mesh_with((ranks, tp), ("ep", "tp"), (AxisType.Explicit,) * 2)

@@ -1,5 +1,5 @@
 """With two levels, rows equal those of one level, in the same order. Sums are first computed within
-hosts, and a token crosses to a host once.
+hosts, and a token crosses to each host only once.
 
 The devices are divided into two hosts, and into every other possible number of hosts. If all ranks
 share one GPU, the hosts are a vmap, and kernels exchange within each host.

@@ -9,8 +9,7 @@
 // bytes each, so the 16 numbers of a lane are not neighbours: vector v of lane l starts at byte 16
 // (8 v + l) of the group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one
 // block on a multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or
-// more in flight. This is more than a multiprocessor's share of the product of the memory's latency
-// and bandwidth.
+// more in flight. Fewer bytes in flight would be enough to use the full bandwidth of the memory.
 #include "gemm/act_encode.h"
 
 #include <algorithm>
@@ -74,8 +73,8 @@ __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, boo
   if (member == 0) *scale = encoding.scale;
 }
 
-// Returns the weighted activations of the numbers of a word, rounded to T. They are zeros for a
-// weight of 0.
+// Returns the weighted activations of the numbers of a word, rounded to T. Activations with a
+// weight of 0 are zeros.
 template <Activation kFunction, typename T, bool kIsGated>
 __device__ __forceinline__ uint32_t activate_word(uint32_t gate_word, uint32_t up_word,
                                                   float weight, const ActEncode& p) {

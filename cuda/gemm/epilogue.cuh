@@ -1,9 +1,9 @@
 // Handles the results of a tile in a warp: applies an activation or its derivative if there is one,
 // and then rounds and stores the results.
 //
-// A warp has 16 rows of m by all n of a product. For every 8 of n, the registers d of lane q of
-// each four lanes hold the elements 2 q and 2 q + 1 of the row lane / 4, and then the same elements
-// of the row that is 8 rows below:
+// A warp has the results of 16 rows of m and all n. For every 8 of n, four neighbouring lanes share
+// two rows. In its registers d, lane q of these four lanes holds the elements 2 q and 2 q + 1 of
+// the row lane / 4, and then the same elements of the row that is 8 rows below:
 //   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
 // Two registers in a row are rounded into a word.
 #pragma once

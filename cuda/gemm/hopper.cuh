@@ -99,7 +99,8 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
 // Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
 // see the phase before any lane continues, because a lane that continues lets the next phase begin.
 // With kInClusterOrder, this thread's later accesses come after all accesses that another block
-// made before it sent, or before it arrived in the order of the cluster. This wait is slow, too.
+// made before it sent, or before it arrived in the order of the cluster. A wait with
+// kInClusterOrder is also slow.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {

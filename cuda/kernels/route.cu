@@ -282,9 +282,9 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
   return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
 }
 
-// Finds the threshold if the capacity is too small, and reduces `rows` to the rows that are kept.
-// `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch element finds
-// the same threshold.
+// If the capacity is too small, finds the threshold and reduces `rows` to the rows that are not
+// dropped. `landed_experts` has kMaxRanks words. All threads call it. Every block of a batch
+// element finds the same threshold.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s,
                                                         int32_t* landed_experts, int& padded_rows) {
@@ -294,7 +294,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const int64_t stride = counts_per_entry(p);
   const int32_t* batch_ids = p.all_ids + static_cast<int64_t>(batch) * p.num_tokens * p.top_k;
   int32_t* trial = s.next_row;
-  // Returns true if the capacity holds `rows` plus what add() adds. The sum is in `trial`.
+  // Returns true if the capacity has room for `rows` and for the rows that add() adds. The sum of
+  // both is in `trial`.
   const auto fits = [&](auto&& add) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];

@@ -656,9 +656,9 @@ struct ReceiveItems {
   }
 };
 
-// Returns true if a block that has sent must also receive. It need not receive if the teams of the
-// other blocks can take all remaining items, one each, because these teams finish before this block
-// has planned. All threads call it.
+// Returns true if a block that has sent must also receive. If the teams of the other blocks can
+// take all remaining items, one item each, the block need not receive, because these teams finish
+// before this block has computed the routing. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;

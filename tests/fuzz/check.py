@@ -1,7 +1,7 @@
 """Run the fuzzer's programs on the package and on the oracle, and compare all results.
 
-Moved data and sums without weights are compared bit for bit. So are sums with weights that are
-powers of two, because no product is rounded. For other weights, `oracle.combine` returns the slack.
+Moved data, sums without weights, and sums with weights that are powers of two are compared bit for
+bit, because no product is rounded. For other weights, `oracle.combine` returns the slack.
 """
 
 import dataclasses

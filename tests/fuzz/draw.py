@@ -1,6 +1,6 @@
 """Draw programs for the fuzzer, and the arrays of their runs.
 
-A program consists of static choices, so it is compiled once. It runs with several routings. Every
+A program consists of static choices, so it is compiled once, and runs with several routings. Every
 draw depends only on the seed and its number, so a failure can be repeated without earlier draws.
 """
 

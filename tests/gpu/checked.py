@@ -507,7 +507,8 @@ def dispatch_only(shape, group, step):
 
 
 def two_dispatches_first(shape, group, step):
-    """Dispatch twice, then combine both, the first one last."""
+    """Dispatch twice, and then combine the rows of both dispatches, the rows of the first dispatch
+    last."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -542,7 +543,7 @@ def combine_given(shape, group, step, routing):
 def mapped(fn, group):
     """Return `fn` of one rank's arrays as a function of all ranks' arrays, with a leading axis.
 
-    It is a shard_map over the mesh of the group, or a vmap where all ranks share one GPU.
+    The result is a shard_map over the mesh of the group, or a vmap if all ranks share one GPU.
     """
     if group.mesh is None:
         return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)

@@ -111,7 +111,7 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """This also holds after a collective that all ranks reach."""
+    """The group also returns NaN after a collective that all ranks reach."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)

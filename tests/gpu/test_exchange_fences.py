@@ -34,7 +34,8 @@ CASES = {
     # A chunk is one row of 16 KB, which takes long to write.
     "rows": case_of(DISPATCH, 1024, 4096),
     "sums": case_of(COMBINE, 1024, 4096),
-    # A chunk is one row, which one bulk copy moves. It is read as soon as its flag is seen.
+    # A chunk is one row, which one bulk copy moves. A receiver reads the row as soon as it sees the
+    # flag.
     "bulk_stores": case_of(DISPATCH, 512, 256)._replace(
         mutation=Mutation.FLAG_BEFORE_STORED, calls=500
     ),

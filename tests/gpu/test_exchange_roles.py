@@ -80,7 +80,8 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """This shows that the test above fails only because of the order."""
+    """If all blocks run, the calls are right with this mutation. The test above therefore fails
+    only because of the order."""
     for group in (FLOODED, SMALL_GRID) if checked.ONE_GPU else (SMALL_GRID,):
         run = checked.program(FLOOD if group is FLOODED else checked.SMALL, group)
         state = checked.repeat(run, 1)

@@ -1,9 +1,9 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
 A token first travels between ranks of equal local index (level ``hosts``), and crosses to each host
-once. The rank where it lands sends it to the ranks of its host (level ``ranks``). A combine sums
-within the host before the sums cross back. Both levels are ordinary exchanges, so derivatives,
-batching, the kernels and the portable path need no further code.
+once. The rank on which the token lands sends it to the ranks of its own host (level ``ranks``). A
+combine sums within the host before the sums cross back. Both levels are ordinary exchanges, so
+derivatives, batching, the kernels and the portable path need no further code.
 
 There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
 lands on a rank, it is the *relayed* token ``t * H + h`` of that rank. The route within a host drops

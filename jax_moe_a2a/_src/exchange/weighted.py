@@ -187,8 +187,8 @@ def _combine_transpose(
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each. So tangents never use the
-#   fused form, and it needs no transpose.
+#   jvp: the jvp of the unfused form, in which G and dG move once each. Tangents therefore never use
+#   the fused form, so the fused form needs no transpose.
 
 
 def _dispatch_jvp(

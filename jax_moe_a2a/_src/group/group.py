@@ -1,8 +1,8 @@
 """Define ``Group``, the value that names the ranks of an exchange, with methods that act on it.
 
 The methods choose a path, and open, report and close workspaces. This module has all state that a
-process keeps for groups. It also announces the process to other processes (``announce``), always
-before it waits for another process.
+process keeps for groups. The module also announces the process to other processes (``announce``),
+always before it waits for another process.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Group(GroupValue):
       size: number of ranks. It is required without a mesh. With a mesh, it must equal the product
         of the axes.
       num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
-        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. The package chooses for None, and
-        for an operation that the mapping lacks; split exchanges then use fewer SMs. A launch never
-        uses more SMs than the GPU has, and an exchange of several ranks leaves one SM free.
+        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. If the argument is None, or the
+        mapping lacks an operation, the package chooses the number, and chooses fewer SMs for split
+        exchanges. A launch never uses more SMs than the GPU has, and an exchange of several ranks
+        leaves one SM free.
       timeout: seconds that a kernel waits for a peer, and that a process waits for another process,
         before an error is raised. At most 1e9.
       first_timeout: seconds to wait for a peer that has made no exchange since the workspace was
@@ -100,10 +101,10 @@ class Group(GroupValue):
         """Return ``"cuda"`` if the kernels run on the group's devices, otherwise ``"portable"``.
 
         If the group has two levels, and only the level within a host runs on the kernels, return
-        ``"cuda within hosts, portable between"``. This is normal for a group over several hosts.
-        ``explain`` says why a program takes the portable path. If the devices belong to several
-        processes, ``path`` waits until all of them have announced themselves, so read it in all
-        processes.
+        ``"cuda within hosts, portable between"``. This path is normal for a group over several
+        hosts. ``explain`` says why a program takes the portable path. If the devices belong to
+        several processes, ``path`` waits until all of them have announced themselves, so read it in
+        all processes.
 
         Raises:
           RuntimeError: if another process of the mesh has not announced itself within
@@ -264,8 +265,8 @@ class Group(GroupValue):
         look wrong.
 
         ``check`` does not wait for running programs, so wait for results first
-        (``jax.block_until_ready``). It reads one word of each device. It also reports a failure on
-        a rank of another process, if that failure has stopped ranks of this process.
+        (``jax.block_until_ready``). ``check`` reads one word of each device. If a rank of another
+        process has failed and has stopped ranks of this process, ``check`` reports this failure.
 
         Raises:
           RuntimeError: if an exchange has failed. The message names the operation, the phase, the

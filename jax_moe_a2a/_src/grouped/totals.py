@@ -3,9 +3,10 @@ order.
 
 A *total* is an array of zeros like the weights, in the dtype of sums, whose tangent is the tangent
 of the weights. A product takes the total and returns it, for the next product with these weights.
-The transpose of such a chain starts at the last product: each product adds the gradient of its
-weights to the total that it receives, and passes the total on. One array in float32 therefore holds
-the sum at all times, and no gradient of a single use outlives its addition.
+The transpose of a chain of such products starts at the last product: each product adds the gradient
+of its weights to the total that it receives, and passes the total to the previous product.
+Therefore one array in float32 holds the sum, and the gradient of each use is freed after it has
+been added.
 
 - ``passing_dot_p``, linear in d: ``(r d, d)``.
 - ``add_outer_p``, its transpose: ``total + outer(r, ct)``.

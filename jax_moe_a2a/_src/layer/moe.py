@@ -88,8 +88,8 @@ class MoEStatistics(NamedTuple):
         """Return scalars for a training log, by name, for example to show them in Weights & Biases
         or TensorBoard, or to print them.
 
-        It works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for example of
-        layers or steps, have a summary of arrays with these axes.
+        The method works in ``jax.jit`` and on arrays of numpy. Statistics with leading axes, for
+        example of layers or steps, have a summary of arrays with these axes.
 
         | name | meaning |
         | --- | --- |
@@ -133,8 +133,8 @@ def moe(
     of ``x``. ``moe_partition_specs`` returns the placements in which the weights are best stored.
 
     - Tokens are divided over the axes of data and of experts: the first axis of ``x``, or its
-      first two axes if that needs less padding. If the sizes do not divide the axes, tokens are
-      padded; padding chooses no expert and is not included in any statistics. If all axes are
+      first two axes if that needs less padding. If the axes do not divide these sizes, tokens are
+      padded. Padding chooses no expert and is not included in any statistics. If all axes are
       Explicit and ``x`` is already divided over exactly these axes, its placement is kept.
     - If there are fewer tokens than ranks, the ranks of a group hold the same tokens
       (``replicated`` as in ``route``). If there are also fewer tokens than indices of the axes of

@@ -147,11 +147,11 @@ class Experts:
     ) -> Experts:
         """Return the experts with a new ``LoRA`` of rank r for each of their weights.
 
-        As in the paper on LoRA, ``a`` is drawn from a normal distribution, here with the variance 1
-        / K, and ``b`` is zero, so the outputs of the experts do not change. The kernels need a rank
-        that is a multiple of 8. Without ``dtype``, adapters have the dtype of float weights, or
-        bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where to store the
-        adapters.
+        As in the paper on LoRA, ``a`` is drawn from a normal distribution (with the variance 1 /
+        K), and ``b`` is zero. The outputs of the experts therefore do not change at first. The
+        kernels need a rank that is a multiple of 8. Without ``dtype``, adapters have the dtype of
+        float weights, or bfloat16 if the weights are in FP8. ``moe_partition_specs`` returns where
+        to store the adapters.
         """
         dtype = getattr(self.w_out, "dtype", jnp.bfloat16) if dtype is None else dtype
         lead, keys = len(self.w_out.shape) - 2, jax.random.split(key)
@@ -203,8 +203,8 @@ def quantize_experts(
     Args:
       w: ``Experts``, to quantize both weights after they are ``padded``; or weights of L experts,
         bfloat16, float16 or float32: [L, K, N] as in ``grouped_dot``, or [L, K, 2, I] as in
-        ``Experts``, where K is a multiple of 128. They may also be weights that are already
-        quantized, whose numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
+        ``Experts``, where K is a multiple of 128. Weights that are already quantized are also
+        accepted, and their numbers do not change: a ``Quantized``, or an object with ``qvalue`` and
         ``scale`` like a ``QArray`` of qwix. Values are then float8_e4m3fn in one of these shapes,
         and scales are float32 [L, K / 128, N / 128 rounded up], or with the axis of size 2 before
         the last.

@@ -32,8 +32,8 @@ def move_experts(
         number of slots of ``source``, or E without ``source``.
       source: the ``Placement`` of ``w``, or None for the order of experts. If an expert has several
         slots, the first one is read.
-      target: the ``Placement`` of the result, or None. It may have another number of ranks than
-          ``source``. Placements have no leading axes, and may have any form.
+      target: the ``Placement`` of the result, or None. ``target`` may have another number of ranks
+        than ``source``. Placements have no leading axes, and may have any form.
 
     Returns:
       [N', ...] like ``w``, where N' is the number of slots of ``target``, or E. Empty slots hold

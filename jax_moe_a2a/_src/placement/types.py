@@ -212,7 +212,7 @@ def placement_of(
 
 def _shares(xp: ModuleType, ends: Any) -> Any:
     """Return nondecreasing int32 ``ends`` as shares of the last end of each line, rounded down.
-    This is a long division, because products would not fit in 32 bits."""
+    The shares are computed by long division, because products would not fit in 32 bits."""
     total = ends[:, -1:].astype(np.uint32)
     rest, share = ends.astype(np.uint32), xp.zeros_like(ends)
     for _ in range(SHARE_BITS):
