@@ -63,7 +63,7 @@ def formats(name: str) -> list[dict[str, Any]]:
 
 
 def of_format(setting: Setting) -> dict[str, Any]:
-    """Return what is measured with a format."""
+    """Return the measurements of a sweep over formats."""
     if not setting.format:
         return dict(ops=FORWARD)
     tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
@@ -73,7 +73,7 @@ def of_format(setting: Setting) -> dict[str, Any]:
 
 
 def of_budgets(setting: Setting) -> dict[str, Any]:
-    """Return what is measured with each SM budget."""
+    """Return the measurements with each SM budget."""
     round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
     budgets = tuple(dict(num_sms=num_sms) for num_sms in NUM_SMS)
     return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)

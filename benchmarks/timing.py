@@ -105,8 +105,8 @@ def chain(
             )
             leaves = tie(leaves, tied, results)
             if tied_axes is None:
-                # Every leaf changes. Otherwise XLA would compute what depends on an unchanged leaf
-                # (an all_gather of x, for example) once for all repetitions.
+                # Every leaf changes. Otherwise XLA would compute operations on an unchanged leaf
+                # (an all_gather of x, for example) only once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
         return [first_element(leaf) for leaf in results]
 
@@ -133,8 +133,8 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 
     By default, this is the smallest integer array with at least ``axes`` axes (ids, or slots of a
     routing), because all of our calls read this array. With None, all integer arrays are tied,
-    because parts of a program may read different ones. Without integers, the smallest array is
-    tied.
+    because parts of a program may read different integer arrays. Without integers, the smallest
+    array is tied.
     """
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]

@@ -65,8 +65,8 @@ constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
 // The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py,
-// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. Here each array
-// also has a leading batch axis.
+// which tests/test_layout.py checks. plan_shapes() in plan.py has their shapes. In this struct,
+// each array also has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \

@@ -230,8 +230,8 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _how_to_build(driver: _Driver | None) -> str:
-    """Return how to build the kernels here: the driver decides which nvcc can be used. If the
-    machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
+    """Return how to build the kernels on this machine. The driver decides which nvcc can be used.
+    If the machine has no nvcc, pip downloads the nvcc of ``NEWEST_CUDA``."""
     steps = []
     if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         steps.append("install a C++ compiler (g++)")

@@ -152,9 +152,8 @@ def numpy_of(tree):
 
 
 def jit(fn, exchanges=None, split=0, **options):
-    """Compile like `jax.jit`. With several processes the results are whole numpy arrays.
-
-    `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    """Compile like `jax.jit`. With several processes, the results are whole numpy arrays.
+    `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
     """
     jitted = jax.jit(fn, **options)
     if RANKS_ON_ONE_GPU:
@@ -302,7 +301,7 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
     into donated buffers that are full of poison, so that a test sees everything that a kernel does
-    not write. `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    not write. `exchanges` and `split` state the exchanges of each run, as in `expect_exchanges`.
     """
     sharding = placement(mesh)
     mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))

@@ -100,8 +100,8 @@ __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read what this rank wrote when the ring half was last used. All
-// threads of the team call it, once per launch.
+// Waits until every peer has read the data that this rank wrote when the ring half was last used.
+// All threads of the team call it, once per launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {

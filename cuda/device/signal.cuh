@@ -222,8 +222,8 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
   return false;
 }
 
-// Waits until `destination` has read what this rank wrote when the ring half was last used,
-// ring_depth() epochs ago. One thread calls it.
+// Waits until `destination` has read the data that this rank wrote when the ring half was last
+// used, ring_depth() epochs ago. One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
   const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];

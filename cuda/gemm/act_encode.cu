@@ -31,8 +31,8 @@ constexpr TokenFormat kFormat = TokenFormat::kBlockwiseFp8;
 constexpr int kGroup = Format<kFormat>::kGroup, kLanes = kGroupLanes<kFormat>;
 constexpr int kGroupsOfWarp = kWarpThreads / kLanes;
 
-// Loads the numbers of a lane. `from` is the lane's first vector. The product is read once, so that
-// the cache keeps what the next product reads.
+// Loads the numbers of a lane. `from` is the lane's first vector. The product is read only once, by
+// streaming loads, so that other arrays stay in the cache for the next product.
 template <typename T>
 __device__ __forceinline__ LaneNumbers<T> load_lane(const T* from) {
   LaneNumbers<T> lane;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_lane(T* to, const LaneNumbers<T>& lane) {
 }
 
 // Encodes and stores the numbers of a lane. All lanes of a warp call it. `to` is the place of the
-// lane's first values, and `scale` that of the group's scale.
+// lane's first values, and `scale` is the place of the group's scale.
 template <typename T>
 __device__ __forceinline__ void store_encoded(const LaneNumbers<T>& numbers, bool stores,
                                               uint32_t member, uint8_t* to, uint32_t* scale) {

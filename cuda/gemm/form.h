@@ -123,10 +123,10 @@ using WeightGradient =
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
 // A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: outside of a
-// group, the hardware loads zeros and stores nothing. For this purpose, the tensor's map has an
-// axis of kRaggedRows rows, of which a group's rows are the last. Two more axes move these rows to
-// the place of the group. A step along the first axis is one row. A step along the second axis is
-// kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
+// group, the hardware loads zeros and stores nothing. For this purpose, the map of the tensor has
+// an axis of kRaggedRows rows, whose last rows are the rows of a group. Two more axes move these
+// rows to the place of the group. A step along the first axis is one row. A step along the second
+// axis is kRaggedWrap bytes minus one row, so kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes

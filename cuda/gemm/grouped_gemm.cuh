@@ -310,7 +310,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       previous = stage.place;
       stage.advance();
     }
-    // Before the wait for the last products, prepare what the first products of the next tile need.
+    // Before the wait for the last products, prepare the first products of the next tile.
     next = receive_work(shared, rank, entry);
     next_tile = Tile<F>(p, next, rank);
     is_loaded = !F::kReads && whole == steps && !next.is_end();

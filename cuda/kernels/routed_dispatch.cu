@@ -755,7 +755,7 @@ constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes)
 constexpr int64_t most_shared_bytes(bool encodes) {
   return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
-// If ranks share a device, their parameters are in shared memory, too.
+// If ranks share a device, their parameters are also in shared memory.
 static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchParams) <=
               Tuning::kMaxSharedBytes);
 

@@ -181,7 +181,7 @@ def register_dce_rule(
     pe.dce_rules[primitive] = of_any
 
 
-# JAX applies checkpoint names to linear values, too, but has no transpose rule for names.
+# JAX also applies checkpoint names to linear values, but has no transpose rule for names.
 ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 

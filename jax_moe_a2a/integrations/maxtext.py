@@ -420,7 +420,8 @@ def _balance_loss(
 
 
 def _bias_updates(layer: _RoutedMoE, ids: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-    """Return what loss-free balancing adds to the router's bias, or None without such a bias."""
+    """Return the updates of the router's bias by loss-free balancing, or None without such a
+    bias."""
     if not layer.should_update_load_balance():
         return None
     config = layer.config

@@ -215,7 +215,7 @@ def program(seed, number, *, has_mesh=True):
     else:
         sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
 
-    if hosts:  # a group of two levels refuses wire dtypes that are wider than what they sum
+    if hosts:  # refuses a wire dtype with more bits than the sums
         dispatch_wire = None if is_wider(dispatch_wire, leaves) else dispatch_wire
         combine_wire = None if is_wider(combine_wire, sums) else combine_wire
 

@@ -84,7 +84,7 @@ def random_script(seed, num_actions=14, most=4):
 
 def scripted(script):
     """Return an order that performs the actions (name, index) of a script in turn. The index of a
-    done is that of its exchange in flight. The done of a dispatch also starts a combine."""
+    done is the index of its exchange in flight. The done of a dispatch also starts a combine."""
 
     def order(shape, group, step):
         pool, counts, first = [], checked.counted(), len(script) * step

@@ -46,8 +46,8 @@ def plan_levels(ids: jax.Array, group: Group, options: PlanOptions) -> dict[str,
     is_valid = (gathered >= 0) & (gathered < per_host * hosts.size)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # As with one level, rows must be sorted by source host first, and then by relaying rank. So
-    # each local expert becomes H experts, one for each source host.
+    # As with one level, rows must be sorted by source host first, and then by relaying rank.
+    # Therefore each local expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 1)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(num_tokens * hosts.size, top_k)

@@ -118,8 +118,8 @@ class Product(NamedTuple):
 
 
 class TangentOperands(NamedTuple):
-    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four, of
-    which some may be None. Without weights in FP8, d_rows and w_in are None."""
+    """The operands of ``act_dot_tangent_p``. ``act_dot_tangent_p`` is linear in the first four
+    operands, some of which may be None. Without weights in FP8, d_rows and w_in are None."""
 
     d_rows: Any
     d_pre: Any

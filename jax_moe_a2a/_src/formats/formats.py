@@ -399,7 +399,7 @@ class NvFp4(TokenFormat):
             scale = scale.reshape(scale.shape + (1,) * (num_axes - scale.ndim))
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
-        # The bits of negative numbers are above those of infinity.
+        # As integers, the bits of negative numbers are larger than the bits of infinity.
         return bits.clip(least, most), bits < INFINITY
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:

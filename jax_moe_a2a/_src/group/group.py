@@ -323,10 +323,10 @@ class _Place(NamedTuple):
 def announce(group: Group) -> None:
     """Publish the notice of this process, once in a job. Never wait for another process.
 
-    Every function here that may wait for another process calls ``announce`` first, and so does the
-    lowering of every program (``placed_by``). Therefore no two processes wait for each other's
-    announcement, in whatever order they lower their programs. A process without kernels announces
-    itself too, because the other processes wait for it.
+    Every function of this module that may wait for another process calls ``announce`` first, and so
+    does the lowering of every program (``placed_by``). Therefore no two processes wait for each
+    other's announcement, in whatever order they lower their programs. A process without kernels
+    announces itself too, because the other processes wait for it.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return

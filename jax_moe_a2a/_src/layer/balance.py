@@ -174,10 +174,11 @@ def router_z_loss(
 
 
 def z_columns(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return what tokens add to the sums of a z-loss, [...] each: the term and 1, or zeros."""
+    """Return the summands of each token in the sums of a z-loss, [...] each: the term and 1, or
+    zeros."""
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, 0)
-    # XLA computes the maximum and the sum only once if a softmax needs them, too.
+    # XLA computes the maximum and the sum only once if a softmax also needs them.
     largest = lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     total = jnp.exp(logits - largest).sum(axis=-1, keepdims=True)
     squares = (largest + jnp.log(total))[..., 0] ** 2

@@ -50,7 +50,7 @@ def _dot(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _dot_on_gpu(a: jax.Array, b: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
-    """Return what ``_dot`` returns, from products of bfloat16 if an array has this dtype."""
+    """Compute the result of ``_dot``. If an array is bfloat16, use products of bfloat16 arrays."""
     if a.dtype == b.dtype and a.dtype.itemsize == 2:
         return _matmul(a, b, dtype)  # products of 16 bits are exact in float32
     if _sum_dtype(a, b) != jnp.float32:

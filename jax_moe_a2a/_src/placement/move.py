@@ -81,7 +81,8 @@ def move_experts(
 
 
 def _moved(x: Any, index: Any) -> Any:
-    """Return what an array has at indices, and zeros for the first index after its end."""
+    """Return the elements of an array at indices, and zeros at the first index after the array's
+    end."""
     is_traced = isinstance(x, jax.core.Tracer) or isinstance(index, jax.core.Tracer)
     if not is_traced and not isinstance(x, jax.Array):
         found = x[np.minimum(index, len(x) - 1)]
