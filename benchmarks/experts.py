@@ -36,7 +36,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def side_by_side(pairs: jax.Array) -> jax.Array:
-    """Return [..., 2 I], as plain products need it, from gate and up [..., 2, I]."""
+    """Return gate and up [..., 2, I] as one array [..., 2 I], which plain products need."""
     return pairs.reshape(*pairs.shape[:-2], -1)
 
 

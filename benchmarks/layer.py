@@ -76,7 +76,7 @@ class Shape(NamedTuple):
 
     @property
     def sweep(self) -> str:
-        """Return the sweep of its rows."""
+        """Return the name of the sweep to which the rows belong."""
         return "layer" if self.is_training else "decode"
 
     @property
@@ -113,7 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     if args.stages:
         return stages.main(args)

@@ -109,7 +109,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     num_gpus = runs.set_platform(args.ranks)

@@ -122,7 +122,8 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Return the rows of each group, int32 [groups]; their sum is all rows."""
+    """Return the number of rows of each group, int32 [groups]. The sum of these numbers is
+    ``setting.rows``."""
     groups, rows = setting.groups, setting.rows
     if setting.sizes in MORE_ROWS:
         return np.full(groups, rows // groups, np.int32)
@@ -285,7 +286,7 @@ def measure(run: runs.Run, setting: Setting) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     parser = runs.make_parser("benchmarks.products", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=(), help="of these models")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS_OF_EXPERTS, help="per expert")

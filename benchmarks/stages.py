@@ -40,7 +40,7 @@ _KERNEL = re.compile(r"\} (?:fusion|custom-call|copy|sort)\(|\) (?:fusion|custom
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     num_gpus = runs.set_platform(args.ranks)
     run = runs.open_run(args, num_gpus, ["stages"], "stages", SAMPLES if num_gpus else 1)
     shapes = [shape for shape in args.shapes if shape in TITLES] or list(TITLES)

@@ -101,7 +101,7 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if anything failed."""
+    """Run the benchmark, and return the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = runs.set_platform(args.ranks)
     measured = None

@@ -527,7 +527,7 @@ def assert_sums_agree(actual, expected, slack, what=""):
     assert actual.shape == expected.shape, what
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
-    with np.errstate(invalid="ignore"):  # equal infinities are not too far
+    with np.errstate(invalid="ignore"):  # equal infinities count as close
         too_far = np.abs(actual - expected) > slack
     assert not too_far.any(), (
         f"{what}: {too_far.sum()} of {too_far.size} sums are too far away, "

@@ -598,7 +598,7 @@ def rows_of(ids, local_experts, routings, shared, replicated):
 
 def expert_layer(a, rows, activation, weigh_input=False):
     """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
-    w_out [R, L, I, H], and where the dict has them b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
+    w_out [R, L, I, H], and, if the dict has them, b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
     Weights multiply the outputs of experts, or with `weigh_input` their inputs.
     """
     y = _rows_of_layer(a, rows, activation, weigh_input)[-1]

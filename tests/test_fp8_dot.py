@@ -429,7 +429,7 @@ def test_weights_to_train_are_floats():
 
 
 def test_quantization_counts_as_the_identity_for_derivatives():
-    """Only the transpose quantizes. The derivative of the transpose does not."""
+    """Only the transpose quantizes. The derivative of the transpose does not quantize."""
     sizes, fmt = np.array([5, 0, 3], np.int32), ma.BlockwiseFp8()
     rows, d_rows = (normal(seed, (9, 128), "bfloat16") for seed in (7, 8))
     ct, d_ct = (normal(seed, (9, 256), "bfloat16") for seed in (9, 10))

@@ -782,8 +782,9 @@ def ids_of(*shape):
     return aval(*shape, dtype="int32")
 
 
-# A limit of the kernels, and the part that one step uses; a program of n steps with its arguments;
-# its calls, and the operation that takes the portable path with one more step.
+# Each case has a limit of the kernels, the part of the limit that one step uses, a program of n
+# steps with its arguments, and its calls. The last entry is the operation that takes the portable
+# path if the program has one more step.
 LIMITS = {
     "arrays": ("MAX_ARRAYS", 1, lambda n: (dispatch_alone, [aval(TOKENS, 4)] * n, IDS),
                {"routed_dispatch": 1}, "dispatch"),

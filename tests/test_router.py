@@ -62,7 +62,8 @@ def objective(logits, mask=None, **options):
     "top_k, renormalize, sums_to_1", ((TOP_K, None, True), (TOP_K, False, False), (1, None, False))
 )
 def test_softmax_scores(top_k, renormalize, sums_to_1):
-    """The weights of several choices sum to 1 by default. A single weight trains the router."""
+    """By default, the weights of several choices sum to 1. A single weight is not divided by
+    itself, so that the router is trained."""
     logits = logits_of(1)
     found = route(logits, top_k, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))

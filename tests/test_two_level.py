@@ -350,8 +350,8 @@ def test_gradients_are_those_of_the_dense_layer(hosts):
 @pytest.mark.parametrize(
     ("policy", "routes", "dispatches"),
     [
-        # In the forward pass, the ids and the rows travel at both levels; in the backward pass, the
-        # gradient of the sums does.
+        # In the forward pass, the ids and the rows travel at both levels. In the backward pass, the
+        # gradient of the sums travels at both levels.
         (None, 2, 8),
         (jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 1, 7),
     ],

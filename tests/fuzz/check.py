@@ -171,7 +171,7 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """One element of the batch, all ranks, computed with the oracle."""
+    """The expected results of one element of the batch on all ranks, computed with the oracle."""
 
     program: draw.Program
     args: dict[str, np.ndarray]

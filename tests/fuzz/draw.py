@@ -190,7 +190,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # If a format is the gradient's wire dtype, it requires the same of x as a token format.
+    # A format as the wire dtype of the gradient has the same requirements on x as a token format.
     dispatch_wire = wire(rng, fmt)
     group = group_size_of(fmt, dispatch_wire)
     if group:

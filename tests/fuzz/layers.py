@@ -75,8 +75,8 @@ ACTIVATIONS = {
 }
 
 
-# A positive majorant of the values and derivatives of all activations, up to a factor. Applied to
-# sums of magnitudes, it bounds the errors of roundings.
+# A positive function that is larger, up to a factor, than the values and derivatives of all
+# activations. Its value at a sum of magnitudes bounds the errors of roundings.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),

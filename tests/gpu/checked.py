@@ -120,10 +120,10 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 
 
 def enough_rows(shape, group):
-    """Return a capacity at which nothing is dropped: None, for the worst case, with a GPU per rank.
-
-    If all ranks share one GPU, the worst case of many ranks would fill the GPU's memory. The ids
-    are hashes, so a rank receives about as many rows as it has choices, and never twice as many.
+    """Return a capacity at which nothing is dropped. If each rank has a GPU, this is None, the
+    worst case. If all ranks share one GPU, the worst case of many ranks would fill the GPU's
+    memory. The ids are hashes, so a rank receives about as many rows as it has choices, and never
+    twice as many.
     """
     if not ONE_GPU:
         return None
@@ -557,7 +557,8 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges=None, **jit_options):
-    """Return `mapped(fn, group)`, compiled. `exchanges`: those of a call; None: as `Noted`."""
+    """Return `mapped(fn, group)`, compiled. `exchanges` is the number of exchanges of a call. None
+    means that `Noted` reads this number from the counters."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, group, exchanges)

@@ -55,8 +55,8 @@ def set_hooks(
     """Replace the hooks of an open group. `rank`, or all ranks for None, waits `delay` seconds in
     `phase`.
 
-    A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
-    sets the hooks of its own ranks.
+    A mutation and a depth (0: the default) hold for all ranks. Every process must call this
+    function, which sets the hooks of the ranks of this process.
     """
     devices, num_ranks = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"

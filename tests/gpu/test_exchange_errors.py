@@ -12,7 +12,7 @@ import pytest
 from hooks import PHASE_TEXT, Phase, hooked
 
 TIMEOUT = 1.0
-DELAY = 1.5  # longer than the timeout, and over before all must have stopped
+DELAY = 1.5  # longer than the timeout, but shorter than the time in which all ranks must stop
 GROUP = checked.new_group(timeout=TIMEOUT)
 SHAPE = checked.SMALL
 SLOW_RANK = checked.RANKS - 1

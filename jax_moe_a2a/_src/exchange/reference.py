@@ -476,10 +476,10 @@ def _move(
 ) -> jax.Array:
     """Move an array without changing a bit.
 
-    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes their
-    selects and collectives in wider floats, which turns signalling NaNs into quiet NaNs. NCCL does
-    not support all of these dtypes. A row without a token is zero bytes, but float8_e8m0fnu has no
-    zero.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes selects and
+    collectives of these floats in floats of more bits, which turns signalling NaNs into quiet NaNs.
+    NCCL does not support all of these dtypes. A row without a token is zero bytes, but
+    float8_e8m0fnu has no zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)
