@@ -20,8 +20,8 @@
 
 namespace moe_a2a {
 
-// The emulator (tests/emulation) has fewer threads in a block. It has so few flags that even a few
-// tokens share flags.
+// The emulator (tests/emulation) has fewer threads in a block. The emulator has so few flags that
+// even a few tokens share flags.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif

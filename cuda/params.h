@@ -11,7 +11,7 @@
 
 namespace moe_a2a {
 
-// The parameters that all kernels have. They describe the rank, its domain and the call.
+// The parameters that all kernels have: the description of the rank, its domain and the call.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
@@ -235,8 +235,8 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and
-  // `wire` is kOfRows.
+  // The format of partial sums while they travel. If the format is not kNoFormat, `listed` is true
+  // and `wire` is kOfRows.
   TokenFormat wire_format;
   float wire_global_scale;  // of NvFp4
 };

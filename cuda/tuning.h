@@ -19,8 +19,8 @@ struct Sm90 {
   // The limit of a block's shared memory. This number is not measured, but limits other numbers.
   static constexpr int kMaxSharedBytes = 227 << 10;
 
-  // ---- Blocks of a launch. Python lowers programs with these (kLoweringTuning). Handlers reduce
-  // them to the GPU's multiprocessors.
+  // ---- Blocks of a launch. Python lowers programs with these numbers (kLoweringTuning). Handlers
+  // reduce the numbers to the multiprocessors that the GPU has.
 
   static constexpr int kDefaultSms = 64;  // "Blocks"
   // "Blocks": more blocks are faster if a rank has few tokens, or if the bytes of its tokens times

@@ -104,7 +104,7 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, and yield each line before the next check runs.
 
     Without ``--portable``, a missing requirement of the kernels is a failure on Hopper and newer
-    GPUs. In all other cases it is only a note.
+    GPUs. In all other cases, a missing requirement is only a note.
     """
     yield _versions()
     yield _package()

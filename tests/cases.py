@@ -132,7 +132,7 @@ def next_rank(rng, ranks, layout):
 
 
 def masked(rng, ranks, layout):
-    """Draw ids. About 40 % of them are -1."""
+    """Draw ids, of which about 40 % are -1."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
 

@@ -16,7 +16,7 @@ from host_extension import HOST, ROOT, built
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# Its state needs only the attributes that all calls have.
+# The state of this call needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 

@@ -396,7 +396,7 @@ def counted(jitted, exchanges, split):
     @functools.wraps(jitted)
     def run(*args, **kwargs):
         if is_traced(args, kwargs):
-            return jitted(*args, **kwargs)  # the program around it counts
+            return jitted(*args, **kwargs)  # the enclosing program counts the exchanges
         with stated(exchanges, split):
             return jax.block_until_ready(jitted(*args, **kwargs))
 

@@ -44,7 +44,7 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Join the job if this process was started as one of several. Call it before JAX has
+    """Join the job if this process was started as one of several. Call this function before JAX has
     devices."""
     if joined() is None:
         return

@@ -19,7 +19,7 @@ PLANS = ((4, 16, 2, True, 1), (4, 16, 2, False, 2), (4, 16, 0, False, 1), (2, 4,
 
 
 def loads(num_experts, num_ranks):
-    """Return loads [N, E]: random ones, and hostile ones."""
+    """Return loads [N, E]: random loads, and loads that are hard to balance."""
     rng = np.random.default_rng(num_experts)
     skewed = np.exp(rng.normal(0, 1.7, (3, num_experts))) * 1000
     one_expert, one_rank = np.zeros((2, num_experts))

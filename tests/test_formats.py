@@ -29,7 +29,7 @@ pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that o
 
 DTYPES = ("bfloat16", "float16", "float32")
 E2M1 = cases.dtype("float4_e2m1fn")
-ODD_SCALE = FORMATS["nv"].global_scale  # neither it nor its inverse is a simple number
+ODD_SCALE = FORMATS["nv"].global_scale  # neither the scale nor its inverse is a simple number
 
 of_every_format = pytest.mark.parametrize("name", FORMATS)
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -72,7 +72,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
 
 
 def layer_by(dispatch, group=None):
-    """Return the small layer of one rank, with one of the two dispatches."""
+    """Return the small layer of one rank, which calls the function ``dispatch``."""
     group = group or harness.group_of(RANKS)
 
     def layer(x, topk_weights, w, ids):

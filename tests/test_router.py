@@ -253,7 +253,8 @@ def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
 
 @pytest.mark.parametrize("shift", (0, -80, -95, -300))
 def test_the_balance_loss_has_no_reward_for_scores_that_are_too_small_for_float32(shift):
-    """In float32, sigmoids of logits below -88 are 0. Their shares of a token's sum are not."""
+    """In float32, sigmoids of logits below -88 are 0. The shares of these sigmoids in the sum of a
+    token are not 0."""
     logits = logits_of(16) + np.float32(shift)
 
     def loss(logits):

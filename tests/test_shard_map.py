@@ -125,7 +125,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """The mesh has the axes ("a", "b"). Their order does not matter."""
+    """The mesh has the axes ("a", "b"). The order of the axes in the mesh does not matter."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     group = group_over(mesh, axes)

@@ -85,8 +85,8 @@ struct Nothing {
   __device__ explicit Nothing(const Args&...) {}
 };
 
-// The router weights of this lane's rows. They are read before the products, so that nothing waits
-// for them.
+// The router weights of this lane's rows. The constructor reads these weights before the products,
+// so that nothing waits for the weights.
 template <typename F>
 struct RowWeights {
   static constexpr int kRows = F::kIsTurned ? F::kTileN / 4 : 2;
@@ -307,8 +307,8 @@ class Derivative {
   __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
       : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {}
 
-  // `take()` waits for the next stage and returns its Operands. `give()` releases it after the last
-  // group of stores has read it.
+  // `take()` waits for the next stage and returns its Operands. `give()` releases the stage after
+  // the last group of stores has read the stage.
   template <int kSize, typename Take, typename Give>
   __device__ void store(const Plane& plane, float (&d)[kSize], Take&& take, Give&& give) {
     for_activation<kIsGated>(p_.activation.function, [&](auto function) {

@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   start_block(p, shared, rank);
 
   static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
-  // A multiprocessor has 65,536 registers. Each thread has a multiple of 8 of them.
+  // A multiprocessor has 65,536 registers. The number of registers of a thread is a multiple of 8.
   constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
   static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
   static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);

@@ -256,7 +256,7 @@ __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uin
       p.exchange, p.encoding, team, {bench.destinations, bench.slots, count}, segments, token);
 }
 
-// Sends one token to all its ranks. Its rows are read once.
+// Sends one token to all its ranks. The data of the token is read once.
 template <typename Form>
 __device__ void send_token(const RoutedDispatchParams& params, const Team& team, uint64_t epoch,
                            const Shared& shared, Workbench* bench, int token) {
@@ -340,8 +340,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int of_number = num_ranks * num_tokens, all = of_number * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
-  // rows are in `trial`.
+  // Returns true if the first `count` choices fit, in the order in which choices are kept. The rows
+  // of these choices are in `trial`.
   const auto fits = [&](int count) {
     __syncthreads();  // The previous `trial` has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;

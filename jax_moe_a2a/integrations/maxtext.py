@@ -206,7 +206,7 @@ def _check_config(layer: _RoutedMoE) -> None:
     own = "call disable() to use MaxText's own implementation"
     for name, expected in _REQUIRED.items():
         value = getattr(layer.config, name, expected)
-        if (value or expected) and value != expected:  # False, "" and None are one value
+        if (value or expected) and value != expected:  # False, "" and None count as equal
             raise ValueError(
                 f"{name} must be {expected!r} {_ENABLED}; got {name}={value!r}. "
                 f"{_REMEDIES.get(name, '')}Set it to {expected!r}, or {own}"
@@ -275,7 +275,7 @@ def _sparse_matmul(
     **named: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the outputs, balance loss and bias update of ``RoutedMoE.sparse_matmul``."""
-    _check_config(layer)  # a class that was derived before enable has its own __call__
+    _check_config(layer)  # classes derived before enable() keep their __call__
     named |= dict(zip(_KERNELS.split(), weights))
     axes = _axes_of(layer, inputs.shape[0])
     tensor = axes.tensor or None

@@ -66,7 +66,7 @@ def new_group(
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. If all of them share one GPU, `ranks` says how many. If
+    The mesh says where the ranks are. If all ranks share one GPU, `ranks` is their number. If
     `first_timeout` is None, the first exchange has the same timeout as the others.
     """
     return ma.Group(
@@ -405,7 +405,7 @@ def close(group):
 
 
 def close_all():
-    """Close all groups whose ranks share a GPU. None of their exchanges may be under way."""
+    """Close all groups whose ranks share a GPU. No exchange of these groups may be under way."""
     for size in range(2, native.limit("MAX_RANKS") + 1):
         group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
         if any(epochs_of(group.topology, kind) for kind in native.WORKSPACE_KINDS):

@@ -11,7 +11,7 @@ from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):
-    """Return the arrays. Nothing that uses them begins before all of them are computed."""
+    """Return the arrays. No operation that uses an array begins before all arrays are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]

@@ -57,7 +57,7 @@ CASES = {
 
 @functools.cache
 def program(case):
-    """Return a program: state -> state. Its routing is made once."""
+    """Return a program, state -> state, which makes its routing once."""
     if case.order is AT_ONCE:
         return checked.program(case.shape, order=AT_ONCE)
     run = checked.program_with_routing(case.order, case.shape)
@@ -66,7 +66,8 @@ def program(case):
 
 
 def marked(name, *marks):
-    """Return a case with the marks. Skip it if XLA encodes the partial sums, as for many ranks."""
+    """Return a case with the marks. Skip the case if XLA encodes the partial sums, as for many
+    ranks."""
     shape = CASES[name].shape
     lanes = (
         shape.top_k + checked.RANKS

@@ -1,4 +1,4 @@
-"""Ranks that make different calls get an error that says so. They never hang or get a wrong
+"""Ranks that make different calls get an error that says so. These ranks never hang or get a wrong
 result."""
 
 import concurrent.futures

@@ -13,7 +13,7 @@ MANY_CHUNKS = checked.fitting(checked.Shape(tokens=4096, hidden=64))
 # rank uses its whole share.
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
 SMALL_GRID = checked.new_group(num_sms=16)
-# More receivers than a GPU can hold at once. If they were admitted first, no sender would have
+# More receivers than a GPU can hold at once. If all receivers started first, no sender would have
 # room.
 if checked.ONE_GPU:
     # Each rank has a budget of 400 blocks. A launch has only as many as fit, unless a hook lifts

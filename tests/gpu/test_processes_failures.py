@@ -354,7 +354,7 @@ def exchange(process):
 
 
 def work(scenario):
-    """Run a worker. It ends in bounded time, without waiting for the other worker."""
+    """Run a worker, which ends in bounded time, without waiting for the other worker."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
     # JAX ends the survivors if a process is missing. A long heartbeat timeout delays this end.

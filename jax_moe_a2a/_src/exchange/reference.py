@@ -305,8 +305,8 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     # ``x`` may hold the bits of short floats as integers. XLA:CPU selects short floats in float32,
     # which makes NaNs canonical, and loses subnormals on CPUs with AVX512_BF16. XLA:CPU does so
     # even if integers are selected and then reinterpreted as floats. To prevent this, add a term to
-    # the integers. The term is always zero, because no index reaches the number of rows of x. XLA
-    # does not know that the term is zero, so it selects integers.
+    # the integers. The term is always zero, because no index reaches the number of rows of x.
+    # Because XLA does not know that the term is zero, XLA selects integers.
     none = jnp.maximum(index, x.shape[0]) - x.shape[0]
     return rows + expand_like(none.astype(x.dtype), rows)
 

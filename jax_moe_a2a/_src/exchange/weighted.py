@@ -158,7 +158,7 @@ def combine_jvp(
 def _tangent_pairs(
     payload: Sequence[jax.Array], tangents: compat.Tangents, num_leaves: int
 ) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows and weights. Their weighted combine is the tangent."""
+    """Return the pairs of rows and weights whose weighted combine is the tangent."""
     rows, weights = payload[:num_leaves], payload[num_leaves:]
     d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
     pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]

@@ -164,8 +164,8 @@ def _is_full(*, tree: jax.tree_util.PyTreeDef, **_: object) -> list[bool]:
 def bind_experts(
     operands: ExpertOperands, *, activation: FusedActivation, num_sms: int | None = None
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Bind ``experts_p``. Return its results, and the totals if they are given. With totals, the
-    tangents of w_in and w_out are ignored, and no weights are tuples."""
+    """Bind ``experts_p``. Return the results of the primitive, and the totals if totals are given.
+    With totals, the tangents of w_in and w_out are ignored, and no weights are tuples."""
     y, *totals = _bind(experts_p, operands, activation=activation, num_sms=num_sms)
     return y, totals
 

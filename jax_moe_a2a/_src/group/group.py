@@ -43,14 +43,15 @@ class Group(GroupValue):
     (``docs/processes.md``).
 
     Args:
-      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of its other
-        axes is an independent domain. With an abstract mesh or None, the program decides the
-        devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the mesh of
-        ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one device.
+      mesh: the concrete or abstract mesh that ``axis_name`` belongs to. Each index of the other
+        axes of the mesh is an independent domain. With an abstract mesh or None, the program
+        decides the devices. Inside ``jax.shard_map`` they are the devices of its mesh, or of the
+        mesh of ``jax.set_mesh``. Inside ``jax.vmap`` over the group's axis, all ranks share one
+        device.
       axis_name: an axis name, or a tuple of axis names. Ranks are numbered row-major in this order.
         ``jax.vmap`` over the group needs a single axis.
-      size: number of ranks. It is required without a mesh. With a mesh, it must equal the product
-        of the axes.
+      size: number of ranks. Without a mesh, ``size`` is required. With a mesh, ``size`` must equal
+        the product of the axes.
       num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. If the argument is None, or the
         mapping lacks an operation, the package chooses the number, and chooses fewer SMs for split

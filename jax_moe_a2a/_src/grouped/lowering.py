@@ -261,7 +261,8 @@ def aligned(w: jax.Array, other: Any, axes: int) -> tuple[tuple[int, ...], jax.A
 
     Args:
       w: weights [..., L, K, N].
-      other: an array that belongs to the matrices. Its last ``axes`` axes begin with L.
+      other: an array that belongs to the matrices. The first of the last ``axes`` axes of this
+        array is L.
     """
     lead = np.broadcast_shapes(w.shape[:-3], other.shape[:-axes])
     w3, flat_other = (

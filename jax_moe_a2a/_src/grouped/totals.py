@@ -75,7 +75,7 @@ def _total_of_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def with_total(w: jax.Array, total: jax.Array) -> jax.Array:
-    """Return weights unchanged. Their tangent is the tangent of their total."""
+    """Return weights unchanged. The tangent of the result is the tangent of the total."""
     w, total = compat.align_varying([w, total], ())
     w = _batched_with(w, total)
     return with_tangent(w, lambda _, tangents: tangents[0].astype(w.dtype), total)

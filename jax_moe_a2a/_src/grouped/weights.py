@@ -50,10 +50,10 @@ class QuantizedExperts:
     """The weights of experts in ``BlockwiseFp8``, float weights to train with FP8 products, or
     both.
 
-    It is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. If it has only values
-    and scales, the weights are frozen: they have no gradient. If it has a source (float weights),
-    the gradients of a layer are gradients of the source. If it has only a source, each call of a
-    layer quantizes the source.
+    This class is a pytree, which ``quantize_experts`` and ``Experts.in_fp8`` make. If it has only
+    values and scales, the weights are frozen: they have no gradient. If it has a source (float
+    weights), the gradients of a layer are gradients of the source. If it has only a source, each
+    call of a layer quantizes the source.
 
     With weights [L, K, N] of ``grouped_dot``, each square of 128 rows and 128 columns has one
     scale. Squares at the end of N may have fewer columns. With weights [L, K, 2, I], which have a

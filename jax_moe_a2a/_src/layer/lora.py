@@ -25,7 +25,7 @@ from ..grouped.weights import QuantizedExperts
 class LoRA:
     """A low-rank adapter of weights W of ``Experts``: ``W + scale * a b`` takes the place of W.
 
-    The arrays have the dtype of the tokens. Those of a shared expert have no axis E.
+    The arrays have the dtype of the tokens. The arrays of a shared expert have no axis E.
     """
 
     a: Any

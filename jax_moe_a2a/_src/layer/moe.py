@@ -574,7 +574,7 @@ class _Scope:
 
     def divides(self, spec: P, axes: tuple[str, ...]) -> bool:
         """Return True if a placement of tokens divides them over exactly these axes, and all axes
-        are Explicit. Only then does the type of the tokens guarantee their placement."""
+        are Explicit. Only in this case does the type of the tokens guarantee their placement."""
         used = [name for entry in spec[:-1] for name in names_of(entry)]
         is_explicit = self.axes_of_type(AxisType.Explicit) >= set(axes)
         return is_explicit and set(used) == set(axes) and not names_of(spec[-1])

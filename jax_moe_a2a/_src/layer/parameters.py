@@ -246,7 +246,7 @@ def _draw(config: MoEConfig, key: jax.Array) -> dict[str, Any]:
         w_in = jnp.stack([gate, up], axis=1)
         params["shared"] = Experts(w_in, w_out, activation=config.activation)
         if config.shared_gate:
-            # One more key in keys would change all of them.
+            # If ``keys`` had one more key, all keys would have other values.
             column = draw_matrix(jax.random.fold_in(keys[6], 0), (hidden, 1), dtype)
             params["shared"] = params["shared"].replace(output_gate=column[:, 0])
     return params

@@ -249,5 +249,5 @@ def _without_masked(choices: RouterChoices, mask: jax.Array | None) -> RouterCho
 
 
 def _like(mask: jax.Array, array: jax.Array) -> jax.Array:
-    """Return a mask of tokens with as many axes as an array of them."""
+    """Return a mask of tokens [T] with axes of size 1 added, so that it fits ``array`` [T, ...]."""
     return mask.reshape(mask.shape + (1,) * (array.ndim - 1))

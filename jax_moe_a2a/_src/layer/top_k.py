@@ -72,8 +72,8 @@ class TopK:
       ValueError: if an argument has the wrong range.
 
     Example:
-      The bias changes which experts the token chooses, but not their scores. The second token is
-      masked:
+      The bias changes which experts the token chooses, but not the scores of the experts. The
+      second token is masked:
 
       ```python
       import jax.numpy as jnp

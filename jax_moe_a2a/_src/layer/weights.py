@@ -32,14 +32,14 @@ Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 Names: TypeAlias = str | tuple[str, ...] | None  # an entry of a ``PartitionSpec``
 WEIGHTS = "w_in", "w_out"  # fields that may be in FP8
 BIASES = "b_in", "b_out"
-ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # fields, and the weights to which they add
+ADAPTERS = {"lora_in": "w_in", "lora_out": "w_out"}  # field of an adapter: field of its weights
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Totals:
     """The float32 sums to which products add the gradients of the weights of ``Experts``
-    (``accumulate_grads``). They are zeros in the forward pass."""
+    (``accumulate_grads``). In the forward pass, these sums are zeros."""
 
     w_in: Any = None
     w_out: Any = None
@@ -235,7 +235,7 @@ def flat(experts: Experts) -> Experts:
     lead = len(experts.w_out.shape) - 2
 
     def merged(array: Any, axis: int) -> Any:
-        """Return an array, or None, with one axis in place of two."""
+        """Return an array with two of its axes merged into one. None stays None."""
         shape = () if array is None else array.shape
         sizes = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
         return None if array is None else jnp.reshape(array, sizes)
@@ -257,8 +257,8 @@ def flat(experts: Experts) -> Experts:
 
 
 def totals_of(experts: Experts) -> Totals:
-    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast with
-    their weights, return a value without arrays."""
+    """Return the totals to which products of ``flat(experts)`` add. If the totals were cast
+    together with the weights, return ``Totals`` without arrays."""
     given = experts.totals
     if given is None or given.w_in.dtype != accumulation_dtype(given.w_in.dtype):
         return Totals()

@@ -103,7 +103,7 @@ inline int __reduce_min_sync(unsigned lanes, int value) {
   return ~__reduce_max_sync(lanes, ~value);
 }
 
-// ---- Atomics. They are relaxed, as in CUDA.
+// ---- Atomic operations, which are relaxed, as in CUDA.
 
 template <typename T>
 T atomicAdd(T* address, T value) {
