@@ -13,10 +13,11 @@
 call. ``moe_mlp_fp8`` has quantized weights, without gradients; ``moe_mlp_to_fp8`` quantizes rows
 and weights for the products, with gradients. ``_lora`` adds adapters of rank 16, and only the
 adapters get gradients. ``benchmarks.products`` times only the experts. The router's choices are
-inputs. Training times a forward pass, without and with the gradients of tokens, router weights and
-experts. Decode times a forward pass of up to 128 tokens. Every result is checked before it is
-timed, against ``all_gather``. If the capacity drops rows, it is checked against ``ours``, because
-plain JAX would drop other rows. The programs of all settings are compiled first.
+inputs. The mode "training" times a forward pass, without and with the gradients of tokens, router
+weights and experts. The mode "decode" times a forward pass of up to 128 tokens. Every result is
+checked before it is timed, against ``all_gather``. If the capacity drops rows, it is checked
+against ``ours``, because plain JAX would drop other rows. The programs of all settings are compiled
+first.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"--append must name a record of {run.record['gpus']}; got one of {old['gpus']}"
             )
         run.record["rows"] += old["rows"]
-    tracer = concurrent.futures.ThreadPoolExecutor(1)  # compiles what it has traced in threads
+    tracer = concurrent.futures.ThreadPoolExecutor(1)  # traces programs; other threads compile
     benches = [Bench(run, args, step) for step in steps(args)]
     longest = 0.0
     for bench, following in zip(benches, [*benches[1:], None]):

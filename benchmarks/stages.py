@@ -249,7 +249,8 @@ def tied(place: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def gradients_of(fn: Callable[..., Any], names: tuple[str, ...], a: Any) -> Any:
-    """Return the results of a function of named arrays, and the gradients of some of them."""
+    """Return the results of a function of named arrays, and the gradients in some of these
+    arrays."""
     out, pullback = jax.vjp(lambda some: fn(a | some), {name: a[name] for name in names})
     return out, pullback(jax.tree.map(jnp.ones_like, out))
 

@@ -57,7 +57,7 @@ class Plan:
 
 
 class TieKey(NamedTuple):
-    """The key that ties of about the same duration share."""
+    """The key of a tie. Ties with equal keys take about equally long."""
 
     num_tied: int
     num_elements: int

@@ -103,7 +103,7 @@ SWEEPS: dict[str, Sweep] = dict(  # the most informative sweep first
 
 
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """Return the plans of a sweep: its first sizes if quick, and small ones without a GPU."""
+    """Return the plans of a sweep: its first sizes if quick, and small sizes without a GPU."""
     sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     if name == "formats":  # whose groups have up to 128 numbers

@@ -13,7 +13,8 @@ from jax_moe_a2a._src.group import native
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Numbers of exchanges on each rank: whole exchanges, and split ones (a start and its done)."""
+    """Numbers of exchanges on each rank: whole exchanges, and split exchanges (a start and its
+    done)."""
 
     whole: int = 0
     split: int = 0

@@ -231,7 +231,8 @@ def shapes_of_one_rank(eqn):
 def payload(eqn):
     """Return (leaves, choice arrays): shapes of the payload operands of a dispatch or combine.
 
-    For a weighted dispatch, these are its rows and its weights, not the array that it moves.
+    For a weighted dispatch, this function returns the rows and the weights, but not the array that
+    the dispatch moves.
     """
     num_leaves, num_choice_arrays = eqn.params["num_leaves"], eqn.params["num_choice_arrays"]
     shapes = shapes_of_one_rank(eqn)

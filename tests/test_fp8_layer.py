@@ -1,4 +1,5 @@
-"""Layers with weights in FP8 equal layers of the decoded numbers, and have their gradients."""
+"""Layers with weights in FP8 have the results and the gradients of layers with the decoded
+weights."""
 
 import dataclasses
 import functools

@@ -20,7 +20,8 @@
 // If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
 // waits for that slot and adds it.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
+// first.
 #include <type_traits>
 
 #include "device/exchange.cuh"

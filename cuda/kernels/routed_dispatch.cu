@@ -19,7 +19,8 @@
 //
 // Why ordinary accesses, even for encoded tokens: with few rows, a bulk copy takes longer.
 //
-// Launch: any number of blocks; the first `send_blocks` to start send first.
+// Launch: any number of blocks. The first `send_blocks` blocks that start are the blocks that send
+// first.
 #include "device/copy.cuh"
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
@@ -736,8 +737,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
   }
   if (ok) {
-    // A sender plans late, so it requests an item only after it has planned. An item that it
-    // requested earlier would have to wait.
+    // A sender plans late, so it requests an item only after it has planned. An item that the
+    // sender requested earlier would have to wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);

@@ -529,7 +529,7 @@ class Expected:
     def of_wire(self, largest):
         """Return the error of partial sums that travel in the wire dtype."""
         wire = self.p.wire
-        if wire in draw.FORMATS:  # numbers are rounded relative to the largest of their group
+        if wire in draw.FORMATS:  # rounding depends on the largest number of the group
             share = 0.5 if wire == "nv" else 0.1
             return share * np.max(largest, axis=-1, keepdims=True, initial=0)
         wire = cases.dtype(wire)

@@ -29,7 +29,8 @@ def enumeration(source, name):
 Mutation = enumeration(SIGNAL, "Mutation")  # the rule to break
 Phase = enumeration(STATUS, "Phase")  # the phase to delay, and where a failure happened
 
-# The phases that the kernels can delay. In other phases, a rank waits for a rank in one of these.
+# The phases that the kernels can delay. In the other phases, a rank waits for a rank in one of
+# these phases.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.

@@ -35,8 +35,8 @@ def moe_partition_specs(params: Mapping[str, Any], axes: AxesLike) -> dict[str, 
     """Return the placements of the parameters of ``moe``, as a pytree of their structure.
 
     Args:
-      params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of them.
-        Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
+      params: arguments of ``moe`` by name: ``router``, ``experts`` and ``shared``, or some of these
+        parameters. Only their shapes matter, so the result of ``jax.eval_shape`` is enough.
       axes: as in ``moe``. Over the axes of ``fsdp``, parts of the H axis are stored.
 
     Returns:
