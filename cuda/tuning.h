@@ -92,7 +92,7 @@ struct Sm90 {
   static constexpr int kPollsWithoutPause = 16;
   static constexpr int kPauseNs = 20;
   // Combine sums a row with several weights through the list if a weight covers at least this
-  // number of bytes. (The notes do not mention this.)
+  // number of bytes. (docs/history/speed.md does not mention this number.)
   static constexpr int64_t kLeastListedBytes = 1024;
 
   // ---- The grouped GEMM ("Grouped products").

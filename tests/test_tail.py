@@ -54,7 +54,8 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Compare every array of rows except its tail. In both, padding is zero."""
+    """Compare every array of rows except its tail. With both values of ``tail``, padding is
+    zero."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)

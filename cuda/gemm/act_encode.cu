@@ -2,14 +2,13 @@
 // multiplies the activations by router weights, rounds them to the dtype of the product, and
 // encodes them in BlockwiseFp8. Without router weights, act_encode encodes rows as they are.
 // act_grad computes the gradients of act_encode.
-//
-// Holds: the results of all rows of groups are written. Other rows are neither read nor written. A
-// lane reads its numbers before it overwrites them with results.
-// Layout: a group of 128 columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous
-// bytes each, so the 16 numbers of a lane are not neighbours: vector v of lane l starts at byte 16
-// (8 v + l) of the group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one
-// block on a multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or
-// more in flight. Fewer bytes in flight would be enough to use the full bandwidth of the memory.
+// Result: the kernels write the results of all rows of groups. Other rows are neither read nor
+// written. A lane reads its numbers before it overwrites them with results. Layout: a group of 128
+// columns belongs to 8 neighbouring lanes. Their loads are 128 contiguous bytes each, so the 16
+// numbers of a lane are not neighbours: vector v of lane l starts at byte 16 (8 v + l) of the
+// group. A warp of act_grad has a whole row, and sums the row's dot. Launch: one block on a
+// multiprocessor. A thread loads 64 bytes or more at a time, so a block has 64 KiB or more in
+// flight. Fewer bytes in flight would be enough to use the full bandwidth of the memory.
 #include "gemm/act_encode.h"
 
 #include <algorithm>

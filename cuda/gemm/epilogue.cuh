@@ -79,7 +79,7 @@ class BoxWriter {
   int next_ = 0;
 };
 
-// Used if an epilogue loads nothing before the products.
+// The operands of an epilogue that loads nothing before the products.
 struct Nothing {
   template <typename... Args>
   __device__ explicit Nothing(const Args&...) {}

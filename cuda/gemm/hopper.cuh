@@ -293,7 +293,8 @@ __device__ inline void multiply_fp8(float (&d)[kSize], uint32_t a, uint32_t b, b
 // ---- Results.
 
 // Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
-// bytes: lane i has row i % 8 of matrix i / 8. Registers, a stored row is a column of the matrix.
+// bytes: lane i has row i % 8 of matrix i / 8. Registers have the layout of a product's results. If
+// kTransposed, each row that is stored is a column of the matrix in registers.
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {

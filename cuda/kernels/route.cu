@@ -638,8 +638,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // A peer, or a launch that overlaps this launch, may have failed meanwhile. If so, other blocks
-  // may have written an empty routing.
+  // A peer, or a launch that overlaps this launch, may have failed meanwhile. After a failure,
+  // other blocks may have written an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {

@@ -160,7 +160,8 @@ def dispatch(
 
 
 def bind_dispatch(arguments: DispatchArguments) -> Recv:
-    """Route if there are ids, dispatch, and return the ``Recv``."""
+    """Route the ids if the arguments have ids and no ``Routing``. Then dispatch, and return the
+    ``Recv``."""
     source = arguments.source
     if (
         isinstance(source, CheckedIds)

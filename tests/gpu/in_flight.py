@@ -45,7 +45,7 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """Multiply matrices of ones, which the compiler does not know."""
+    """Multiply matrices of ones. The compiler cannot know that the elements are ones."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)

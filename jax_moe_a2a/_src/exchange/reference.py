@@ -319,9 +319,9 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place tokens [T, ...] into slots [R, T, ...]. Slots that no token uses hold any token. No
-    mask clears them, because no rank reads them, and XLA:CPU would compile the mask once for each
-    rank."""
+    """Place tokens [T, ...] into slots [R, T, ...]. A slot that no token uses holds an arbitrary
+    token. No mask clears them, because no rank reads them, and XLA:CPU would compile the mask once
+    for each rank."""
     return take_any_rows(x, routing.slot_token)
 
 

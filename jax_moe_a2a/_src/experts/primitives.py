@@ -142,7 +142,7 @@ class Gradient(NamedTuple):
     sizes: Any
 
 
-# The operands that have all leading axes in full.
+# The operands whose leading axes all have their full size.
 FULL = ("rows", "weights", "d_rows", "d_pre", "d_weights", "ct", "pre")
 
 

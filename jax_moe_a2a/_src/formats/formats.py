@@ -496,8 +496,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # The leading bit and three more bits remain. Below 2**-6 fewer remain, because results are
-    # multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
+    # The leading bit and three more bits remain. Below 2**-6, fewer bits remain, because results
+    # are multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped

@@ -304,7 +304,7 @@ class Group(GroupValue):
             timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
         check_seconds("timeout", timeout)
         topologies = [place.topology for place in _all_places(self)]
-        for each in topologies:  # Wait first, so that either all close or none.
+        for each in topologies:  # Wait first, so that either all workspaces close or none.
             native.wait(each, timeout)
         for each in topologies:
             native.close(each, timeout)
