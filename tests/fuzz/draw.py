@@ -352,8 +352,8 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # An id that the dtype cannot hold becomes another id that sends nothing. In an unsigned dtype,
-    # so does -1.
+    # An id that the dtype cannot hold, such as -1 in an unsigned dtype, becomes another id that
+    # sends nothing.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max

@@ -270,8 +270,9 @@ class Group(GroupValue):
         process has failed and has stopped ranks of this process, ``check`` reports this failure.
 
         Raises:
-          RuntimeError: if an exchange has failed. The message names the operation, the phase, the
-            ranks, and the value that was found. Also if the CUDA runtime reports an error.
+          RuntimeError: if an exchange has failed, or if the CUDA runtime reports an error. For an
+            exchange, the message names the operation, the phase, the ranks, and the value that was
+            found.
         """
         topologies = [place.topology for place in _all_places(self)]
         failures = map(native.failure, topologies)
