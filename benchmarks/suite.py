@@ -21,8 +21,8 @@ from .operations import Op
 from .run import Case, Job, Program, Row, Run, say
 from .workload import DTYPE, Setting, Workload
 
-# The largest share of a tie in the measured time. In a program without steps, a tie takes at least as
-# long as in a program with steps.
+# The largest share of a tie in the measured time. In a program without steps, a tie takes at least
+# as long as in a program with steps.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
 # Elements of the largest tied array. Up to the first size, a tie takes only the time of a launch.

@@ -826,8 +826,8 @@ def most_choices(most_tokens):
     return native.limit("MAX_FUSED_CHOICES") // (RANKS * most_tokens)
 
 
-# A limit of a launch that routes and dispatches, with the most tokens; a program in which the
-# limited quantity is n, and its arguments.
+# For each limit of a launch that routes and dispatches: a function of the most tokens that returns
+# the limit, and a function that makes a program with n of the limited quantity, and its arguments.
 FUSED = {
     "tokens": (lambda most_tokens: most_tokens, lambda n, _: dispatch_of(n)),
     "choices": (most_choices, lambda n, most_tokens: dispatch_of(most_tokens, n)),

@@ -82,7 +82,8 @@ def build_pure(python: str, out: Path) -> None:
 
 
 def stage_sources() -> Path:
-    """Copy the sources as an index shows them, and return their folder."""
+    """Copy the sources, with the README.md for a package index, and return the folder of the
+    copy."""
     folder = STAGE / "sources"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
