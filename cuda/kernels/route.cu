@@ -197,8 +197,8 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.num_dropped, p.batch, 0);
 }
 
-// Returns the counts of one level in the first entry of a batch element. An entry is a chunk of a
-// source.
+// Returns the address of the counts of one level for the first chunk of source 0, in a batch
+// element.
 __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }

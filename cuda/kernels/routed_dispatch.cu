@@ -374,8 +374,9 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
 }
 
 // Counts the rows of each expert from the ids in `row`, and computes where they begin. Before the
-// call, `next_row` of each warp must hold zeros. Afterwards it has the rows of each expert before
-// the warp's range of choices. Returns where the last group ends. All threads call it.
+// call, `next_row` of each warp must hold zeros. After the call, `next_row` of a warp has the
+// number of rows of each expert before the warp's range of choices. Returns where the last group
+// ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
